@@ -1,0 +1,66 @@
+"""Tokens, ratios, slots and bytes: the only compression-ratio arithmetic. A compression ratio (CR) is always >= 1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def check_ratio(ratio: float, name: str = "ratio") -> float:
+    """Return `ratio` as a float.
+
+    Raises:
+        ValueError: it is not a finite number >= 1.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not math.isfinite(ratio) or ratio < 1:
+        raise ValueError(
+            f"{name}={ratio!r} is not a compression ratio: expected a number >= 1 (4 keeps a quarter of the entries)"
+        )
+    return float(ratio)
+
+
+def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_slots: float) -> float:
+    """Compression ratio of a cache that holds `total_slots` entries over all layers and KV heads for `tokens_seen`."""
+    return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
+
+
+def entry_bytes(head_dim: int, bytes_per_number: int) -> int:
+    """Bytes of one cache entry: the key and the value of one KV head."""
+    return 2 * head_dim * bytes_per_number
+
+
+def full_cache_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
+    """Bytes that an uncompressed cache holds for each token."""
+    return num_layers * num_kv_heads * entry_bytes(head_dim, bytes_per_number)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many entries each KV head may hold: a share of the tokens seen, or a fixed number.
+
+    Args:
+        ratio: compression ratio >= 1; the budget is max(1, floor(n / ratio)) for n tokens.
+        tokens: fixed number of entries >= 1.
+    Raises:
+        ValueError: both or neither are given, or the value is out of range.
+    """
+
+    ratio: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.tokens is None):
+            raise ValueError(
+                f"Budget(ratio={self.ratio!r}, tokens={self.tokens!r}): give exactly one, ratio=4.0 or tokens=128"
+            )
+        if self.ratio is not None:
+            check_ratio(self.ratio)
+        elif isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"Budget(tokens={self.tokens!r}): expected a whole number >= 1")
+
+    def entries(self, num_tokens: int) -> int:
+        """Entries per KV head allowed for `num_tokens` tokens."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.ratio is not None
+        return max(1, math.floor(num_tokens / self.ratio))

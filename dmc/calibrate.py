@@ -1,0 +1,65 @@
+"""Shift the decision offset so that thresholded decisions meet the target ratio on held-out text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dmc.budget import check_ratio
+from dmc.measure import score_text
+
+NUM_HALVINGS = 12
+TOLERANCE = 0.002
+"""Relative distance from the target at which the search stops."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found."""
+
+    offset_before: float
+    offset: float
+    ratio_before: float
+    achieved_ratio: float
+
+
+def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float, reach: float = 4.0) -> Calibration:
+    """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
+
+    Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
+    merges less; the search halves an interval of `reach` on either side. No weight changes.
+
+    Args:
+        model: a compressed causal LM; its `compression` is replaced.
+        batches: held-out token ids, each [B, T].
+        target_ratio: CR >= 1.
+        reach: largest shift of the offset.
+    Raises:
+        ValueError: the target is no ratio, or the model has no gates.
+    """
+    check_ratio(target_ratio, "target_ratio")
+    if getattr(model, "compression", None) is None:
+        raise ValueError("the model has no gates to calibrate: retrofit it first")
+    before = model.compression.decision_offset
+
+    def ratio_at(offset: float) -> float:
+        model.compression = dataclasses.replace(model.compression, decision_offset=offset)
+        return score_text(model, batches).achieved_ratio
+
+    best_offset, best_ratio = before, ratio_at(before)
+    ratio_before, low, high = best_ratio, before - reach, before + reach
+    offset, ratio = before, ratio_before
+    for _ in range(NUM_HALVINGS):
+        if abs(best_ratio / target_ratio - 1) <= TOLERANCE:
+            break
+        low, high = (offset, high) if ratio > target_ratio else (low, offset)
+        offset = (low + high) / 2
+        ratio = ratio_at(offset)
+        if abs(ratio / target_ratio - 1) < abs(best_ratio / target_ratio - 1):
+            best_offset, best_ratio = offset, ratio
+    model.compression = dataclasses.replace(model.compression, decision_offset=best_offset)
+    return Calibration(before, best_offset, ratio_before, best_ratio)

@@ -1,0 +1,27 @@
+"""The learned method as pure tensor code: gates, accumulation, relaxation, losses, schedules. Needs torch alone."""
+
+from dmc.compression.accumulate import accumulate
+from dmc.compression.base import CompressedCache, CompressionConfig, GateMode, GateOutput, GateTrace
+from dmc.compression.gates import Compressor
+from dmc.compression.losses import compression_loss, held_fraction
+from dmc.compression.relaxation import is_merged, sample_decisions, straight_through
+from dmc.compression.rotary import rotate
+from dmc.compression.schedules import target_ratio_at, zero_out_multiplier_at
+
+__all__ = [
+    "CompressedCache",
+    "CompressionConfig",
+    "Compressor",
+    "GateMode",
+    "GateOutput",
+    "GateTrace",
+    "accumulate",
+    "compression_loss",
+    "held_fraction",
+    "is_merged",
+    "rotate",
+    "sample_decisions",
+    "straight_through",
+    "target_ratio_at",
+    "zero_out_multiplier_at",
+]

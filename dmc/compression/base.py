@@ -1,0 +1,147 @@
+"""The words of the learned method: its configuration, what a gate says, what is recorded, and what a cache must offer.
+
+Shape legend, used everywhere in `dmc`:
+
+    B batch | L layers | H KV heads | H_q query heads = H * group | T time (tokens) | D head_dim
+    query [B, H_q, T, D], key and value [B, H, T, D], one number per KV head and token [B, H, T].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dmc.budget import check_ratio
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """How a gate decides, what it does and when: algorithm and constants of Dynamic Memory Compression (2403.09636).
+
+    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345).
+
+    Raises:
+        ValueError: a value is out of range, or `drop` has no delay.
+    """
+
+    action: Literal["merge", "drop"] = "merge"
+    """What happens to a token whose decision is 1: merged into the slot before it, or dropped."""
+    delay: int = 0
+    """Tokens a decision waits before it is executed; until then the token stays raw."""
+    window_size: int | None = 12
+    """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""
+    neuron_index: int = -1
+    """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
+    decision_offset: float = 5.0
+    """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
+    omega_offset: float = 5.0
+    """Added to the importance logit, the group mean of the query neurons."""
+    eps: float = 2**-7
+    """Added to the importance: keeps it positive, in training and at inference alike."""
+    temperature: float = 0.1
+    """Temperature of the Gumbel-sigmoid relaxation in training."""
+    target_ratio: float = 4.0
+    """Compression ratio the model is (or was) trained for, >= 1."""
+
+    def __post_init__(self) -> None:
+        if self.action not in ("merge", "drop"):
+            raise ValueError(f"action={self.action!r} is unknown: expected 'merge' or 'drop'")
+        if type(self.delay) is not int or self.delay < 0:
+            raise ValueError(f"delay={self.delay!r}: expected a whole number of tokens >= 0")
+        if self.action == "drop" and self.delay < 1:
+            raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
+        if self.window_size is not None and (type(self.window_size) is not int or self.window_size < 1):
+            raise ValueError(
+                f"window_size={self.window_size!r}: expected a whole number >= 1, or None to average whole segments"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature!r}: expected a number > 0")
+        if not self.eps > 0:
+            raise ValueError(f"eps={self.eps!r}: expected a number > 0 (an importance of 0 divides by 0)")
+        check_ratio(self.target_ratio, "target_ratio")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> CompressionConfig:
+        """Build from plain values, as stored in an exported `config.json`.
+
+        Raises:
+            ValueError: a key is unknown.
+        """
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown compression setting {', '.join(unknown)}: expected some of {', '.join(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for `config.json`."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class GateMode:
+    """What the gates shall do in one forward pass. Both None: thresholded decisions, as at inference."""
+
+    noise_seeds: list[int] | None = None
+    """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""
+    neuron_multiplier: float | None = None
+    """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
+
+
+@dataclass
+class GateOutput:
+    """What one layer's gate says about the tokens of one forward pass."""
+
+    query: Tensor
+    """Unrotated queries without the borrowed neuron, [B, H_q, T, D]."""
+    key: Tensor
+    """Unrotated keys without the borrowed neuron, [B, H, T, D]."""
+    logits: Tensor
+    """Decision logits before noise, > 0 merges (or drops), float32 [B, H, T]."""
+    alpha: Tensor
+    """Decisions: in [0, 1] when relaxed, 0 or 1 when thresholded; 0 where a sequence starts, float32 [B, H, T]."""
+    log_append: Tensor
+    """log(1 - alpha), from the noised logit, float32 [B, H, T]."""
+    omega: Tensor
+    """Importance > 0 of each token, float32 [B, H, T]."""
+
+
+@dataclass
+class GateTrace:
+    """Decisions of one forward pass by layer index: assigned, never appended, so recomputation counts once."""
+
+    alpha: dict[int, Tensor] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+    def record(self, layer_index: int, gated: GateOutput) -> None:
+        """Keep what layer `layer_index` decided."""
+        self.alpha[layer_index] = gated.alpha
+        self.logits[layer_index] = gated.logits
+
+    def stacked_alpha(self) -> Tensor:
+        """Decisions of all layers, [L, B, H, T]."""
+        return torch.stack([self.alpha[index] for index in sorted(self.alpha)])
+
+
+class CompressedCache(Protocol):
+    """What an attention layer needs of a cache: the runtime implements it, the models only call it."""
+
+    def attend(
+        self, layer_index: int, gated: GateOutput, value: Tensor, scaling: float, attention_mask: Tensor | None
+    ) -> Tensor:
+        """Store the new tokens as their gates decided and attend to what is then visible.
+
+        Args:
+            layer_index: which layer's part of the cache.
+            gated: thresholded gate output for the new tokens.
+            value: [B, H, T, D].
+            scaling: factor on the scores.
+            attention_mask: True at real tokens, [B, past + T], or None when there is no padding.
+        Returns:
+            Attention output [B, H_q, T, D].
+        """
+        ...

@@ -1,0 +1,87 @@
+"""The gate: reads decision and importance from the borrowed neuron, pools what is merged, says what stays visible."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmc.compression.accumulate import accumulate
+from dmc.compression.base import CompressionConfig, GateMode, GateOutput
+from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
+from dmc.compression.rotary import neuron_scale
+
+
+class Compressor:
+    """One layer's learned compression (DMC, arXiv:2403.09636; delayed forms, algorithms of DMS 2506.05345).
+
+    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = k_t[e*] - c, that
+    of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps.
+
+    Raises:
+        ValueError: the head is too small to lend a neuron, or has no such neuron.
+    """
+
+    def __init__(self, config: CompressionConfig, head_dim: int) -> None:
+        if head_dim < 4:
+            raise ValueError(f"head_dim={head_dim} is too small to lend a neuron: expected at least 4 channels")
+        if not -head_dim <= config.neuron_index < head_dim:
+            raise ValueError(f"neuron_index={config.neuron_index} does not exist in heads of {head_dim} channels")
+        self.config = config
+        self.head_dim = head_dim
+        self.neuron = config.neuron_index % head_dim
+
+    def neuron_scale(self, multiplier: float, like: Tensor) -> Tensor:
+        """Vector [D] that scales the borrowed neuron by `multiplier`."""
+        return neuron_scale(self.head_dim, self.neuron, multiplier, like)
+
+    def gate(
+        self, query: Tensor, key: Tensor, mode: GateMode | None, layer_index: int, starts: Tensor | None = None
+    ) -> GateOutput:
+        """Decide for every token and remove the borrowed neuron.
+
+        Args:
+            query: unrotated, [B, H_q, T, D].
+            key: unrotated, [B, H, T, D].
+            mode: thresholded or relaxed with the sample's seeds; None: relaxed with torch's default generator.
+            layer_index: keys the noise.
+            starts: True where a sequence or document starts, which is always appended, [B, T].
+        """
+        config = self.config
+        batch, kv_heads = key.shape[:2]
+        grouped = query[..., self.neuron].float().view(batch, kv_heads, -1, query.shape[2])
+        omega = torch.sigmoid(grouped.mean(2) + config.omega_offset) + config.eps  # [B, H, T]
+        logits = key[..., self.neuron].float() - config.decision_offset
+        if mode is not None and mode.noise_seeds is None:
+            alpha = is_merged(logits).float()
+            log_append = torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)
+        else:
+            noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
+            alpha, noised = sample_decisions(logits, config.temperature, noise)
+            log_append = log_one_minus_sigmoid(noised)
+        if starts is not None:
+            alpha = alpha.masked_fill(starts[:, None], 0.0)
+            log_append = log_append.masked_fill(starts[:, None], 0.0)
+        scale = self.neuron_scale(0.0, key)
+        return GateOutput(query * scale, key * scale, logits, alpha, log_append, omega)
+
+    def pool(self, gated: GateOutput, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stream of a merge gate: after each token its segment's running average, in `value`'s dtype.
+
+        Keys are pooled before RoPE and rotated at the position of the last token merged. A drop gate pools nothing.
+        """
+        if self.config.action == "drop":
+            return gated.key, value
+        states = torch.cat((gated.key, value), dim=-1)
+        pooled = accumulate(states, gated.alpha, gated.omega, self.config.window_size).to(value.dtype)
+        key, value = pooled.split(self.head_dim, dim=-1)
+        return key, value
+
+    def log_keep(self, gated: GateOutput) -> Tensor:
+        """Return the bias of each stream entry, [B, H, T]: how far it is still part of the cache for later queries.
+
+        merge: log(1 - alpha_{t+1}), for the state after t is overwritten if the next token merges into it.
+        drop: log(1 - alpha_t).
+        """
+        if self.config.action == "drop":
+            return gated.log_append
+        return torch.cat((gated.log_append[..., 1:], torch.zeros_like(gated.log_append[..., :1])), dim=-1)

@@ -1,0 +1,29 @@
+"""The RoPE rule of a compressed cache: entries are rotated after pooling, and the borrowed neuron stays removed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def neuron_scale(head_dim: int, neuron_index: int, multiplier: float, like: Tensor) -> Tensor:
+    """Vector [D] of ones with `multiplier` at the borrowed neuron."""
+    scale = torch.ones(head_dim, dtype=like.dtype, device=like.device)
+    scale[neuron_index] = multiplier
+    return scale
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys by their positions (half-split RoPE, as Llama's).
+
+    RoPE mixes channel e* with its partner, so a removed neuron would fill again: pass `cos` and `sin` already
+    multiplied by `neuron_scale` and the rotated channel is scaled too.
+
+    Args:
+        states: [B, heads, T, D].
+        cos: [B or 1, T, D].
+        sin: [B or 1, T, D].
+    """
+    first, second = states.chunk(2, dim=-1)
+    half_turned = torch.cat((-second, first), dim=-1)
+    return states * cos.unsqueeze(1) + half_turned * sin.unsqueeze(1)

@@ -1,0 +1,308 @@
+"""The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dmc.budget import check_ratio
+from dmc.compression import CompressionConfig
+
+StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio.
+
+    Raises:
+        ValueError: not exactly one length is given, or a value is out of range.
+    """
+
+    name: StageName
+    """pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify: CR at its target."""
+    steps: int | None = None
+    """Optimizer steps."""
+    tokens: float | None = None
+    """Tokens; rounded to whole steps."""
+    tokens_per_ratio: float | None = None
+    """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
+    learning_rate: float | None = None
+    """None: the run's."""
+    warmup_steps: int = 0
+    """Steps of a linear rise from 0."""
+    final_fraction: float = 1.0
+    """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
+        if len(given) != 1 or given[0] <= 0:
+            raise ValueError(
+                f"stage {self.name}: steps={self.steps}, tokens={self.tokens}, "
+                f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0"
+            )
+        if not 0 <= self.final_fraction <= 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"stage {self.name}: final_fraction={self.final_fraction} (expected 0..1), "
+                f"warmup_steps={self.warmup_steps} (expected >= 0)"
+            )
+
+    def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
+        """Optimizer steps of this stage."""
+        if self.steps is not None:
+            return self.steps
+        tokens = self.tokens if self.tokens is not None else (self.tokens_per_ratio or 0) * (target_ratio - 1)
+        return max(1, round(tokens / tokens_per_step))
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
+
+    stages: list[StageConfig]
+    sequence_length: int = 4096
+    """Tokens per sequence."""
+    batch_size: int = 1024
+    """Sequences per optimizer step, over all devices."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass on one device; the rest is accumulated."""
+    learning_rate: float = 3e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-5
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    gradient_clip: float = 1.0
+    """Largest gradient norm."""
+    ratio_weight: float = 1.0
+    """Weight of the compression-ratio loss."""
+    soft_ratio_loss: bool = False
+    """Relaxed decisions in the ratio loss; False: straight-through."""
+    reset_at_documents: bool = False
+    """Decisions and attention start anew at each document of a packed sequence."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward (non-reentrant)."""
+    snapshot_ratios: list[float] = field(default_factory=list)
+    """Target CRs at which a ready-to-use model is exported along the run."""
+    calibrate: bool = True
+    """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
+    calibration_sequences: int = 64
+    """Held-out sequences used to calibrate."""
+    validation_sequences: int = 64
+    """Held-out sequences in each validation."""
+    validate_every_steps: int = 1000
+    checkpoint_every_steps: int = 100
+    log_every_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("training.stages is empty: give at least one stage")
+        for name in ("sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")
+        for ratio in self.snapshot_ratios:
+            check_ratio(ratio, "training.snapshot_ratios")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.sequence_length
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each of `world_size` devices.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        per_pass = self.micro_batch_size * world_size
+        if self.batch_size % per_pass:
+            raise ValueError(
+                f"training.batch_size={self.batch_size} is not a multiple of micro_batch_size * devices = "
+                f"{self.micro_batch_size} * {world_size}"
+            )
+        return self.batch_size // per_pass
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model to start from: a folder or hub name, or a fresh one built from a Hugging Face configuration."""
+
+    path: str | None = None
+    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3."""
+    fresh: dict[str, Any] | None = None
+    """Hugging Face configuration values of a randomly initialised model, `model_type` included."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory."""
+    revision: str | None = None
+    """Hub revision."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A pretrained tokenizer, or a byte-level BPE trained on the training text."""
+
+    path: str | None = None
+    """Folder or hub name; None: the model's."""
+    train_vocab_size: int | None = None
+    """Train one of this size and keep it in `folder`."""
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
+            raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from. Sources are mappings with a `_target_`, see `dmc.data`."""
+
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    calibration: list[dict[str, Any]] | None = None
+    """Held-out text for calibration; None: the validation text."""
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+    streaming: bool = False
+    """Tokenise the training text on the fly."""
+    num_workers: int = 0
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("train", "validation"):
+            if not getattr(self, name):
+                raise ValueError(f"data.{name} is empty: name at least one source")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Devices and precision, handed to `lightning.Trainer`."""
+
+    accelerator: str = "auto"
+    devices: int | str = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: Precision = "32-true"
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """CSV files always; wandb on request, offline unless logged in, never a prompt."""
+
+    wandb_project: str | None = None
+    wandb_offline: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Raises:
+        ValueError: a value is out of range or two contradict each other.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    compression: CompressionConfig | None = None
+    """None: train a base, without gates."""
+    control: bool = False
+    """Train for the steps that `compression` asks for, on the same text, without gates: the fair comparison."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    output_dir: str = "outputs/run"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
+            raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
+        if self.compression is not None:
+            high = [ratio for ratio in self.training.snapshot_ratios if ratio > self.compression.target_ratio]
+            if high:
+                raise ValueError(
+                    f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
+                )
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the model learns to compress."""
+        return self.compression is not None and not self.control
+
+    @property
+    def target_ratio(self) -> float:
+        """Compression ratio the stages lead to; 1 for a base."""
+        return 1.0 if self.compression is None else self.compression.target_ratio
+
+
+def build_config(config_class: type, values: Any, name: str = "") -> Any:
+    """Build a dataclass from plain nested values.
+
+    Args:
+        config_class: the dataclass.
+        values: mapping of its fields, as YAML or JSON gives it.
+        name: where the values stand, for messages.
+    Raises:
+        ValueError: a key is unknown or missing, or a value has another type; the message names the key and what was
+            expected.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{name or 'the configuration'} is {values!r}: expected a mapping of settings")
+    fields = {item.name: item for item in dataclasses.fields(config_class)}
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(fields)}"
+            raise ValueError(f"unknown setting {_join(name, key)}: {hint}")
+    hints = typing.get_type_hints(config_class)
+    for key, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and key not in values:
+            raise ValueError(f"setting {_join(name, key)} is missing")
+    return config_class(**{key: _convert(hints[key], value, _join(name, key)) for key, value in values.items()})
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Check `value` against a type hint and convert what YAML cannot say (tuples, whole floats, nested classes)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _convert(option, value, name)
+            except ValueError:
+                continue
+        return _convert(options[-1], value, name)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, arguments))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return build_config(typing.cast(type, hint), value, name)
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}={value!r}: expected a list")
+        return origin(_convert(arguments[0], item, f"{name}[{index}]") for index, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value!r}: expected a mapping")
+        return dict(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{name}={value!r}: expected {hint.__name__}")
+    return value

@@ -1,0 +1,249 @@
+"""Text corpora named in a config: local files, folders and globs, hub datasets, and endless streams of them."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, interleave_datasets, load_dataset
+
+from dmc.data.corpus import file_stamps
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+_TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
+_COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text, or None if it is not utf-8 (a byte order mark is dropped)."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def _builder_of(path: Path) -> str:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes = suffixes[:-1]
+    return _BUILDERS.get(suffixes[-1].lower(), "text") if suffixes else "text"
+
+
+def _stream_texts(files: list[str], column: str) -> Iterator[dict[str, str]]:
+    """Yield whole local files as documents, leaving out those that are not utf-8."""
+    for file in files:
+        text = read_text(Path(file))
+        if text is not None:
+            yield {column: text}
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """One text corpus.
+
+    A local text file is one document (any file that is not json, jsonl, parquet, csv or arrow is text); in the other
+    formats and on the hub a document is one row. Local files have no splits: give each split its own files.
+    """
+
+    name: str
+    """A file, a folder (read recursively), a glob, or the name of a dataset on the hub."""
+    files: str | Sequence[str] | None = None
+    """Globs inside the folder or hub repository `name`; None: all its files."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset; slices such as `train[:5%]` work where `streaming` is False."""
+    column: str = "text"
+    """Column that holds the text; not used for text files."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub dataset; pin it, or a changed dataset keeps its cached tokens."""
+    streaming: bool = False
+    """Read a hub dataset without downloading it first; required by `open_stream`, refused by `build_packed`."""
+    weight: float = 1.0
+    """Share in a blend, relative to the other sources, > 0."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(
+                f"weight={self.weight} of {self.name!r} must be a finite number > 0; leave the source out."
+            )
+        if self.files is not None:
+            files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
+            object.__setattr__(self, "files", files)
+        if self.is_local and self.split != "train":
+            raise ValueError(
+                f"split={self.split!r} of the local files {self.name!r}: local files have no splits; "
+                "name the files of that split instead (name= or files=)."
+            )
+
+    @property
+    def label(self) -> str:
+        """The name, with the split where there is one."""
+        return self.name if self.is_local else f"{self.name}:{self.split}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `name` is a path: it exists, begins like one, is a glob, or ends like a file."""
+        path = Path(self.name)
+        known = _BUILDERS.keys() | _TEXT_SUFFIXES | _COMPRESSED
+        looks_local = self.name.startswith(("/", "./", "../", "~")) or path.suffix.lower() in known
+        return looks_local or glob.has_magic(self.name) or path.exists()
+
+    def local_files(self) -> list[Path]:
+        """Return the local files, sorted.
+
+        Raises:
+            FileNotFoundError: nothing matches the name or one of the globs.
+            ValueError: `files` given for something that is not a folder, or files of several formats.
+        """
+        root = Path(self.name).expanduser()
+        if root.is_dir():
+            patterns = [str(root / pattern) for pattern in self.files or ("**/*",)]
+        elif self.files is not None:
+            raise ValueError(
+                f"files={list(self.files)} needs a folder or a hub dataset; name={self.name!r} is neither."
+            )
+        else:
+            patterns = [str(root)]
+        found: set[Path] = set()
+        for pattern in patterns:
+            # A file whose own name holds glob characters is meant literally.
+            names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+            matches = {Path(name) for name in names if Path(name).is_file()}
+            if not matches:
+                raise FileNotFoundError(f"No file matches {pattern!r}; expected a text, json, jsonl or parquet file.")
+            found |= matches
+        builders = {_builder_of(path) for path in found}
+        if len(builders) > 1:
+            raise ValueError(f"{self.name!r} mixes {sorted(builders)} files; choose one kind with files='*.jsonl'.")
+        return sorted(found)
+
+    def check(self) -> None:
+        """Raise a clear error if the documents cannot be read one by one; write nothing.
+
+        Raises:
+            FileNotFoundError: no such file, folder or hub dataset.
+            ValueError: no document, no such column, or a stream.
+            TypeError: the column does not hold text.
+        """
+        if self.streaming:
+            raise ValueError(
+                f"{self.name!r} has streaming=True and is never cached; read it with "
+                "StreamingPacked(open_stream(...)), or set streaming=False."
+            )
+        if self._builder() != "text":
+            self._open()
+
+    def description(self) -> dict[str, Any]:
+        """Return the specification with the sizes and times of local files (the weight changes no document)."""
+        specification = asdict(self)
+        del specification["weight"], specification["streaming"]
+        if self.is_local:
+            specification["stamps"] = file_stamps(self.local_files())
+        return specification
+
+    def documents(self) -> Iterator[str | None]:
+        """Yield each document's text, None for a file that is not utf-8."""
+        if self._builder() == "text":
+            yield from map(read_text, self.local_files())
+        else:
+            rows = self._open()
+            with self._naming_the_corpus():
+                yield from map(self._text_of, rows)
+
+    def stream(self) -> IterableDataset:
+        """Open the documents as a resumable stream of `{"text": ...}` rows; files are its shards."""
+        if self._builder() == "text":
+            files = [str(path) for path in self.local_files()]
+            return IterableDataset.from_generator(_stream_texts, gen_kwargs={"files": files, "column": "text"})
+        if not (self.is_local or self.streaming):
+            raise ValueError(f"{self.name!r} has streaming=False; set streaming=True to stream it from the hub.")
+        stream = self._open()
+        return stream if self.column == "text" else stream.rename_column(self.column, "text")
+
+    def _builder(self) -> str:
+        """Return the kind of the local files (text, json, parquet, ...), or "hub"."""
+        return _builder_of(self.local_files()[0]) if self.is_local else "hub"
+
+    def _load(self) -> Dataset | IterableDataset:
+        if self.is_local:
+            files = [str(path) for path in self.local_files() if path.stat().st_size]
+            # Streaming, so that no second copy of the corpus is written to the Hugging Face cache.
+            return load_dataset(self._builder(), data_files=files, split="train", streaming=True)
+        try:
+            return load_dataset(
+                self.name,
+                self.subset,
+                data_files=list(self.files) if self.files else None,
+                split=self.split,
+                revision=self.revision,
+                streaming=self.streaming,
+            )
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{self.name!r} is neither a local file, folder or glob nor a dataset the hub returns "
+                f"({type(error).__name__}: {error}). Check the spelling and the network, or give the path of a copy."
+            ) from error
+
+    @contextmanager
+    def _naming_the_corpus(self) -> Iterator[None]:
+        """Name the corpus in the error where a file is not of the kind that its name says."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(
+                f"{self.label!r} cannot be read as {self._builder()} ({error}); repair the file or leave it out."
+            ) from error
+
+    def _open(self) -> Dataset | IterableDataset:
+        """Open the rows, reduced to the text column, once the first row proves that it holds text."""
+        if self.is_local and not any(path.stat().st_size for path in self.local_files()):
+            raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
+        with self._naming_the_corpus():
+            dataset = self._load()
+            first = next(iter(dataset), None)
+        if first is None:
+            raise ValueError(f"The corpus {self.label!r} is empty: no rows. Check its path and split.")
+        if self.column not in first:
+            raise ValueError(f"{self.label!r} has no column {self.column!r}; it has {sorted(first)}. Set column=.")
+        self._text_of(first)
+        return dataset.select_columns([self.column])
+
+    def _text_of(self, row: dict[str, Any]) -> str:
+        """Return the row's text, "" for a missing value (skipped as empty)."""
+        text = row[self.column]
+        if text is not None and not isinstance(text, str):
+            raise TypeError(
+                f"Column {self.column!r} of {self.label!r} holds {type(text).__name__}, expected text; set column=."
+            )
+        return text or ""
+
+
+def open_stream(sources: Sequence[TextSource], *, seed: int = 0, repeat: bool = False) -> IterableDataset:
+    """Blend streams in their weights, as one resumable stream of `{"text": ...}` rows for `StreamingPacked`.
+
+    Args:
+        sources: the streams; a document of source i is drawn with probability weight i / sum of weights.
+        seed: selects the draws.
+        repeat: begin a stream again when it ends; otherwise the blend ends when every stream ended once.
+    Raises:
+        ValueError: there is no source, or a source is empty or has no such column.
+    """
+    if not sources:
+        raise ValueError("No source to stream; pass at least one TextSource.")
+    streams = [source.stream() for source in sources]
+    for source, stream in zip(sources, streams, strict=True):
+        if next(iter(stream), None) is None:
+            raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
+    if repeat:
+        streams = [stream.repeat(None) for stream in streams]
+    if len(streams) == 1:
+        return streams[0]
+    total = sum(source.weight for source in sources)
+    probabilities = [source.weight / total for source in sources]
+    return interleave_datasets(streams, probabilities, seed=seed, stopping_strategy="all_exhausted")

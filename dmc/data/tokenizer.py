@@ -1,0 +1,166 @@
+"""Text to token ids: batch encoding with any tokenizer, and a small byte-level BPE trained on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+_TRAINING_FILE = "trained_on.json"
+_MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
+
+
+def separator_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token id that ends a document: the tokenizer's end-of-sequence token.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no eos token to separate documents; set tokenizer.eos_token."
+        )
+    return tokenizer.eos_token_id
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that decides which ids a text gets (not of names, padding or truncation)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        content.update(padding=None, truncation=None)
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    content["separator"] = tokenizer.eos_token_id
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text of many megabytes at line ends."""
+    start = 0
+    while len(text) - start > _MAX_PIECE:
+        line_end = text.rfind("\n", start, start + _MAX_PIECE)
+        stop = start + _MAX_PIECE if line_end <= start else line_end
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts in one parallel batch, without special tokens.
+
+    A text of more than 2**20 characters is encoded in pieces cut at line ends; a token that would span a cut is split.
+
+    Returns:
+        One list of token ids per text.
+    """
+    owners: list[int] = []
+    pieces: list[str] = []
+    for number, text in enumerate(texts):
+        for piece in _pieces(text):
+            owners.append(number)
+            pieces.append(piece)
+    documents: list[list[int]] = [[] for _ in texts]
+    if pieces:
+        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for owner, token_ids in zip(owners, encoded["input_ids"], strict=True):
+            documents[owner] += token_ids
+    return documents
+
+
+def _texts_digest(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode("utf-8", errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _load_trained(folder: Path, record: dict[str, object]) -> PreTrainedTokenizerFast | None:
+    """Load the tokenizer in `folder` if it is whole and was trained as `record` says."""
+    try:
+        found = json.loads((folder / _TRAINING_FILE).read_text())
+        content = (folder / "tokenizer.json").read_bytes()
+    except (OSError, ValueError):
+        return None
+    if found != record | {"tokenizer_sha256": hashlib.sha256(content).hexdigest()}:
+        return None
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE and save it as a folder that `AutoTokenizer.from_pretrained` loads.
+
+    `<|endoftext|>` (id 0) is the eos token, the document separator and the pad token. Deterministic. The folder is
+    reused if it holds a tokenizer trained on the same texts with the same `vocab_size`, and replaced if it holds one
+    trained on others. It is written beside its place and renamed, so it is never half there.
+
+    Args:
+        texts: the training texts; all are held in memory.
+        vocab_size: tokens in the vocabulary, at least 257 (256 bytes and the separator); fewer where the texts hold no
+            more pairs to merge.
+        folder: where the tokenizer is saved.
+    Raises:
+        ValueError: `vocab_size` is too small, there is no text, or `folder` holds files of something else.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size={vocab_size} is below 257: 256 bytes and {END_OF_TEXT}.")
+    texts = list(texts)
+    if not any(texts):
+        raise ValueError(f"No text to train a tokenizer on ({len(texts)} documents, all empty).")
+    folder = Path(folder)
+    record: dict[str, object] = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
+    trained = _load_trained(folder, record)
+    if trained is not None:
+        return trained
+    if folder.exists() and any(folder.iterdir()) and not (folder / _TRAINING_FILE).exists():
+        raise ValueError(f"{folder} holds files that are not a tokenizer trained here; give a new or empty folder.")
+
+    tokenizer = _train(texts, vocab_size)
+    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        tokenizer.save_pretrained(temporary)
+        digest = hashlib.sha256((temporary / "tokenizer.json").read_bytes()).hexdigest()
+        (temporary / _TRAINING_FILE).write_text(json.dumps(record | {"tokenizer_sha256": digest}))
+        if folder.exists():
+            logger.warning("%s holds a tokenizer trained otherwise or damaged; it is replaced.", folder)
+            shutil.rmtree(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Another process trained the same tokenizer meanwhile: its folder stands, if it is that.
+            if _load_trained(folder, record) is None:
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,0 +1,119 @@
+"""A trained model becomes a Hugging Face folder: written aside, read back, compared, then put in its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmc.compression import GateMode
+from dmc.measure import evaluating
+from dmc.models import CompressedCausalLM, load_model
+from dmc.provenance import provenance
+
+METRICS_NAME = "retrofit.json"
+TOLERANCE = 1e-5
+"""Largest difference of logits, relative to their largest, between the model in memory and the folder."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a reader of the folder should know."""
+
+    title: str
+    base: str
+    """The model that was retrofitted."""
+    data: str
+    """The text it was trained on."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Figures, named with their unit."""
+
+    def text(self, compression: dict[str, Any] | None, origin: dict[str, Any]) -> str:
+        """Write the card as Markdown."""
+        gates = "none: a stock model" if compression is None else ", ".join(f"{k} {v}" for k, v in compression.items())
+        figures = "\n".join(f"| {name} | {_shown(value)} |" for name, value in self.metrics.items())
+        return (
+            f"---\nlibrary_name: transformers\ntags: [kv-cache-compression, dmc]\n---\n\n# {self.title}\n\n"
+            f"A causal language model with a learned, compressed key-value cache (Dynamic Memory Compression, "
+            f"arXiv:2403.09636).\n\n- base: {self.base}\n- data: {self.data}\n- gates: {gates}\n\n"
+            f"| figure | value |\n|---|---|\n{figures}\n\n"
+            "```python\nimport dmc\nfrom transformers import AutoModelForCausalLM\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n```\n\n'
+            f"Made by `{origin['command']}` with "
+            + ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+            + (f", commit {origin['git_commit']}" if origin["git_commit"] else "")
+            + ".\n"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def export(model: Any, folder: Path | str, *, tokenizer: Any, card: ModelCard, overwrite: bool = False) -> Path:
+    """Write a model as safetensors, configuration, tokenizer and model card; done only once it reads back equal.
+
+    Args:
+        model: compressed or stock causal LM.
+        folder: new or empty folder.
+        tokenizer: saved beside the weights; None: none.
+        card: for the reader.
+        overwrite: replace a folder that holds something; it stays until the new one is complete.
+    Returns:
+        The folder.
+    Raises:
+        FileExistsError: the folder is not empty and `overwrite` is False; nothing is written.
+        RuntimeError: the folder does not give the logits of the model; nothing is replaced.
+    """
+    folder = Path(folder)
+    refuse_occupied(folder, overwrite)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    origin = provenance()
+    compression = model.config.compression if isinstance(model, CompressedCausalLM) else None
+    model.save_pretrained(partial)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    (partial / "README.md").write_text(card.text(compression, origin))
+    record = {"metrics": card.metrics, "compression": compression, "base": card.base, "data": card.data, **origin}
+    (partial / METRICS_NAME).write_text(json.dumps(record, indent=2, default=str) + "\n")
+    _compare(model, partial)
+    retired = folder.with_name(f".{folder.name}.retired")
+    shutil.rmtree(retired, ignore_errors=True)
+    if folder.exists():
+        folder.rename(retired)
+    partial.rename(folder)
+    shutil.rmtree(retired, ignore_errors=True)
+    return folder
+
+
+def refuse_occupied(folder: Path, overwrite: bool) -> None:
+    """Raise FileExistsError if `folder` holds something that may not be replaced."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+        raise FileExistsError(f"{folder} is not empty: choose another folder, or pass overwrite=true to replace it")
+
+
+def _compare(model: Any, folder: Path) -> None:
+    """Reload a folder and compare logits on random tokens.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(model.config.vocab_size, (2, 48), generator=generator).to(model.device)
+    reloaded = load_model(folder, dtype=model.dtype).to(model.device)
+    gates = {"gate_mode": GateMode()} if isinstance(model, CompressedCausalLM) else {}
+    with evaluating(model), torch.no_grad():
+        expected = model(input_ids, use_cache=False, **gates).logits.float()
+        got = reloaded(input_ids, use_cache=False, **gates).logits.float()
+    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{folder} was written but gives other logits than the model (relative difference {difference:.1e}); "
+            "nothing was replaced"
+        )

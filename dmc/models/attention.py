@@ -1,0 +1,166 @@
+"""The one attention forward of every compressed model family: project, gate, pool, rotate, attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmc.compression import CompressedCache, Compressor, GateMode, GateOutput, GateTrace, rotate
+from dmc.models.masked_attention import delayed_masked_attention, masked_attention
+
+THRESHOLDED = GateMode()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in a packed batch, for attention and decisions that reset at document starts."""
+
+    starts: Tensor
+    """True at the first token of each document, [B, T]."""
+    spans: list[tuple[int, int, int]]
+    """(row, begin, end) of each document, in order."""
+
+    @classmethod
+    def from_separator(cls, input_ids: Tensor, separator_id: int) -> Documents:
+        """Find the documents of sequences in which `separator_id` ends each document, input_ids [B, T]."""
+        starts = torch.zeros_like(input_ids, dtype=torch.bool)
+        starts[:, 1:] = input_ids[:, :-1] == separator_id
+        starts[:, 0] = True
+        rows, begins = (index.tolist() for index in starts.nonzero(as_tuple=True))
+        ends = [
+            begins[i + 1] if i + 1 < len(rows) and rows[i + 1] == rows[i] else input_ids.shape[1]
+            for i in range(len(rows))
+        ]
+        return cls(starts, list(zip(rows, begins, ends, strict=True)))
+
+
+class CompressedAttentionMixin(nn.Module):
+    """Replaces the forward of a Hugging Face attention layer; all parameters keep their names and shapes.
+
+    Training and scoring use the parallel form over whole sequences; with a cache, the same gate output goes to the
+    cache's `attend`, which stores and attends as the decisions say.
+    """
+
+    compressor: Compressor
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+
+    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise projected queries and keys; the identity but for families with q_norm and k_norm."""
+        return query, key
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape)
+        key = self.k_proj(hidden_states).view(shape)
+        value = self.v_proj(hidden_states).view(shape)
+        query, key = self.normalise(query, key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: CompressedCache | None = None,
+        paged_cache: CompressedCache | None = None,
+        gate_mode: GateMode | None = None,
+        gate_trace: GateTrace | None = None,
+        documents: Documents | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend as the gates decide.
+
+        Args:
+            hidden_states: [B, T, hidden].
+            position_embeddings: cos and sin of the new tokens, [B or 1, T, D].
+            attention_mask: True at real tokens, [B, past + T]; None: no padding.
+            past_key_values: cache of `generate`.
+            paged_cache: cache of the engine, in the same role.
+            gate_mode: what the gates shall do; default thresholded in eval, relaxed in training.
+            gate_trace: receives this layer's decisions.
+            documents: reset decisions and attention at document starts (parallel form only).
+        """
+        query, key, value = self.project(hidden_states)
+        mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
+        cache = paged_cache if paged_cache is not None else past_key_values
+        if cache is not None:
+            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx)
+            attended = cache.attend(self.layer_idx, gated, value, self.scaling, attention_mask)
+        elif mode is not None and mode.neuron_multiplier is not None:
+            attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
+        else:
+            starts = sequence_starts(query, attention_mask) if documents is None else documents.starts
+            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts)
+            if gate_trace is not None:
+                gate_trace.record(self.layer_idx, gated)
+            hidden = None if attention_mask is None else ~attention_mask
+            attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
+        output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+        return output, None
+
+    def attend_plain(
+        self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
+    ) -> Tensor:
+        """Causal attention with the borrowed neuron scaled by `multiplier` before and after RoPE (zero-out, eq. 13)."""
+        scale = self.compressor.neuron_scale(multiplier, query)
+        cos, sin = (table * scale for table in rotary)
+        query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
+        )
+
+    def attend_parallel(
+        self,
+        gated: GateOutput,
+        value: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        hidden: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Attention of whole sequences to the partial states and raw recent tokens the gates leave visible."""
+        compressor, config = self.compressor, self.compressor.config
+        scale = compressor.neuron_scale(0.0, value)
+        cos, sin = (table * scale for table in rotary)
+        stream_key, stream_value = compressor.pool(gated, value)
+        query, stream_key = rotate(gated.query, cos, sin), rotate(stream_key, cos, sin)
+        log_keep = compressor.log_keep(gated)
+        if config.delay == 0:
+            operands = [query, stream_key, stream_value, log_keep]
+        else:
+            recent_key = stream_key if config.action == "drop" else rotate(gated.key, cos, sin)
+            operands = [query, recent_key, value, stream_key, stream_value, log_keep]
+
+        def attend(operands: list[Tensor], hidden: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {"hidden": hidden, "free_channel": compressor.neuron}
+            if config.delay == 0:
+                return masked_attention(*operands, self.scaling, **options)
+            keep_top = config.action == "merge"
+            return delayed_masked_attention(*operands, self.scaling, delay=config.delay, keep_top=keep_top, **options)
+
+        if documents is None:
+            return attend(operands, hidden)
+        pieces = []
+        for row, begin, end in documents.spans:
+            pieces.append(attend([operand[row : row + 1, :, begin:end] for operand in operands], None)[0])
+        rows = torch.cat(pieces, dim=1).unflatten(1, (query.shape[0], query.shape[2]))  # [H_q, B, T, D]
+        return rows.transpose(0, 1)
+
+
+def sequence_starts(query: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return True at the first real token of each row and at padding, [B, T]: nothing merges into what is not there."""
+    batch, _, length, _ = query.shape
+    if attention_mask is None:
+        starts = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
+        starts[:, 0] = True
+        return starts
+    return ~attention_mask | (attention_mask.long().cumsum(-1) == 1)

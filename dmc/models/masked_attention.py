@@ -1,0 +1,192 @@
+"""Causal attention to a cache that compresses itself: every position's view of it at once, without a T x T mask."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dmc.models.attention_form import AttentionForm, accumulation_dtype
+from dmc.models.blocked_attention import BlockedAttention
+from dmc.models.flash_attention import FlashAttention
+from dmc.models.flash_ops import find_flash_kernel
+
+_SHORT, _WIDE = 1536, 128
+"""Up to so many tokens, or above such a delay, matrix products beat a CPU's flash kernel (benchmarks/training_kernels.py)."""
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor,
+    scaling: float,
+    *,
+    hidden: Tensor | None = None,
+    free_channel: int | None = None,
+) -> Tensor:
+    """Attend causally with a bias per key on all but the diagonal (DMC, arXiv:2403.09636, section 3.2 and appendix G).
+
+    score(i, j) = scaling * query[i] . key[j] + (log_keep[j] if j != i else 0) for j <= i.
+
+    Args:
+        query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
+        key: partial states, rotated, [batch, kv_heads, time, head_dim].
+        value: partial states, [batch, kv_heads, time, head_dim].
+        log_keep: log(1 - alpha) of the token after each key, 0 or -inf included, [batch, kv_heads, time].
+        scaling: multiplies query . key, > 0.
+        hidden: True at padding, which nobody may see, [batch, time]. Rows that see nothing are 0, and so are their
+            gradients.
+        free_channel: channel that is 0 in query and key. The bias travels there and saves widening the head by one;
+            its gradient is 0.
+    Returns:
+        [batch, heads, time, head_dim] in query's dtype, differentiable in query, key, value and log_keep.
+    Raises:
+        ValueError: shapes that do not belong together, or a free_channel the head does not have.
+    """
+    form = AttentionForm(scaling, delay=0, keep_top=True, free_channel=free_channel)
+    return _attend(form, query, None, None, key, value, log_keep, hidden)
+
+
+def delayed_masked_attention(
+    query: Tensor,
+    recent_key: Tensor,
+    recent_value: Tensor,
+    stream_key: Tensor,
+    stream_value: Tensor,
+    log_keep: Tensor,
+    scaling: float,
+    *,
+    delay: int,
+    keep_top: bool,
+    hidden: Tensor | None = None,
+    free_channel: int | None = None,
+) -> Tensor:
+    """Attend to the newest `delay` tokens raw and to the compressed stream of those before, in one softmax.
+
+    Query i sees raw token j for i - delay < j <= i without a bias, and stream entry j for j <= i - delay with the bias
+    log_keep[j]; but for a merge gate (keep_top) the top of the stream, j = i - delay, has none. delay = 0 with keep_top
+    is `masked_attention`; delay >= time is causal attention to the raw tokens (the stream then gets no gradient).
+
+    Args:
+        query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
+        recent_key: raw keys, rotated, [batch, kv_heads, time, head_dim]; recent_value: their values, alike.
+        recent_value: raw values, [batch, kv_heads, time, head_dim].
+        stream_key: merge: partial states, rotated; drop: the raw keys; [batch, kv_heads, time, head_dim].
+        stream_value: merge: partial states; drop: the raw values; [batch, kv_heads, time, head_dim].
+        log_keep: merge: log(1 - alpha) of the token after; drop: of the token itself; [batch, kv_heads, time].
+        scaling: multiplies query . key, > 0.
+        delay: newest tokens seen raw, including the query's own.
+        keep_top: True for a merge gate, False for a drop gate (which needs delay >= 1).
+        hidden: True at padding, which nobody may see, [batch, time]. Rows that see nothing are 0, and so are their
+            gradients.
+        free_channel: channel that is 0 in query and keys, as in `masked_attention`.
+    Returns:
+        [batch, heads, time, head_dim] in query's dtype, differentiable in all tensors but hidden.
+    Raises:
+        ValueError: shapes that do not belong together, a free_channel the head does not have, or a delay below 0 (1
+            for a drop gate).
+    """
+    if delay < (not keep_top):
+        raise ValueError(
+            f"delay={delay} is not supported with keep_top={keep_top}; expected delay >= 0 for a merge gate and >= 1 "
+            "for a drop gate, which would drop the query's own token: raise delay."
+        )
+    if delay >= query.shape[-2]:
+        # The raw tokens, seen whole, are a stream without a bias.
+        form = AttentionForm(scaling, delay=0, keep_top=False, free_channel=free_channel)
+        return _attend(form, query, None, None, recent_key, recent_value, torch.zeros_like(log_keep), hidden)
+    form = AttentionForm(scaling, delay, keep_top, free_channel)
+    raw_key, raw_value = (recent_key, recent_value) if delay else (None, None)
+    return _attend(form, query, raw_key, raw_value, stream_key, stream_value, log_keep, hidden)
+
+
+def eager_delayed_masked_attention(
+    query: Tensor,
+    recent_key: Tensor,
+    recent_value: Tensor,
+    stream_key: Tensor,
+    stream_value: Tensor,
+    log_keep: Tensor,
+    scaling: float,
+    *,
+    delay: int,
+    keep_top: bool,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Compute `delayed_masked_attention` as it is defined, with T x T scores: what the fast forms must agree with."""
+    group, dtype = query.shape[1] // stream_key.shape[1], accumulation_dtype(query)
+
+    def of_query_heads(states: Tensor) -> Tensor:
+        return states.to(dtype).repeat_interleave(group, dim=1)
+
+    row = torch.arange(query.shape[2], device=query.device).unsqueeze(-1)
+    column = row.mT
+    bias = of_query_heads(log_keep).unsqueeze(-2)
+    if keep_top:
+        bias = torch.where(column == row - delay, 0.0, bias)
+    recent = query.to(dtype) @ of_query_heads(recent_key).mT * scaling
+    recent = recent.masked_fill((column > row) | (column <= row - delay), -math.inf)
+    stream = query.to(dtype) @ of_query_heads(stream_key).mT * scaling + bias
+    stream = stream.masked_fill(column > row - delay, -math.inf)
+    scores = torch.cat([recent, stream], dim=-1)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden.repeat(1, 2)[:, None, None], -math.inf)
+    blind = (scores == -math.inf).all(dim=-1, keepdim=True)
+    probabilities = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    values = torch.cat([of_query_heads(recent_value), of_query_heads(stream_value)], dim=-2)
+    return (probabilities @ values).to(query.dtype)
+
+
+def eager_masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float, *, hidden: Tensor | None = None
+) -> Tensor:
+    """Compute `masked_attention` as it is defined, with T x T scores: what the fast forms must agree with."""
+    return eager_delayed_masked_attention(
+        query, key, value, key, value, log_keep, scaling, delay=0, keep_top=True, hidden=hidden
+    )
+
+
+def _attend(
+    form: AttentionForm,
+    query: Tensor,
+    recent_key: Tensor | None,
+    recent_value: Tensor | None,
+    stream_key: Tensor,
+    stream_value: Tensor,
+    log_keep: Tensor,
+    hidden: Tensor | None,
+) -> Tensor:
+    keys = [states for states in (recent_key, recent_value, stream_key, stream_value) if states is not None]
+    _check_shapes(form, query, keys, log_keep, hidden)
+    dtype = query.dtype
+    recent = [None if states is None else states.to(dtype) for states in (recent_key, recent_value)]
+    operands = (query, *recent, stream_key.to(dtype), stream_value.to(dtype), log_keep, hidden)
+    is_blocked = query.device.type == "cpu" and (query.shape[2] <= _SHORT or form.delay > _WIDE)
+    is_blocked = is_blocked or find_flash_kernel(query) is None
+    implementation = BlockedAttention if is_blocked else FlashAttention
+    with torch.autocast(query.device.type, enabled=False):  # each product has the dtype it needs
+        return implementation.apply(form, *operands)
+
+
+def _check_shapes(
+    form: AttentionForm, query: Tensor, keys: list[Tensor], log_keep: Tensor, hidden: Tensor | None
+) -> None:
+    batch, heads, time, channels = query.shape
+    expected = (batch, log_keep.shape[1], time, channels)
+    if any(states.shape != expected for states in keys) or log_keep.shape != expected[:3] or heads % expected[1]:
+        raise ValueError(
+            f"masked attention got query {tuple(query.shape)}, keys and values "
+            f"{[tuple(states.shape) for states in keys]}, log_keep {tuple(log_keep.shape)}; expected "
+            "[batch, heads, time, head_dim], [batch, kv_heads, time, head_dim] and [batch, kv_heads, time] with heads "
+            "a multiple of kv_heads: cut all to the same tokens, and do not repeat keys for a group of query heads."
+        )
+    if hidden is not None and (hidden.shape != (batch, time) or hidden.dtype != torch.bool):
+        raise ValueError(
+            f"hidden is {hidden.dtype} {tuple(hidden.shape)}; expected torch.bool {(batch, time)}, True at padding: "
+            "invert the attention mask of the tokenizer."
+        )
+    if form.free_channel is not None and not -channels <= form.free_channel < channels:
+        raise ValueError(
+            f"free_channel={form.free_channel} is not a channel of a head of {channels}; use one that is 0 in query "
+            "and key, or None."
+        )

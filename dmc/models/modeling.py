@@ -1,0 +1,274 @@
+"""Turn a stock Hugging Face model class into its compressed family member: config, installation, generation."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import AttentionMaskInterface
+
+from dmc.compression import CompressionConfig, Compressor
+from dmc.models.attention import CompressedAttentionMixin
+from dmc.models.weights import check_weights
+
+ATTENTION_NAME = "dmc_gates"
+POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose angles do not depend on how long the sequence has become."""
+
+
+def padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    """Hand the 2-D padding mask to the layers as it is, [B, past + T] bool, or None when nothing is padded."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask.bool()
+
+
+def refuse_attention(*_: Any, **__: Any) -> None:
+    """Stand for the attention of compressed models where transformers asks for a function by name."""
+    raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
+
+
+AttentionInterface.register(ATTENTION_NAME, refuse_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
+
+
+class CompressedConfigMixin:
+    """Adds `compression`, the fields of a `CompressionConfig` as a nested dict, to a stock configuration."""
+
+    compression: dict[str, Any]
+
+    def __post_init__(self, compression: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.compression = CompressionConfig.from_dict(compression or {}).to_dict()
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+
+class CompressedCausalLM(PreTrainedModel):
+    """Mixed in before a stock `*ForCausalLM`: every `self_attn` becomes the family's compressed attention.
+
+    Raises:
+        NotImplementedError: a layer has a sliding window, or RoPE depends on the sequence length.
+        ValueError: the head cannot lend a neuron.
+    """
+
+    _is_stateful = True  # merged tokens cannot be taken back: transformers then refuses assisted decoding
+    attention_class: ClassVar[type[CompressedAttentionMixin]]
+    cache_factory: ClassVar[Callable[[Any], Cache] | None] = None
+    """Makes the cache of `generate`; the runtime sets it, for models never import the runtime."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_unsupported(config)
+        config._attn_implementation = ATTENTION_NAME
+        super().__init__(config, *args, **kwargs)
+        compression = CompressionConfig.from_dict(config.compression)
+        for index, layer in enumerate(self.model.layers):
+            attention = self.attention_class(config, index)
+            attention.compressor = Compressor(compression, attention.head_dim)
+            layer.self_attn = attention
+        self.post_init()
+
+    @property
+    def compression(self) -> CompressionConfig:
+        """The gates' configuration."""
+        return CompressionConfig.from_dict(self.config.compression)
+
+    @compression.setter
+    def compression(self, compression: CompressionConfig) -> None:
+        self.config.compression = compression.to_dict()
+        for layer in self.model.layers:
+            layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim)
+
+    def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, [B, T, D] in the model's dtype, with the borrowed neuron removed; position_ids [B, T]."""
+        cos, sin = self.model.rotary_emb(self.model.embed_tokens.weight, position_ids)
+        scale = self.model.layers[0].self_attn.compressor.neuron_scale(0.0, cos)
+        return cos * scale, sin * scale
+
+    @torch.no_grad()
+    def remove_neuron(self) -> None:
+        """Set the rows (and biases) of W_q and W_k that produce the borrowed neuron to exactly zero.
+
+        The end of the zero-out stage: retrofit starts with every decision logit at -c and equal importance.
+        """
+        for layer in self.model.layers:
+            attention = layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj):
+                projection.weight[attention.compressor.neuron :: attention.head_dim] = 0
+                if projection.bias is not None:
+                    projection.bias[attention.compressor.neuron :: attention.head_dim] = 0
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load an exported folder as safetensors and JSON only.
+
+        Raises:
+            ValueError, FileNotFoundError: a shard is missing or truncated, or a weight has another shape.
+        """
+        check_weights(pretrained_model_name_or_path, cls)
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the stock forward; a plain call is the parallel form, and only `use_cache=True` makes a cache.
+
+        Positions count real tokens: without the borrowed neuron RoPE is no longer purely relative, so left padding must
+        not shift them.
+
+        Raises:
+            TypeError: `past_key_values` is not a compressed cache.
+        """
+        if past_key_values is None and use_cache:
+            past_key_values = self.make_cache()
+        if past_key_values is not None and not hasattr(past_key_values, "attend"):
+            raise TypeError(
+                f"{type(past_key_values).__name__} cannot hold a compressed cache: leave past_key_values unset"
+            )
+        if position_ids is None and past_key_values is None and attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=past_key_values is not None,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def make_cache(self) -> Cache:
+        """Return an empty cache for `forward` or `generate`."""
+        factory = type(self).cache_factory
+        assert factory is not None, "dmc/__init__.py sets it"
+        return factory(self)
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate from the compressed cache; see `transformers.GenerationMixin.generate`.
+
+        Right padding is moved to the left first, so that the next token follows the last real one; the returned
+        sequences start with the prompts as moved. Columns that a given cache has seen stay where they are.
+        """
+        input_ids = kwargs.pop("input_ids", inputs)
+        attention_mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if input_ids is not None and attention_mask is not None:
+            num_seen = 0 if cache is None else cache.get_seq_length()
+            input_ids, kwargs["attention_mask"] = pad_on_the_left(input_ids, attention_mask, num_seen)
+        return super().generate(input_ids, *args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} cannot hold a compressed cache: "
+                "leave it unset"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = self.make_cache()
+
+
+def pad_on_the_left(input_ids: Tensor, attention_mask: Tensor, num_seen: int) -> tuple[Tensor, Tensor]:
+    """Move the padding of columns num_seen.. to their left; `input_ids` may hold these columns alone."""
+    seen, new = attention_mask.tensor_split([num_seen], dim=-1)
+    order = new.long().argsort(dim=-1, stable=True)  # padding first, tokens in their order
+    fed, tokens = input_ids.tensor_split([input_ids.shape[-1] - new.shape[-1]], dim=-1)
+    return torch.cat((fed, tokens.gather(-1, order)), dim=-1), torch.cat((seen, new.gather(-1, order)), dim=-1)
+
+
+def refuse_unsupported(config: PreTrainedConfig) -> None:
+    """Raise for architectures on which compression would be silently wrong."""
+    sliding = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    for index, layer_type in enumerate(layer_types):
+        if sliding is not None and layer_type == "sliding_attention":
+            raise NotImplementedError(
+                f"layer {index} of this {config.model_type} model has a sliding window of {sliding} tokens; "
+                "compressed attention needs full attention in every layer (sliding_window=None)"
+            )
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in POSITION_FREE_ROPE:
+        raise NotImplementedError(
+            f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot follow; "
+            f"expected one of {', '.join(POSITION_FREE_ROPE)}"
+        )
+
+
+def families() -> dict[str, type[CompressedCausalLM]]:
+    """Return the compressed model class of each stock `model_type`, discovered from the files of this package."""
+    package = importlib.import_module("dmc.models")
+    found = {}
+    for module_info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"dmc.models.{module_info.name}")
+        for item in vars(module).values():
+            if isinstance(item, type) and issubclass(item, CompressedCausalLM) and hasattr(item, "attention_class"):
+                found[item.config_class.model_type.removeprefix("dmc_")] = item
+    return found
+
+
+def register_families() -> None:
+    """Let `AutoConfig` and `AutoModelForCausalLM` know every family."""
+    for model_type, model_class in families().items():
+        AutoConfig.register(f"dmc_{model_type}", model_class.config_class, exist_ok=True)
+        AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
+
+
+def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
+    """Give a Hugging Face model learned cache compression: same weights, no new parameters.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
+            parameters are reused, not copied.
+        compression: what the gates do and when.
+    Returns:
+        The family's compressed class, in the mode (train or eval) of `model`.
+    Raises:
+        ValueError: the family is not supported.
+        NotImplementedError: the architecture is not (sliding window, RoPE that depends on the length).
+    """
+    if isinstance(model, CompressedCausalLM):
+        model.compression = compression
+        return model
+    known = families()
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if model_type not in known or type(model).__name__ != known[model_type].__name__.removeprefix("DMC"):
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model_type!r}) cannot be retrofitted: expected a causal LM of one of "
+            f"{', '.join(sorted(known))}; a new family is one file in dmc/models"
+        )
+    model_class = known[model_type]
+    values = model.config.to_dict()
+    for key in ("model_type", "architectures", "transformers_version"):
+        values.pop(key, None)
+    config = model_class.config_class(**values, compression=compression.to_dict())
+    with torch.device("meta"):
+        compressed = model_class(config)
+    compressed.load_state_dict(model.state_dict(), assign=True)
+    compressed.model.rotary_emb = model.model.rotary_emb
+    compressed.tie_weights()
+    compressed.generation_config = model.generation_config
+    return compressed.train(model.training)

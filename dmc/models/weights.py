@@ -1,0 +1,119 @@
+"""Checks of a weights folder before it is loaded: what is missing, cut off or of another shape is said by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the tensor table of a safetensors file: name -> {dtype, shape, data_offsets}.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is cut off or is not safetensors.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: copy the whole folder again, or export it anew")
+    size = path.stat().st_size
+    damaged = ValueError(
+        f"{path} ({size} bytes) is cut off or is no safetensors file: copy it again, or export it anew"
+    )
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise damaged
+        (length,) = struct.unpack("<Q", prefix)
+        if length > size - 8:
+            raise damaged
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise damaged from None
+    header.pop("__metadata__", None)
+    if max((entry["data_offsets"][1] for entry in header.values()), default=0) + 8 + length != size:
+        raise damaged
+    return header
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Collect the shape of every weight in a folder, from all its shards.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors weights, or misses a shard.
+        ValueError: a shard is damaged, or lacks a weight that the index promises.
+    """
+    index_path = folder / INDEX_NAME
+    if not index_path.is_file():
+        if not (folder / SINGLE_NAME).is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors weights are read (no pickle)"
+            )
+        return {name: tuple(entry["shape"]) for name, entry in read_header(folder / SINGLE_NAME).items()}
+    try:
+        weight_map = json.loads(index_path.read_text())["weight_map"]
+    except (ValueError, KeyError):
+        raise ValueError(f"{index_path} is damaged: copy it again, or export the folder anew") from None
+    shapes = {}
+    for shard in sorted(set(weight_map.values())):
+        header = read_header(folder / shard)
+        lacking = sorted(name for name, place in weight_map.items() if place == shard and name not in header)
+        if lacking:
+            raise ValueError(f"{folder / shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
+        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items()})
+    return shapes
+
+
+def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
+    """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
+
+    Raises:
+        FileNotFoundError, ValueError: see `stored_shapes`; or a weight has another shape, or is missing.
+    """
+    folder = Path(str(folder))
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    shapes = stored_shapes(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    build = model_class.from_config if model_class is AutoModelForCausalLM else model_class
+    with torch.device("meta"):
+        model = build(config)
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    for name, parameter in model.named_parameters():
+        if name not in shapes:
+            if name not in tied:
+                raise ValueError(
+                    f"{folder} lacks the weight {name} {tuple(parameter.shape)} that its config.json needs"
+                )
+        elif shapes[name] != tuple(parameter.shape):
+            raise ValueError(
+                f"{folder}: weight {name} has shape {shapes[name]}, its config.json asks for {tuple(parameter.shape)}"
+            )
+
+
+def load_model(folder: Any, **kwargs: Any) -> Any:
+    """Load a stock or compressed causal LM, from safetensors and JSON only: no remote code, no pickle.
+
+    Args:
+        folder: a local folder or a hub name.
+        kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, ...).
+    Returns:
+        The model in eval mode.
+    Raises:
+        FileNotFoundError, ValueError: see `check_weights`.
+    """
+    check_weights(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
+    )
+    return model.eval()

@@ -1,0 +1,50 @@
+"""Where a result came from: versions, git commit, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("dmc-retrofit", "torch", "transformers", "lightning", "datasets", "tokenizers", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a result depends on, where installed."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """Return the commit of the sources with `+changes` where the tree differs; None outside a git checkout."""
+    folder = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=folder, capture_output=True, text=True, check=True, timeout=10,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if changes else "")
+
+
+def provenance() -> dict[str, Any]:
+    """Return command, versions and commit of this process."""
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+        "machine": f"{platform.machine()} {platform.system()}",
+    }

@@ -1,0 +1,108 @@
+"""The paged cache behind `model.generate()`: padding stays outside, so a batch equals its sequences one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from dmc.compression import GateOutput
+from dmc.kernels import load_backend
+from dmc.runtime.engine import layout_of
+from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.step import Step
+
+
+class PagedGenerationCache(Cache):
+    """Transformers' `Cache` over a `PagedCache`; compressed attention layers call its `attend`.
+
+    Args:
+        model: a compressed causal LM.
+        block_size: entries per page.
+    """
+
+    def __init__(self, model: Any, block_size: int = 16) -> None:
+        super().__init__(layers=[])
+        self._layout, self._rotary, self._block_size = layout_of(model), model.rotary_tables, block_size
+        self._backend = load_backend("auto")
+        self._step: Step | None = None
+        self._real: Tensor | None = None
+        self._num_columns = 0
+        self._rows: list[int] = []
+        self.paged: PagedCache | None = None
+        """The storage, None before the first forward pass."""
+
+    def attend(
+        self, layer_index: int, gated: GateOutput, value: Tensor, scaling: float, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `CompressedCache.attend`."""
+        if layer_index == 0:
+            self._begin(value, attention_mask)
+        assert self._step is not None and self._real is not None
+        real = self._real
+        flat = GateOutput(
+            _flatten(gated.query, real),
+            _flatten(gated.key, real),
+            *(
+                _flatten(part[..., None], real)[..., 0]
+                for part in (gated.logits, gated.alpha, gated.log_append, gated.omega)
+            ),
+        )
+        attended = torch.zeros_like(gated.query)
+        attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, _flatten(value, real), scaling)[
+            0
+        ].transpose(0, 1)
+        if layer_index == self._layout.num_layers - 1:
+            self._step.finish()
+            self._num_columns += value.shape[2]
+        return attended
+
+    def _begin(self, value: Tensor, attention_mask: Tensor | None) -> None:
+        batch, _, num_new, _ = value.shape
+        if self.paged is None:
+            self.paged = PagedCache(self._layout, batch, self._block_size)
+            self._rows = [self.paged.open_row() for _ in range(batch)]
+        if attention_mask is None:
+            self._real = torch.ones(batch, num_new, dtype=torch.bool, device=value.device)
+        else:
+            self._real = attention_mask[:, -num_new:].bool()
+        counts = self._real.sum(-1).tolist()
+        rows = [row for row, count in zip(self._rows, counts, strict=True) if count]
+        self._step = Step(self.paged, self._backend, rows, [count for count in counts if count], self._rotary)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: only compressed attention layers can use this cache."""
+        raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch fed so far, padding included: logical tokens, not slots."""
+        return self._num_columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Column of the first new token."""
+        return self._num_columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the keys a padding mask covers."""
+        return self._num_columns + query_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: shapes follow the decisions."""
+        return False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue what row `beam_idx[i]` holds (beam search)."""
+        if self.paged is not None:
+            self.paged.copy_rows([self._rows[i] for i in beam_idx.tolist()], self._rows)
+
+    def crop(self, max_length: int) -> None:
+        """Refuse: merged tokens cannot be taken back, so assisted decoding does not work."""
+        raise NotImplementedError("a compressed cache cannot be cropped: use generate() without an assistant model")
+
+
+def _flatten(states: Tensor, real: Tensor) -> Tensor:
+    """Drop padding: [B, heads, T, D] -> [1, heads, N, D], sequences one after the other."""
+    return states.transpose(1, 2)[real].transpose(0, 1)[None]

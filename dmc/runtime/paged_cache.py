@@ -1,0 +1,205 @@
+"""Storage of a cache whose length differs per layer, KV head and sequence: pages, block tables, raw history, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmc.budget import entry_bytes
+from dmc.compression import CompressionConfig
+from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
+
+BLOCK_SIZES = (16, 32, 64, 128)
+FIRST_POOL_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shape of a cache; `compression` None is a plain cache that appends every token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    compression: CompressionConfig | None = None
+
+    @property
+    def history_size(self) -> int:
+        """Raw tokens kept beside the pages (R): those the gate's delay holds back, and the rest of the merge window."""
+        if self.compression is None:
+            return 0
+        window = self.compression.window_size if self.compression.action == "merge" else None
+        return self.compression.delay + (0 if window is None else window - 1)
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether the open slot's mean and weight are state of their own: merging without a window."""
+        return (
+            self.compression is not None and self.compression.action == "merge" and self.compression.window_size is None
+        )
+
+    @property
+    def delay(self) -> int:
+        """Raw recent tokens every head holds (W)."""
+        return 0 if self.compression is None else self.compression.delay
+
+
+class PagedCache:
+    """Pages shared by all layers, heads and sequences; one block table per (layer, sequence, KV head).
+
+    Rows are sequences. The pool grows on demand when `num_blocks` is None, else it is fixed. All tensors of a row are
+    allocated whether it is used or not; `bytes_allocated` is one sequence's share.
+
+    Raises:
+        ValueError: the block size is not one of `BLOCK_SIZES`.
+    """
+
+    def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int = 16, num_blocks: int | None = None):
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size={block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+        self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
+        self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
+        heads = (layout.num_layers, max_sequences, layout.num_kv_heads)
+        entry: dict[str, Any] = {"dtype": layout.dtype, "device": layout.device}
+        state: dict[str, Any] = {"dtype": torch.float32, "device": layout.device}
+        self.key_pages = torch.zeros(self.allocator.num_blocks, block_size, layout.head_dim, **entry)
+        self.value_pages = torch.zeros_like(self.key_pages)
+        self.block_tables = torch.zeros(*heads, 4, dtype=torch.int32, device=layout.device)
+        self.lengths = torch.zeros(heads, dtype=torch.int32, device=layout.device)
+        self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
+        size = layout.history_size
+        self.history_key = torch.zeros(*heads, size, layout.head_dim, **entry)
+        self.history_value = torch.zeros(*heads, size, layout.head_dim, **entry)
+        self.history_merged = torch.zeros(*heads, size, dtype=torch.bool, device=layout.device)
+        self.history_omega = torch.zeros(*heads, size, **state)
+        self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
+        self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be opened."""
+        return len(self._free_rows)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of keys and values."""
+        return self.block_size * entry_bytes(self.layout.head_dim, self.key_pages.element_size())
+
+    def open_row(self) -> int:
+        """Start an empty sequence and return its row."""
+        row = self._free_rows.pop()
+        self.lengths[:, row] = 0
+        self.tokens_seen[row] = 0
+        if self.weight is not None:
+            self.weight[:, row] = 0
+        return row
+
+    def close_row(self, row: int) -> None:
+        """End a sequence: its blocks return to the pool."""
+        self.allocator.free(self._owned_blocks(row))
+        self.lengths[:, row] = 0
+        self.tokens_seen[row] = 0
+        self._free_rows.append(row)
+
+    def copy_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
+        order = torch.tensor(sources)
+        tables, lengths = self.block_tables[:, order].clone(), self.lengths[:, order].clone()
+        needed = int((-(-lengths // self.block_size)).sum())
+        old = torch.cat([self._owned_blocks(row) for row in targets])
+        self._make_room(needed)
+        fresh = self.allocator.allocate(needed)
+        owned = torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)
+        taken = tables[owned].long()
+        self.key_pages[fresh.long()], self.value_pages[fresh.long()] = self.key_pages[taken], self.value_pages[taken]
+        tables[owned] = fresh
+        self.block_tables[:, targets], self.lengths[:, targets] = tables, lengths
+        self.tokens_seen[targets] = self.tokens_seen[order]
+        for state in (
+            self.history_key,
+            self.history_value,
+            self.history_merged,
+            self.history_omega,
+            self.mean,
+            self.weight,
+        ):
+            if state is not None:
+                state[:, targets] = state[:, order].clone()
+        self.allocator.free(old)
+
+    def _owned_blocks(self, row: int) -> Tensor:
+        tables = self.block_tables[:, row]
+        owned = torch.arange(tables.shape[-1], device=tables.device) < -(
+            -self.lengths[:, row, :, None] // self.block_size
+        )
+        return tables[owned]
+
+    def blocks_needed(self, rows: list[int], num_new: list[int]) -> int:
+        """Most blocks that feeding `num_new[i]` tokens to each row could take, if every token is appended."""
+        lengths = self.lengths[:, rows].long()
+        grown = lengths + torch.tensor(num_new, device=lengths.device)[None, :, None]
+        return int((-(-grown // self.block_size) - -(-lengths // self.block_size)).sum())
+
+    def reserve(self, rows: list[int], num_new: list[int]) -> None:
+        """Make sure that a forward pass over these tokens cannot run out of blocks halfway.
+
+        Raises:
+            OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
+        """
+        self._make_room(self.blocks_needed(rows, num_new))
+
+    def _make_room(self, needed: int) -> None:
+        free = self.allocator.num_free
+        if needed <= free:
+            return
+        if not self.grows:
+            raise OutOfBlocksError(f"{needed} blocks may be needed, {free} of {self.allocator.num_blocks} are free")
+        total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + needed - free)
+        for name in ("key_pages", "value_pages"):
+            pages = getattr(self, name)
+            grown = pages.new_zeros(total, *pages.shape[1:])
+            grown[: pages.shape[0]] = pages
+            setattr(self, name, grown)
+        self.allocator.grow(total)
+
+    def extend_tables(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Give heads the blocks they need to hold `lengths` [S, H] slots, note the lengths, return tables [S, H, M]."""
+        old = -(-self.lengths[layer, rows].long() // self.block_size)
+        new = -(-lengths.long() // self.block_size)
+        capacity, wanted = self.block_tables.shape[-1], int(new.max())
+        if wanted > capacity:
+            grown = max(wanted, 2 * capacity) - capacity
+            self.block_tables = torch.nn.functional.pad(self.block_tables, (0, grown))
+        tables = self.block_tables[layer, rows]
+        place = torch.arange(tables.shape[-1], device=tables.device)
+        added = (place >= old[..., None]) & (place < new[..., None])
+        tables[added] = self.allocator.allocate(int(added.sum()))
+        self.block_tables[layer, rows] = tables
+        self.lengths[layer, rows] = lengths.to(self.lengths.dtype)
+        return tables
+
+    def slots(self, row: int) -> Tensor:
+        """Entries held by each head, raw recent tokens included, int64 [L, H]."""
+        recent = min(int(self.tokens_seen[row]), self.layout.delay)
+        return self.lengths[:, row].long().cpu() + recent
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence beside its pages: raw history, means, lengths and block tables."""
+        history = (self.history_key, self.history_value, self.history_merged, self.history_omega)
+        parts = (*history, self.mean, self.weight, self.lengths, self.block_tables)
+        return sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
+
+    def bytes_allocated(self, row: int) -> int:
+        """Bytes held for a sequence: whole pages, tables and all state."""
+        return self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes
+
+    def bytes_used(self, row: int) -> int:
+        """Bytes of a sequence's slots and state, without the unused rest of its last pages."""
+        slots = int(self.lengths[:, row].sum())
+        return slots * self.block_bytes // self.block_size + self.state_bytes

@@ -1,0 +1,6 @@
+"""Training: the Lightning module, its stages, what happens along a run."""
+
+from dmc.training.exporter import export_checkpoint
+from dmc.training.run import TrainedRun, train
+
+__all__ = ["TrainedRun", "export_checkpoint", "train"]

@@ -1,0 +1,85 @@
+"""Models of a run on their way out: calibrated, measured on held-out text, exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from dmc.calibrate import calibrate_offset
+from dmc.config import RunConfig, build_config
+from dmc.export import ModelCard, export, refuse_occupied
+from dmc.measure import score_text
+from dmc.models import CompressedCausalLM
+from dmc.training.checkpoint import LAST_CHECKPOINT, load_checkpoint_model
+from dmc.training.text_data import TextData, build_tokenizer
+
+CONFIG_NAME = "run.json"
+"""Configuration and provenance, in a run's output folder."""
+RATIO_TOLERANCE = 0.05
+logger = logging.getLogger(__name__)
+
+
+class Exporter:
+    """Calibrates, measures and exports the model of a run."""
+
+    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any) -> None:
+        self.config, self.data, self.tokenizer = config, data, tokenizer
+
+    def write(self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True) -> None:
+        """Export `model` with its figures on held-out text; the training model keeps its own offset."""
+        compressed = isinstance(model, CompressedCausalLM)
+        metrics: dict[str, Any] = {}
+        trained = model.compression if compressed else None
+        if compressed:
+            model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
+            if self.config.training.calibrate and target_ratio > 1:
+                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio)
+                metrics |= {
+                    "decision_offset_before_calibration": found.offset_before,
+                    "decision_offset": found.offset,
+                    "achieved_ratio_before_calibration": found.ratio_before,
+                    "achieved_ratio_on_calibration_text": found.achieved_ratio,
+                }
+                if abs(found.achieved_ratio / target_ratio - 1) > RATIO_TOLERANCE:
+                    logger.warning(
+                        "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
+                        folder, found.achieved_ratio, target_ratio,
+                    )  # fmt: skip
+        score = score_text(model, self.data.validation_batches())
+        metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
+        base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
+        text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
+        title = f"{Path(base).name} at CR {target_ratio:g}" if compressed else f"{Path(base).name}"
+        card = ModelCard(title, base, text, metrics)
+        export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+        if trained is not None:
+            model.compression = trained
+
+
+def export_checkpoint(
+    run_folder: Path, output: Path, *, target_ratio: float | None = None, overwrite: bool = False
+) -> Path:
+    """Export the last checkpoint of a run, finished or not.
+
+    Args:
+        run_folder: output folder of the run.
+        output: new or empty folder.
+        target_ratio: CR to calibrate to; None: the run's.
+        overwrite: replace what `output` holds.
+    Raises:
+        FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
+        FileExistsError: `output` holds something and `overwrite` is False.
+    """
+    refuse_occupied(output, overwrite)
+    record = run_folder / CONFIG_NAME
+    if not record.is_file():
+        raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
+    config = build_config(RunConfig, json.loads(record.read_text())["config"])
+    model = load_checkpoint_model(run_folder / "checkpoints" / LAST_CHECKPOINT)
+    tokenizer = build_tokenizer(config.data, config.model.path)
+    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer)
+    exporter.write(model, output, target_ratio or config.target_ratio, overwrite)
+    return output

@@ -1,0 +1,122 @@
+"""The LightningModule of a retrofit: one loss, one optimizer, every schedule a function of the step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+
+from dmc.compression import GateMode, GateTrace, compression_loss, held_fraction, is_merged
+from dmc.config import RunConfig
+from dmc.measure import next_token_loss
+from dmc.models import CompressedCausalLM
+from dmc.models.attention import Documents
+from dmc.training.checkpoint import MODEL_CONFIG
+from dmc.training.stages import Plan, StepState
+
+
+def noise_seeds(seed: int, positions: Tensor) -> list[int]:
+    """Key each sample's noise by the run's seed and the sample's place in the global order of draws."""
+    return [seed * 1_000_000_007 + position for position in positions.tolist()]
+
+
+class RetrofitModule(LightningModule):
+    """Trains a stock model plainly, or a compressed one through zero-out, retrofit and solidify.
+
+    loss = cross-entropy + ratio_weight * one-sided loss on the share of the cache held (DMC eq. 11).
+
+    Args:
+        model: stock or compressed causal LM.
+        config: the run.
+        plan: its stages.
+        separator_id: token that ends a document.
+    """
+
+    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int) -> None:
+        super().__init__()
+        self.model, self.config, self.plan, self.separator_id = model, config, plan, separator_id
+        if config.training.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the model can compress."""
+        return isinstance(self.model, CompressedCausalLM)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Zero the borrowed neuron's rows where the zero-out stage has ended."""
+        if self.has_gates and self.plan.neuron_removed_at(self.global_step):
+            self.model.remove_neuron()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch, input_ids [B, T] and global positions [B]."""
+        state = self.plan.at(self.global_step)
+        input_ids = batch["input_ids"]
+        if not self.has_gates:
+            loss = next_token_loss(self.model(input_ids, use_cache=False).logits, input_ids)
+            self._log({"train/loss": loss, "train/learning_rate": state.learning_rate}, len(input_ids))
+            return loss
+        trace = GateTrace()
+        logits = self.model(
+            input_ids,
+            use_cache=False,
+            gate_mode=self._gate_mode(state, batch["position"]),
+            gate_trace=trace,
+            documents=Documents.from_separator(input_ids, self.separator_id)
+            if self.config.training.reset_at_documents and state.neuron_multiplier is None
+            else None,
+        ).logits
+        loss = next_token_loss(logits, input_ids)
+        metrics: dict[str, Any] = {"train/loss": loss, "train/learning_rate": state.learning_rate}
+        if state.neuron_multiplier is None:
+            ratio_loss, ratios = self._ratio_loss(trace, state)
+            metrics |= {"train/ratio_loss": ratio_loss, "train/target_ratio": state.target_ratio, **ratios}
+            loss = loss + self.config.training.ratio_weight * ratio_loss
+        else:
+            metrics["train/neuron_multiplier"] = state.neuron_multiplier
+        self._log(metrics, len(input_ids))
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the model's configuration, so that the checkpoint can be exported without the base."""
+        checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
+
+    def _gate_mode(self, state: StepState, positions: Tensor) -> GateMode:
+        if state.neuron_multiplier is not None:
+            return GateMode(neuron_multiplier=state.neuron_multiplier)
+        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions))
+
+    def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the ratio loss, and the ratios of the noisy and of the thresholded decisions."""
+        compression, training = self.model.compression, self.config.training
+        alpha = trace.stacked_alpha()
+        loss = compression_loss(alpha, state.target_ratio, soft=training.soft_ratio_loss, delay=compression.delay)
+        with torch.no_grad():
+            logits = torch.stack([trace.logits[index] for index in sorted(trace.logits)])
+            noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
+            thresholded = held_fraction(is_merged(logits).float(), delay=compression.delay).mean()
+        return loss, {"train/noisy_ratio": 1 / noisy, "train/achieved_ratio": 1 / thresholded}
+
+    def _log(self, metrics: dict[str, Any], batch_size: int) -> None:
+        shown = {"train/loss", "train/target_ratio", "train/achieved_ratio"}
+        for name, value in metrics.items():
+            self.log(name, value, on_step=True, prog_bar=name in shown, batch_size=batch_size)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with decay on matrices only; the learning rate is the plan's."""
+        training = self.config.training
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=True
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.plan.at(step).learning_rate / training.learning_rate
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

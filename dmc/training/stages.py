@@ -1,0 +1,91 @@
+"""The plan of a run: which stage an optimizer step belongs to, and what the schedules say there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dmc.compression import target_ratio_at, zero_out_multiplier_at
+from dmc.config import StageConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What one optimizer step does."""
+
+    stage: str
+    learning_rate: float
+    target_ratio: float
+    """Compression ratio asked for, >= 1."""
+    neuron_multiplier: float | None
+    """Scale of the borrowed neuron under plain attention; None: the gates work."""
+
+
+@dataclass(frozen=True)
+class _PlannedStage:
+    config: StageConfig
+    start: int
+    steps: int
+    learning_rate: float
+
+
+class Plan:
+    """Stages one after the other as a pure function of the optimizer step, so that a run resumes anywhere.
+
+    Raises:
+        ValueError: gates would work before `zero_out` in the same run.
+    """
+
+    def __init__(self, training: TrainingConfig, target_ratio: float) -> None:
+        self.target_ratio = target_ratio
+        self._stages: list[_PlannedStage] = []
+        start = 0
+        for stage in training.stages:
+            steps = stage.num_steps(training.tokens_per_step, target_ratio)
+            rate = training.learning_rate if stage.learning_rate is None else stage.learning_rate
+            self._stages.append(_PlannedStage(stage, start, steps, rate))
+            start += steps
+        self.total_steps = start
+        names = [stage.name for stage in training.stages]
+        if "zero_out" in names and any(name in ("retrofit", "solidify") for name in names[: names.index("zero_out")]):
+            raise ValueError(f"stages {names}: zero_out removes the neuron the gates use; put it before them")
+
+    def at(self, step: int) -> StepState:
+        """Return the state of optimizer step `step` (0 is the first); steps past the end are the last."""
+        step = min(step, self.total_steps - 1)
+        planned = next(stage for stage in reversed(self._stages) if stage.start <= step)
+        inside = step - planned.start
+        multiplier = None
+        ratio = 1.0
+        if planned.config.name == "zero_out":
+            multiplier = zero_out_multiplier_at(inside, total_steps=planned.steps)
+        elif planned.config.name == "retrofit":
+            ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.steps)
+        elif planned.config.name == "solidify":
+            ratio = self.target_ratio
+        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier)
+
+    def neuron_removed_at(self, step: int) -> bool:
+        """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""
+        return step > 0 and self.at(step - 1).stage == "zero_out" and self.at(step).stage != "zero_out"
+
+    def snapshot_steps(self, ratios: Sequence[float]) -> dict[int, float]:
+        """Return the steps after which the ramp has reached each ratio; the final target is no snapshot."""
+        ramp = next((stage for stage in self._stages if stage.config.name == "retrofit"), None)
+        if ramp is None or self.target_ratio == 1:
+            return {}
+        return {
+            ramp.start + math.ceil(ramp.steps * (ratio - 1) / (self.target_ratio - 1)): ratio
+            for ratio in ratios
+            if ratio < self.target_ratio
+        }
+
+
+def _learning_rate(planned: _PlannedStage, inside: int) -> float:
+    """Linear warm-up, then constant or a cosine to `final_fraction` at the stage's end."""
+    warmup, final = planned.config.warmup_steps, planned.config.final_fraction
+    if inside < warmup:
+        return planned.learning_rate * (inside + 1) / warmup
+    progress = (inside - warmup) / max(1, planned.steps - warmup)
+    return planned.learning_rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,26 @@
+"""Export the last checkpoint of a run: python scripts/export.py run=outputs/llama2_7b_cr4 output=exported/cr4."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from dmc.training import export_checkpoint
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="export")
+def main(settings: DictConfig) -> None:
+    try:
+        folder = export_checkpoint(
+            Path(settings.run), Path(settings.output), target_ratio=settings.target_ratio, overwrite=settings.overwrite
+        )
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        sys.exit(f"error: {error}")
+    print(f"exported {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Set up and run every test this machine can run; says which are left out and why. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup_environment.sh
+setup_environment train,dev
+exec .venv/bin/python -m pytest "$@"

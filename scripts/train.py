@@ -1,0 +1,45 @@
+"""Train one run: python scripts/train.py experiment=llama2_7b_cr4 (any setting can be overridden, see configs/)."""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dmc.config import RunConfig, build_config
+
+
+def run_config(settings: DictConfig) -> RunConfig:
+    """Validate composed settings.
+
+    Raises:
+        ValueError: a setting is unknown, missing or out of range.
+    """
+    try:
+        values = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    assert isinstance(values, dict)
+    values["compression"] = values.get("compression") or None
+    return build_config(RunConfig, values)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+def main(settings: DictConfig) -> None:
+    try:
+        config = run_config(settings)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    from dmc.training import train
+
+    try:
+        run = train(config)
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
+    print(f"exported {run.final}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Tiny random models of every family, with gates whose decisions are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from dmc import retrofit
+from dmc.compression import CompressionConfig
+
+VOCAB_SIZE = 83
+HEAD_DIM = 16
+NUM_QUERY_HEADS = 4
+CONFIG_CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from threads, and machines that run tests are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build_stock(family: str = "llama", *, group: int = 2, num_layers: int = 2, seed: int = 0, **changes: Any) -> Any:
+    """Build a random stock model: weights large enough that decision logits spread about 0, RoPE that turns fast."""
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": NUM_QUERY_HEADS,
+        "num_key_value_heads": NUM_QUERY_HEADS // group,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "mistral":
+        options["sliding_window"] = None
+    config = CONFIG_CLASSES[family](**{**options, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    return model.eval()
+
+
+@pytest.fixture
+def make_stock() -> MakeModel:
+    """Return `build_stock`."""
+    return build_stock
+
+
+@pytest.fixture
+def make_compressed() -> MakeModel:
+    """Return a builder of compressed models: gate settings apart, the keywords are those of `build_stock`."""
+
+    def build(family: str = "llama", *, gates: dict[str, Any] | None = None, **changes: Any) -> Any:
+        return retrofit(build_stock(family, **changes), mixed_gates(**(gates or {})))
+
+    return build
+
+
+def mixed_gates(**changes: Any) -> CompressionConfig:
+    """Return gates that decide both ways on the tiny models, with importances that differ."""
+    return CompressionConfig(**{"decision_offset": 0.1, "omega_offset": 0.2, **changes})
+
+
+@pytest.fixture
+def make_gates() -> Callable[..., CompressionConfig]:
+    """Return `mixed_gates`."""
+    return mixed_gates
+
+
+@pytest.fixture
+def make_prompts() -> Callable[..., list[list[int]]]:
+    """Return a builder of random prompts with given lengths."""
+
+    def build(*lengths: int, seed: int = 1) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+    return build

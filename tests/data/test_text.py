@@ -1,0 +1,175 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from dmc.data import TextSource, build_packed, open_stream
+
+ROWS = [{"text": f"row {number}", "number": number} for number in range(5)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder that holds the same rows in every format."""
+    dataset = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.to_csv(tmp_path / "rows.csv")
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_every_format_yields_its_rows(suffix: str, folder: Path) -> None:
+    for source in (TextSource(str(folder / f"rows.{suffix}")), TextSource(str(folder), files=f"*.{suffix}")):
+        source.check()
+        assert list(source.documents()) == [row["text"] for row in ROWS]
+        assert [row["text"] for row in source.stream()] == [row["text"] for row in ROWS]
+
+
+def test_reading_local_files_leaves_no_copy_in_the_hub_cache(folder: Path, monkeypatch: Any) -> None:
+    cache = folder / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    list(TextSource(str(folder / "rows.jsonl")).documents())
+    assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) == 0
+
+
+def test_folder_glob_and_file_read_whole_text_files(corpus: Path) -> None:
+    expected = [path.read_text() for path in sorted(corpus.iterdir())]
+    (corpus / "below").mkdir()
+    (corpus / "below" / "last.txt").write_text("below")
+    assert list(TextSource(str(corpus)).documents()) == [*expected, "below"]
+    assert list(TextSource(str(corpus / "*.txt")).documents()) == expected
+    assert list(TextSource(str(corpus / "007.txt")).documents()) == [expected[7]]
+    assert list(TextSource(str(corpus), files=["003.txt", "00[12].txt"]).documents()) == expected[1:4]
+
+
+def test_file_name_with_glob_characters_is_literal(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("literal")
+    assert list(TextSource(str(tmp_path / "a[1].txt")).documents()) == ["literal"]
+
+
+def test_text_is_utf8_without_byte_order_mark_and_with_its_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffZürich\r\n".encode())
+    (tmp_path / "b.txt").write_bytes(b"\xffbroken")
+    assert list(TextSource(str(tmp_path)).documents()) == ["Zürich\r\n", None]
+    assert [row["text"] for row in TextSource(str(tmp_path)).stream()] == ["Zürich\r\n"]
+
+
+def test_missing_value_is_an_empty_document(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": null}\n{"other": 1}\n')
+    packed = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
+    assert (packed.num_documents, packed.num_skipped) == (1, 2)
+
+
+def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "some words", "number": 3}\n')
+    source = TextSource(str(tmp_path / "a.jsonl"), column="content")
+    assert list(source.documents()) == ["some words"]
+    assert list(open_stream([source])) == [{"text": "some words"}]
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
+def test_wrong_weight_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="must be a finite number > 0"):
+        TextSource("corpus", weight=weight)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "*.txt", "./missing", "/missing/folder"])
+def test_missing_file_is_named(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"No file matches .*missing|No file matches .*txt"):
+        TextSource(name).check()
+
+
+def test_missing_pattern_inside_a_folder_is_named(corpus: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"No file matches '.*\*\.md'"):
+        TextSource(str(corpus), files=["*.txt", "*.md"]).check()
+
+
+def test_missing_column_lists_those_present(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    source = TextSource(str(folder / "rows.jsonl"), column="content")
+    with pytest.raises(ValueError, match=r"no column 'content'; it has \['number', 'text'\]"):
+        build_packed(source, tokenizer, 2, tmp_path / "tokens")
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_column_without_text_is_refused(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"Column 'number' .* holds int, expected text"):
+        TextSource(str(folder / "rows.parquet"), column="number").check()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n"])
+def test_file_without_rows_is_an_empty_corpus(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is empty|cannot be read as json"):
+        TextSource(str(tmp_path / "a.jsonl")).check()
+
+
+@pytest.mark.parametrize("content", [b'{"text": "a"', b'{"text": "\xff"}\n', b"PAR1"])
+def test_file_of_another_kind_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / ("a.parquet" if content == b"PAR1" else "a.jsonl")
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"{path.name}' cannot be read as {'parquet' if content == b'PAR1' else 'json'}"
+    ):
+        TextSource(str(path)).check()
+
+
+def test_mixed_formats_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"mixes \['csv', 'json', 'parquet'\] files; choose one kind with files="):
+        TextSource(str(folder)).check()
+
+
+def test_options_that_mean_nothing_are_refused(corpus: Path) -> None:
+    with pytest.raises(ValueError, match="split='validation' of the local files"):
+        TextSource(str(corpus), split="validation")
+    with pytest.raises(ValueError, match="needs a folder or a hub dataset"):
+        TextSource(str(corpus / "000.txt"), files="*.txt").check()
+    with pytest.raises(ValueError, match="streaming=True and is never cached"):
+        TextSource(str(corpus), streaming=True).check()
+    with pytest.raises(ValueError, match="No source to stream"):
+        open_stream([])
+
+
+def test_stream_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is empty: no document is text"):
+        open_stream([TextSource(str(tmp_path / "a.txt"))], repeat=True)
+
+
+def test_hub_dataset_is_loaded_with_its_options(monkeypatch: Any) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> datasets.Dataset | datasets.IterableDataset:
+        calls.append((arguments, options))
+        dataset = datasets.Dataset.from_dict({"content": ["a", "b"], "number": [1, 2]})
+        return dataset.to_iterable_dataset() if options["streaming"] else dataset
+
+    monkeypatch.setattr("dmc.data.text.load_dataset", load_dataset)
+    options: dict[str, Any] = {"subset": "en", "split": "train[:1%]", "column": "content", "revision": "abc"}
+    source = TextSource("owner/name", files="data/*.parquet", **options)
+    source.check()
+    assert list(source.documents()) == ["a", "b"]
+    assert source.label == "owner/name:train[:1%]"
+    expected = {"data_files": ["data/*.parquet"], "split": "train[:1%]", "revision": "abc", "streaming": False}
+    assert calls[0] == (("owner/name", "en"), expected)
+    with pytest.raises(ValueError, match="set streaming=True"):
+        source.stream()
+    streamed = TextSource("owner/name", streaming=True, **options)
+    assert list(streamed.stream()) == [{"text": "a"}, {"text": "b"}]
+    assert source.description() == TextSource("owner/name", files="data/*.parquet", weight=2, **options).description()
+    assert source.description() != TextSource("owner/name", files="data/*.parquet", **(options | {"revision": "x"}))
+
+
+def test_unknown_hub_name_says_what_to_do(monkeypatch: Any) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+
+    monkeypatch.setattr("dmc.data.text.load_dataset", load_dataset)
+    with pytest.raises(FileNotFoundError, match="'owner/name' is neither a local file, folder or glob nor a dataset"):
+        TextSource("owner/name").check()

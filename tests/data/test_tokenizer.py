@@ -1,0 +1,106 @@
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dmc.data import train_tokenizer
+from dmc.data.tokenizer import END_OF_TEXT, encode_documents, separator_id_of, tokenizer_digest
+
+TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged", ""] * 3
+STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
+
+
+def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS, 300, tmp_path / "bpe")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "bpe")
+    assert len(trained) == len(loaded) == 300
+    assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
+    assert loaded.eos_token_id == separator_id_of(loaded) == 0
+    assert loaded(TEXTS)["input_ids"] == trained(TEXTS)["input_ids"]
+    assert tokenizer_digest(loaded) == tokenizer_digest(trained)
+    assert [path.name for path in tmp_path.iterdir()] == ["bpe"]
+
+
+def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    for text in (*TEXTS, STRANGE):
+        (token_ids,) = encode_documents(tokenizer, [text])
+        assert tokenizer.decode(token_ids) == text
+        assert tokenizer.eos_token_id not in token_ids
+
+
+def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 290, tmp_path / "here")
+    script = "import json, sys, dmc.data; dmc.data.train_tokenizer(json.loads(sys.argv[1]), 290, sys.argv[2])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [sys.executable, "-c", script, json.dumps(TEXTS), str(tmp_path / "there")]
+    subprocess.run(arguments, check=True, env=environment)
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
+
+
+def test_folder_is_reused_for_the_same_texts_and_size_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dmc.data import tokenizer as module
+
+    num_trained = []
+    train = module._train
+    monkeypatch.setattr(module, "_train", lambda *arguments: num_trained.append(1) or train(*arguments))
+    folder = tmp_path / "bpe"
+    first = train_tokenizer(iter(TEXTS), 300, folder)
+    assert train_tokenizer(TEXTS, 300, folder).get_vocab() == first.get_vocab()
+    assert len(num_trained) == 1 and not caplog.records
+    assert len(train_tokenizer(TEXTS, 280, folder)) == 280
+    train_tokenizer(["".join(TEXTS)], 280, folder)
+    assert len(num_trained) == 3 and len(caplog.records) == 2
+
+
+def test_torn_tokenizer_is_trained_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "bpe"
+    first = train_tokenizer(TEXTS, 300, folder)
+    path = folder / "tokenizer.json"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert train_tokenizer(TEXTS, 300, folder).get_vocab() == first.get_vocab()
+    assert path.read_bytes() == content
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_digest_follows_what_changes_the_ids(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    same, other_separator = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    same(["a", "a b c d"], padding=True, truncation=True, max_length=3)
+    other_separator.eos_token = "a"
+    assert tokenizer_digest(same) == tokenizer_digest(tokenizer)
+    assert tokenizer_digest(other_separator) != tokenizer_digest(tokenizer)
+    assert tokenizer_digest(train_tokenizer(TEXTS, 280, tmp_path / "bpe")) != tokenizer_digest(tokenizer)
+
+
+def test_long_text_is_encoded_in_pieces_without_loss(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 200
+    whole = encode_documents(tokenizer, [text, "second"])
+    monkeypatch.setattr("dmc.data.tokenizer._MAX_PIECE", 50)
+    pieces = encode_documents(tokenizer, [text, "second"])
+    assert [tokenizer.decode(token_ids) for token_ids in pieces] == [text, "second"]
+    assert pieces[1] == whole[1]
+    assert encode_documents(tokenizer, []) == []
+
+
+def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="vocab_size=256 is below 257"):
+        train_tokenizer(TEXTS, 256, tmp_path / "bpe")
+    for texts in ([], ["", ""]):
+        with pytest.raises(ValueError, match="No text to train a tokenizer on"):
+            train_tokenizer(texts, 300, tmp_path / "bpe")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds files that are not a tokenizer trained here"):
+        train_tokenizer(TEXTS, 300, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,0 +1,456 @@
+import copy
+import importlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from oracles.step_by_step import ModelOracle
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from dmc import Engine, load_model, retrofit
+from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
+from dmc.models import CompressedCausalLM, families
+from dmc.models.attention import Documents
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TOLERANCE = 1e-4  # float32 log-probs against float64
+CLOSED = 1e6  # decision_offset at which nothing merges
+
+MERGE = [{"window_size": window, "delay": delay} for window in (1, 3, 12, None) for delay in (0, 1, 4, 16)]
+DROP = [{"action": "drop", "delay": delay} for delay in (1, 4, 16)]
+
+
+def name_of(gates: dict[str, Any]) -> str:
+    return "-".join(f"{key}={value}" for key, value in gates.items())
+
+
+def parallel_log_probs(model: Any, tokens: list[int], **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False, **options).logits[0]
+    return logits.log_softmax(-1)
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return (ours.double() - theirs.double()).abs().max().item()
+
+
+def test_every_family_is_found_from_its_file() -> None:
+    assert set(families()) == set(FAMILIES)
+
+
+@pytest.fixture
+def without_neuron(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that removes a channel of queries and keys around RoPE inside a stock model's own attention."""
+
+    def remove(family: str, channel: int) -> None:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        stock_rotation = module.apply_rotary_pos_emb
+
+        def rotation(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            query, key = query.clone(), key.clone()
+            query[..., channel] = key[..., channel] = 0
+            query, key = stock_rotation(query, key, *args, **kwargs)
+            query[..., channel] = key[..., channel] = 0
+            return query, key
+
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", rotation)
+
+    return remove
+
+
+@pytest.mark.parametrize("neuron", [-1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closed_gates_are_the_stock_model_without_the_neuron(
+    family: str, neuron: int, make_stock: Any, make_prompts: Any, without_neuron: Any
+) -> None:
+    stock = make_stock(family)
+    tokens = make_prompts(150)[0]
+    without_neuron(family, neuron)
+    expected = parallel_log_probs(stock, tokens)
+    for gates in ({}, {"window_size": None}, {"delay": 4}, {"action": "drop", "delay": 16}):
+        model = retrofit(copy.deepcopy(stock), CompressionConfig(neuron_index=neuron, decision_offset=CLOSED, **gates))
+        assert difference(parallel_log_probs(model, tokens), expected) < TOLERANCE, gates
+        scored = Engine(model).score([tokens[:100]], [[*tokens[100:], 0]])[0]
+        assert difference(scored, expected[99:]) < TOLERANCE, gates
+
+
+@pytest.mark.parametrize("gates", [{"delay": 40}, {"action": "drop", "delay": 40}, {"delay": 1000}], ids=name_of)
+def test_a_delay_beyond_the_sequence_compresses_nothing(gates: dict, make_stock: Any, make_prompts: Any) -> None:
+    tokens = make_prompts(40)[0]
+    closed = retrofit(make_stock(), CompressionConfig(decision_offset=CLOSED))
+    opened = retrofit(make_stock(), CompressionConfig(decision_offset=-CLOSED, **gates))
+    expected = parallel_log_probs(closed, tokens)
+    assert difference(parallel_log_probs(opened, tokens), expected) < TOLERANCE
+    assert difference(Engine(opened).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("gates", MERGE + DROP, ids=name_of)
+def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(
+    gates: dict, group: int, make_stock: Any, make_gates: Any, make_prompts: Any
+) -> None:
+    stock, settings = make_stock(group=group), make_gates(**gates)
+    sequences = make_prompts(3, 17, 40)
+    runs = [ModelOracle(stock, settings).run(sequence) for sequence in sequences]
+    model = retrofit(stock, settings)
+    scores = Engine(model).score([sequence[:2] for sequence in sequences], [[*each[2:], 0] for each in sequences])
+    for sequence, run, score in zip(sequences, runs, scores, strict=True):
+        assert difference(parallel_log_probs(model, sequence), run.log_probs) < TOLERANCE
+        assert difference(score, run.log_probs[1:]) < TOLERANCE
+    assert 0.1 < runs[-1].decisions.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("gates", [{}, {"delay": 3, "window_size": 2}, {"action": "drop", "delay": 2}], ids=name_of)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_oracle(
+    family: str, gates: dict, make_stock: Any, make_gates: Any, make_prompts: Any
+) -> None:
+    stock, settings = make_stock(family, seed=3), make_gates(neuron_index=2, **gates)
+    tokens = make_prompts(30)[0]
+    run = ModelOracle(stock, settings).run(tokens)
+    model = retrofit(stock, settings)
+    assert difference(parallel_log_probs(model, tokens), run.log_probs) < TOLERANCE
+    assert difference(Engine(model).score([tokens[:5]], [[*tokens[5:], 0]])[0], run.log_probs[4:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("gates", [{}, {"window_size": None, "delay": 5}, {"action": "drop", "delay": 4}], ids=name_of)
+def test_long_sequences_equal_the_oracle(gates: dict, make_stock: Any, make_gates: Any, make_prompts: Any) -> None:
+    stock, settings = make_stock(group=4, num_layers=1), make_gates(**gates)
+    tokens = make_prompts(300)[0]
+    run = ModelOracle(stock, settings).run(tokens)
+    model = retrofit(stock, settings)
+    assert difference(parallel_log_probs(model, tokens), run.log_probs) < TOLERANCE
+    assert difference(Engine(model).score([tokens[:-1]], [[tokens[-1], 0]])[0], run.log_probs[-2:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}], ids=name_of
+)
+def test_padding_leaves_real_tokens_alone(gates: dict, side: str, make_compressed: Any, make_prompts: Any) -> None:
+    model = make_compressed(gates=gates)
+    prompts = make_prompts(5, 23, 17)
+    input_ids, mask = torch.full((3, 23), 7), torch.zeros(3, 23, dtype=torch.long)
+    places = [slice(23 - len(prompt), 23) if side == "left" else slice(len(prompt)) for prompt in prompts]
+    for row, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
+        input_ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+    with torch.no_grad():
+        padded = model(input_ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+    for row, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
+        assert difference(padded[row, place], parallel_log_probs(model, prompt)) < TOLERANCE
+
+
+@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}], ids=name_of)
+@pytest.mark.parametrize("training", [False, True])
+def test_packed_documents_equal_the_documents_alone(
+    gates: dict, training: bool, make_compressed: Any, make_prompts: Any
+) -> None:
+    model = make_compressed(gates=gates)
+    separator = 82
+    lengths = [[9, 13, 2], [24]]
+    documents = [
+        [[token % 82 for token in prompt] for prompt in make_prompts(*(n - 1 for n in row), seed=5)] for row in lengths
+    ]
+    packed = torch.tensor([[token for document in row for token in (*document, separator)] for row in documents])
+    boundaries = Documents.from_separator(packed, separator)
+    assert boundaries.spans == [(0, 0, 9), (0, 9, 22), (0, 22, 24), (1, 0, 24)]
+    # With noise drawn for whole rows only thresholded decisions can be compared; training mode must not change them.
+    model.train(training)
+    with torch.no_grad():
+        logits = model(packed, use_cache=False, documents=boundaries, gate_mode=GateMode()).logits.log_softmax(-1)
+    positions = torch.cat([torch.arange(end - begin) for _, begin, end in boundaries.spans]).view(2, 24)
+    with torch.no_grad():
+        restarted = model(
+            packed, use_cache=False, documents=boundaries, gate_mode=GateMode(), position_ids=positions
+        ).logits.log_softmax(-1)
+    for row, begin, end in boundaries.spans:
+        tokens, place = packed[row, begin:end].tolist(), torch.arange(begin, end)[None]
+        alone = parallel_log_probs(model, tokens, position_ids=place, gate_mode=GateMode())
+        assert difference(logits[row, begin:end], alone) < TOLERANCE
+        alone = parallel_log_probs(model, tokens, gate_mode=GateMode())
+        assert difference(restarted[row, begin:end], alone) < TOLERANCE
+
+
+def test_documents_reset_relaxed_decisions_too(make_compressed: Any, make_prompts: Any) -> None:
+    model = make_compressed()
+    packed = torch.tensor(make_prompts(24, 24))
+    boundaries = Documents.from_separator(packed, int(packed[0, 7]))
+    trace, mode = GateTrace(), GateMode(noise_seeds=[1, 2])
+    model.train()(packed, use_cache=False, documents=boundaries, gate_mode=mode, gate_trace=trace)
+    alpha = trace.stacked_alpha().transpose(2, 3)  # [L, B, T, H]
+    assert not alpha[:, boundaries.starts].any()
+    assert (alpha[:, ~boundaries.starts] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}], ids=name_of
+)
+def test_activation_checkpointing_changes_nothing(gates: dict, make_compressed: Any, make_prompts: Any) -> None:
+    input_ids = torch.tensor(make_prompts(24, 24))
+    results = []
+    for checkpointed in (False, True):
+        model = make_compressed(gates=gates).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        trace = GateTrace()
+        output = model(
+            input_ids, labels=input_ids, use_cache=False, gate_mode=GateMode(noise_seeds=[11, 12]), gate_trace=trace
+        )
+        alpha = trace.stacked_alpha().detach().clone()
+        assert alpha.shape == (2, 2, 2, 24)
+        loss = output.loss + compression_loss(trace.stacked_alpha(), 8.0)
+        loss.backward()
+        torch.testing.assert_close(trace.stacked_alpha(), alpha, rtol=0, atol=0)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert all(gradient is not None for gradient in gradients.values())
+        results.append((loss.detach(), alpha, gradients))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_compression_loss_reaches_the_neuron_alone(make_compressed: Any, make_prompts: Any) -> None:
+    model = make_compressed(num_layers=1).train()
+    trace = GateTrace()
+    model(torch.tensor(make_prompts(24)), use_cache=False, gate_mode=GateMode(noise_seeds=[1]), gate_trace=trace)
+    compression_loss(trace.stacked_alpha(), 8.0).backward()
+    gradient = model.model.layers[0].self_attn.k_proj.weight.grad.view(2, 16, -1)
+    assert gradient[:, -1].abs().min() > 0
+    assert not gradient[:, :-1].any()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is None
+
+
+def test_trace_holds_each_layer_once_with_starts_appended(make_compressed: Any, make_prompts: Any) -> None:
+    model, trace = make_compressed(num_layers=3, group=1), GateTrace()
+    parallel_log_probs(model, make_prompts(9)[0], gate_trace=trace)
+    assert trace.stacked_alpha().shape == (3, 1, 4, 9)
+    assert not trace.stacked_alpha()[..., 0].any()
+    assert set(trace.stacked_alpha().unique().tolist()) == {0, 1}
+
+
+def test_trace_agrees_with_the_decisions_of_the_oracle(make_stock: Any, make_gates: Any, make_prompts: Any) -> None:
+    stock, tokens, trace = make_stock(), make_prompts(40)[0], GateTrace()
+    run = ModelOracle(stock, make_gates()).run(tokens)
+    parallel_log_probs(retrofit(stock, make_gates()), tokens, gate_trace=trace)
+    assert torch.equal(trace.stacked_alpha()[:, 0].long(), run.decisions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zero_out_fades_from_the_stock_model_to_the_closed_one(family: str, make_stock: Any, make_prompts: Any) -> None:
+    stock, tokens = make_stock(family), make_prompts(20)[0]
+    expected = parallel_log_probs(stock, tokens)
+    model = retrofit(copy.deepcopy(stock), CompressionConfig(decision_offset=CLOSED)).train()
+    faded = {
+        multiplier: parallel_log_probs(model, tokens, gate_mode=GateMode(neuron_multiplier=multiplier))
+        for multiplier in (1.0, 0.5, 0.0)
+    }
+    assert difference(faded[1.0], expected) < TOLERANCE
+    assert difference(faded[0.0], parallel_log_probs(model.eval(), tokens)) < TOLERANCE
+    assert difference(faded[0.5], expected) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_parameters_as_the_stock_model(family: str, make_stock: Any) -> None:
+    stock = make_stock(family, tie_word_embeddings=family == "qwen2")
+    before = {name: (tuple(each.shape), each.dtype, each.data_ptr()) for name, each in stock.named_parameters()}
+    model = retrofit(stock, CompressionConfig())
+    after = {name: (tuple(each.shape), each.dtype, each.data_ptr()) for name, each in model.named_parameters()}
+    assert after == before
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    if family == "qwen2":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remove_neuron_zeroes_its_rows_and_no_others(family: str, make_compressed: Any) -> None:
+    model = make_compressed(family, gates={"neuron_index": 5})
+    before = copy.deepcopy(model.state_dict())
+    model.remove_neuron()
+    for name, after in model.state_dict().items():
+        expected = before[name].clone()
+        if ".q_proj." in name or ".k_proj." in name:
+            expected[5::16] = 0
+        torch.testing.assert_close(after, expected, rtol=0, atol=0)
+    assert ("model.layers.0.self_attn.k_proj.bias" in before) == (family == "qwen2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_remove_neuron_every_decision_logit_is_minus_the_offset(
+    family: str, make_compressed: Any, make_prompts: Any
+) -> None:
+    model, trace = make_compressed(family, gates={"decision_offset": 5.0}), GateTrace()
+    model.remove_neuron()
+    parallel_log_probs(model, make_prompts(9)[0], gate_trace=trace)
+    assert all((logits == -5).all() for logits in trace.logits.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_through_a_folder(
+    family: str, tied: bool, make_compressed: Any, make_prompts: Any, tmp_path: Any
+) -> None:
+    gates = {"action": "drop", "delay": 3, "decision_offset": 0.25, "target_ratio": 6.0}
+    model, tokens = make_compressed(family, gates=gates, tie_word_embeddings=tied), make_prompts(25)[0]
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["model_type"] == f"dmc_{family}"
+    assert stored["architectures"] == [type(model).__name__]
+    assert CompressionConfig.from_dict(stored["compression"]) == model.compression
+    for load in (AutoModelForCausalLM.from_pretrained, load_model, type(model).from_pretrained):
+        loaded = load(tmp_path)
+        assert type(loaded) is type(model)
+        assert not loaded.training
+        assert loaded.compression == model.compression
+        assert {**loaded.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
+        torch.testing.assert_close(
+            parallel_log_probs(loaded, tokens), parallel_log_probs(model, tokens), rtol=0, atol=0
+        )
+
+
+def test_round_trip_of_sixteen_bit_weights(make_stock: Any, make_gates: Any, make_prompts: Any, tmp_path: Any) -> None:
+    make_stock().save_pretrained(tmp_path / "stock")
+    model = retrofit(load_model(tmp_path / "stock", dtype=torch.bfloat16), make_gates())
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    tokens = make_prompts(25)[0]
+    torch.testing.assert_close(parallel_log_probs(loaded, tokens), parallel_log_probs(model, tokens), rtol=0, atol=0)
+    assert load_model(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+def test_load_model_loads_stock_folders_too(make_stock: Any, make_prompts: Any, tmp_path: Any) -> None:
+    stock, tokens = make_stock(), make_prompts(9)[0]
+    stock.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert type(loaded) is type(stock)
+    torch.testing.assert_close(parallel_log_probs(loaded, tokens), parallel_log_probs(stock, tokens))
+
+
+def test_retrofit_of_a_compressed_model_changes_its_gates_only(
+    make_stock: Any, make_gates: Any, make_prompts: Any
+) -> None:
+    stock, tokens = make_stock(), make_prompts(30)[0]
+    first, second = make_gates(), make_gates(action="drop", delay=2, neuron_index=4)
+    run = ModelOracle(stock, second).run(tokens)
+    model = retrofit(stock, first)
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    model = retrofit(model, second)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+    assert model.compression == second
+    assert model.config.compression == second.to_dict()
+    assert difference(parallel_log_probs(model, tokens), run.log_probs) < TOLERANCE
+    assert difference(Engine(model).score([tokens[:3]], [[*tokens[3:], 0]])[0], run.log_probs[2:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_retrofit_keeps_mode_and_generation_settings(training: bool, make_stock: Any) -> None:
+    stock = make_stock()
+    stock.generation_config.max_new_tokens = 77
+    model = retrofit(stock.train(training), CompressionConfig())
+    assert model.training == training
+    assert model.generation_config.max_new_tokens == 77
+
+
+def test_plain_call_is_the_parallel_form_and_a_cache_is_made_on_request(
+    make_compressed: Any, make_prompts: Any
+) -> None:
+    model = make_compressed()
+    tokens = torch.tensor(make_prompts(20))
+    with torch.no_grad():
+        plain = model(tokens)
+        assert plain.past_key_values is None
+        expected = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(plain.logits, expected, rtol=0, atol=0)
+        first = model(tokens[:, :12], use_cache=True)
+        second = model(tokens[:, 12:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_foreign_cache_is_refused(make_compressed: Any, make_prompts: Any) -> None:
+    from transformers import DynamicCache
+
+    with pytest.raises(TypeError, match="DynamicCache cannot hold a compressed cache"):
+        make_compressed()(torch.tensor(make_prompts(5)), past_key_values=DynamicCache())
+
+
+def test_unsupported_families_are_refused_by_name() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel .*'gpt2'.* cannot be retrofitted.*llama, mistral, qwen2, qwen3"
+    ):
+        retrofit(model, CompressionConfig())
+    with pytest.raises(ValueError, match=r"Linear .* cannot be retrofitted"):
+        retrofit(torch.nn.Linear(2, 2), CompressionConfig())
+
+
+def test_a_headless_model_of_a_known_family_is_refused(make_stock: Any) -> None:
+    with pytest.raises(ValueError, match=r"LlamaModel .* cannot be retrofitted"):
+        retrofit(make_stock().model, CompressionConfig())
+
+
+def test_sliding_windows_are_refused_with_the_layer(make_stock: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"layer 0 of this .*mistral model has a sliding window of 8 tokens"):
+        retrofit(make_stock("mistral", sliding_window=8), CompressionConfig())
+    partly = make_stock("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(NotImplementedError, match=r"layer 1 of this .*qwen2 model has a sliding window of 8 tokens"):
+        retrofit(partly, CompressionConfig())
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}])
+def test_rope_that_depends_on_the_length_is_refused(rope: dict, make_stock: Any) -> None:
+    with pytest.raises(NotImplementedError, match="rope_type='dynamic' changes its angles"):
+        retrofit(make_stock(rope_parameters={"rope_theta": 100.0, **rope}), CompressionConfig())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rope_acts_as_in_the_stock_model(
+    rope: dict, make_stock: Any, make_prompts: Any, without_neuron: Any, tmp_path: Any
+) -> None:
+    stock, tokens = make_stock(rope_parameters={"rope_theta": 100.0, **rope}), make_prompts(60)[0]
+    model = retrofit(copy.deepcopy(stock), CompressionConfig(decision_offset=CLOSED))
+    model.save_pretrained(tmp_path)
+    without_neuron("llama", 15)
+    expected = parallel_log_probs(stock, tokens)
+    for each in (model, load_model(tmp_path)):
+        assert difference(parallel_log_probs(each, tokens), expected) < TOLERANCE
+        assert difference(Engine(each).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE
+
+
+def test_gates_that_do_not_fit_the_heads_are_refused(make_stock: Any) -> None:
+    with pytest.raises(ValueError, match="head_dim=2 is too small to lend a neuron"):
+        retrofit(make_stock(head_dim=2), CompressionConfig())
+    with pytest.raises(ValueError, match="neuron_index=16 does not exist in heads of 16 channels"):
+        retrofit(make_stock(), CompressionConfig(neuron_index=16))
+
+
+def test_an_unknown_compression_key_in_a_folder_is_named(make_compressed: Any, tmp_path: Any) -> None:
+    make_compressed().save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["compression"]["windw_size"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="unknown compression setting windw_size"):
+        load_model(tmp_path)
+
+
+def test_compressed_layers_are_the_only_ones_replaced(make_stock: Any) -> None:
+    stock = make_stock()
+    model = retrofit(stock, CompressionConfig())
+    assert isinstance(model, CompressedCausalLM)
+    assert isinstance(model, type(stock))
+    assert type(model.model) is type(stock.model)
+    assert type(model.model.layers[0]) is type(stock.model.layers[0])
+    assert issubclass(type(model.model.layers[0].self_attn), type(stock.model.layers[0].self_attn))

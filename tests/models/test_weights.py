@@ -1,0 +1,161 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import dmc
+from dmc import load_model
+from dmc.models.weights import read_header, stored_shapes
+
+WEIGHT = "model.layers.1.self_attn.k_proj.weight"
+
+
+def load_compressed(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(params=["stock", "compressed"])
+def model(request: pytest.FixtureRequest, make_stock: Any, make_compressed: Any) -> Any:
+    return make_stock() if request.param == "stock" else make_compressed()
+
+
+@pytest.fixture
+def folder(model: Any, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(model: Any, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    return tmp_path
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model.safetensors.index.json").read_text())
+
+
+def test_sharded_folders_load(model: Any, sharded: Path) -> None:
+    loaded = load_model(sharded)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_headers_are_read_without_the_weights(model: Any, folder: Path) -> None:
+    shapes = stored_shapes(folder)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert read_header(folder / "model.safetensors")[WEIGHT]["dtype"] == "F32"
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = index_of(sharded)["weight_map"][WEIGHT]
+    (sharded / shard).unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{sharded / shard} is missing")):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_truncated_file_is_named_with_its_size(folder: Path, kept: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"model\.safetensors \({path.stat().st_size} bytes\) is cut off"):
+        load_model(folder)
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    shard = index_of(sharded)["weight_map"][WEIGHT]
+    data = (sharded / shard).read_bytes()
+    (sharded / shard).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=re.escape(shard) + r" \(\d+ bytes\) is cut off"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"version https://git-lfs.github.com/spec/v1\n" * 3, b"\x08\0\0\0\0\0\0\0notjson!"]
+)
+def test_a_file_of_another_kind_is_named(folder: Path, garbage: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(garbage)
+    with pytest.raises(ValueError, match=r"model\.safetensors .* is cut off or is no safetensors file"):
+        load_model(folder)
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[WEIGHT] = torch.zeros(16, 48)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"weight {WEIGHT} has shape \(16, 48\), its config.json asks for \(32, 48\)"):
+        load_model(folder)
+
+
+def test_a_missing_weight_is_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[WEIGHT]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks the weight {WEIGHT} \(32, 48\)"):
+        load_model(folder)
+
+
+def test_a_weight_promised_by_the_index_but_absent_is_named(sharded: Path) -> None:
+    shard = index_of(sharded)["weight_map"][WEIGHT]
+    weights = load_file(sharded / shard)
+    del weights[WEIGHT]
+    save_file(weights, sharded / shard, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{re.escape(shard)} lacks {WEIGHT}"):
+        load_model(sharded)
+
+
+def test_a_damaged_index_is_named(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
+        load_model(sharded)
+
+
+def test_a_folder_without_a_config_is_refused(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{folder} has no config.json")):
+        load_model(folder)
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(model: Any, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*no pickle"):
+        load_model(folder)
+    if model.config.model_type.startswith("dmc_"):
+        with pytest.raises(FileNotFoundError, match="no pickle"):
+            load_compressed(folder)
+
+
+@pytest.mark.parametrize("load", [load_compressed, load_model])
+def test_auto_class_checks_compressed_folders_as_well(load: Any, make_compressed: Any, tmp_path: Path) -> None:
+    make_compressed().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"model\.safetensors \(\d+ bytes\) is cut off"):
+        load(tmp_path)
+
+
+def test_tied_head_may_be_absent_from_the_file(make_compressed: Any, tmp_path: Path) -> None:
+    model = make_compressed(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in stored_shapes(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_remote_code_is_never_run(folder: Path) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    stored["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
+    (folder / "config.json").write_text(json.dumps(stored))
+    (folder / "evil.py").write_text("raise SystemExit('remote code ran')")
+    load_model(folder, trust_remote_code=True)
+
+
+def test_public_surface() -> None:
+    assert set(dmc.__all__) >= {"Engine", "SamplingParams", "load_model", "retrofit"}

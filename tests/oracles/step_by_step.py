@@ -1,0 +1,150 @@
+"""Slow float64 answers to what `dmc` computes fast: Algorithm 1 of DMC token by token, with python loops over heads.
+
+Written from the paper's step form (arXiv:2403.09636, algorithm 1, with a window) and the delayed gates on top of it. It
+shares nothing with `dmc` but the configuration, and reads stock Hugging Face weights by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class HeadOracle:
+    """One KV head of one layer: raw recent tokens, then slots; one token at a time."""
+
+    def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
+        self.settings, self.head_dim, self.theta = compression, head_dim, theta
+        self.neuron = compression.neuron_index % head_dim
+        self.raw: list[dict] = []
+        self.group: list[dict] = []
+        self.slots: list[tuple[np.ndarray, np.ndarray]] = []
+        self.decisions: list[int] = []
+
+    def rotate(self, state: np.ndarray, position: int) -> np.ndarray:
+        half = self.head_dim // 2
+        out = np.empty_like(state)
+        for channel in range(half):
+            angle = position * self.theta ** (-2 * channel / self.head_dim)
+            first, second = state[channel], state[channel + half]
+            out[channel] = first * np.cos(angle) - second * np.sin(angle)
+            out[channel + half] = second * np.cos(angle) + first * np.sin(angle)
+        out[self.neuron] = 0
+        return out
+
+    def step(self, queries: list[np.ndarray], key: np.ndarray, value: np.ndarray, scaling: float) -> list[np.ndarray]:
+        """Feed token t; return the output of each query head of the group."""
+        position, settings = len(self.decisions), self.settings
+        decision = 0 if position == 0 else int(key[self.neuron] - settings.decision_offset > 0)
+        importance = np.mean([query[self.neuron] for query in queries]) + settings.omega_offset
+        omega = 1 / (1 + np.exp(-importance)) + settings.eps
+        self.decisions.append(decision)
+        key, queries = key.copy(), [query.copy() for query in queries]
+        for state in (key, *queries):
+            state[self.neuron] = 0
+        token = {"key": key, "value": value, "omega": omega, "decision": decision, "position": position}
+
+        self.raw.append(token)
+        if len(self.raw) > settings.delay:
+            self.enter(self.raw.pop(0))
+        keys = [slot[0] for slot in self.slots] + [self.rotate(raw["key"], raw["position"]) for raw in self.raw]
+        values = [slot[1] for slot in self.slots] + [raw["value"] for raw in self.raw]
+        outputs = []
+        for query in queries:
+            rotated = self.rotate(query, position)
+            scores = np.array([rotated @ each * scaling for each in keys])
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            outputs.append(sum(weight * each for weight, each in zip(weights, values, strict=True)))
+        return outputs
+
+    def enter(self, token: dict) -> None:
+        """Let a token into the slots: append, merge into the last one, or drop."""
+        position = token["position"]
+        if self.settings.action == "drop":
+            if not token["decision"]:
+                self.slots.append((self.rotate(token["key"], position), token["value"]))
+            return
+        if token["decision"]:
+            self.group.append(token)
+            self.slots.pop()
+        else:
+            self.group = [token]
+        members = self.group if self.settings.window_size is None else self.group[-self.settings.window_size :]
+        total = sum(member["omega"] for member in members)
+        key = sum(member["omega"] * member["key"] for member in members) / total
+        value = sum(member["omega"] * member["value"] for member in members) / total
+        self.slots.append((self.rotate(key, position), value))
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.slots) + len(self.raw)
+
+
+class ModelOracle:
+    """A whole tiny causal LM in float64 from a stock model's weights, every KV head a `HeadOracle`."""
+
+    def __init__(self, model: Any, compression: Any) -> None:
+        self.weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
+        self.config, self.compression = model.config, compression
+        self.head_dim = model.model.layers[0].self_attn.head_dim
+        self.theta = model.config.rope_parameters["rope_theta"]
+
+    @torch.no_grad()
+    def run(self, tokens: list[int]) -> ModelRun:
+        config = self.config
+        caches = [
+            [HeadOracle(self.compression, self.head_dim, self.theta) for _ in range(config.num_key_value_heads)]
+            for _ in range(config.num_hidden_layers)
+        ]
+        logits = np.stack([self.feed(token, caches) for token in tokens])
+        logits -= logits.max(-1, keepdims=True)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return ModelRun(
+            torch.from_numpy(log_probs),
+            torch.tensor([[head.num_entries for head in layer] for layer in caches]),
+            torch.tensor([[head.decisions for head in layer] for layer in caches]),
+        )
+
+    def feed(self, token: int, caches: list[list[HeadOracle]]) -> np.ndarray:
+        hidden = self.weights["model.embed_tokens.weight"][token]
+        for index, heads in enumerate(caches):
+            prefix = f"model.layers.{index}."
+            hidden = hidden + self.attention(
+                prefix + "self_attn.", heads, self.norm(prefix + "input_layernorm", hidden)
+            )
+            normed = self.norm(prefix + "post_attention_layernorm", hidden)
+            gate = self.linear(prefix + "mlp.gate_proj", normed)
+            gate = gate / (1 + np.exp(-gate))
+            hidden = hidden + self.linear(prefix + "mlp.down_proj", gate * self.linear(prefix + "mlp.up_proj", normed))
+        hidden = self.norm("model.norm", hidden)
+        return self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]) @ hidden
+
+    def attention(self, prefix: str, heads: list[HeadOracle], hidden: np.ndarray) -> np.ndarray:
+        query, key, value = (self.linear(prefix + name, hidden) for name in ("q_proj", "k_proj", "v_proj"))
+        queries, keys, values = (state.reshape(-1, self.head_dim) for state in (query, key, value))
+        if prefix + "q_norm.weight" in self.weights:
+            queries = [self.norm(prefix + "q_norm", each) for each in queries]
+            keys = [self.norm(prefix + "k_norm", each) for each in keys]
+        group = len(queries) // len(heads)
+        outputs = []
+        for number, head in enumerate(heads):
+            own = list(queries[number * group : (number + 1) * group])
+            outputs += head.step(own, keys[number], values[number], self.head_dim**-0.5)
+        return self.linear(prefix + "o_proj", np.concatenate(outputs))
+
+    def linear(self, name: str, states: np.ndarray) -> np.ndarray:
+        out = self.weights[f"{name}.weight"] @ states
+        return out + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else out
+
+    def norm(self, name: str, states: np.ndarray) -> np.ndarray:
+        return states / np.sqrt((states**2).mean() + self.config.rms_norm_eps) * self.weights[f"{name}.weight"]
+
+
+class ModelRun:
+    """What the oracle found: log-probs after each token [T, vocab], entries [L, H] and decisions [L, H, T]."""
+
+    def __init__(self, log_probs: torch.Tensor, entries: torch.Tensor, decisions: torch.Tensor) -> None:
+        self.log_probs, self.entries, self.decisions = log_probs, entries, decisions

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
+
+
+def test_blocks_are_handed_out_once_and_come_back() -> None:
+    allocator = BlockAllocator(5)
+    first, second = allocator.allocate(2), allocator.allocate(3)
+    assert first.dtype == torch.int32
+    assert sorted(first.tolist() + second.tolist()) == [0, 1, 2, 3, 4]
+    assert (allocator.num_free, allocator.num_in_use) == (0, 5)
+    allocator.free(second)
+    assert sorted(allocator.allocate(3).tolist()) == sorted(second.tolist())
+
+
+def test_too_many_blocks_are_refused_and_nothing_is_taken() -> None:
+    allocator = BlockAllocator(3)
+    allocator.allocate(1)
+    with pytest.raises(OutOfBlocksError, match="3 blocks asked for, 2 of 3 are free"):
+        allocator.allocate(3)
+    assert allocator.num_free == 2
+    assert allocator.allocate(2).numel() == 2
+
+
+@pytest.mark.parametrize("again", [[0], [0, 1], [2, 2], [1, 2]])
+def test_double_free_is_detected_and_nothing_is_given_back(again: list[int]) -> None:
+    allocator = BlockAllocator(4)
+    blocks = allocator.allocate(3)
+    allocator.free(blocks[:2])
+    with pytest.raises(RuntimeError, match="freed twice"):
+        allocator.free(blocks[again])
+    assert allocator.num_in_use == 1
+    allocator.free(blocks[2:])
+    assert sorted(allocator.allocate(4).tolist()) == [0, 1, 2, 3]
+
+
+def test_growth_keeps_what_is_in_use() -> None:
+    allocator = BlockAllocator(2)
+    held = allocator.allocate(1)
+    allocator.grow(5)
+    assert (allocator.num_blocks, allocator.num_free) == (5, 4)
+    assert sorted(allocator.allocate(4).tolist() + held.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_a_pool_of_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks=-1: expected a number >= 0"):
+        BlockAllocator(-1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "grow"]), st.integers(0, 6)), max_size=25))
+def test_any_history_keeps_blocks_disjoint_and_counted(history: list[tuple[str, int]]) -> None:
+    allocator, held = BlockAllocator(4), []
+    for verb, number in history:
+        if verb == "grow":
+            allocator.grow(allocator.num_blocks + number)
+        elif verb == "free" and held:
+            allocator.free(held.pop(number % len(held)))
+        elif verb == "allocate":
+            if number > allocator.num_free:
+                with pytest.raises(OutOfBlocksError):
+                    allocator.allocate(number)
+            else:
+                held.append(allocator.allocate(number))
+        blocks = [block for blocks in held for block in blocks.tolist()]
+        assert len(set(blocks)) == len(blocks) == allocator.num_in_use
+        assert all(0 <= block < allocator.num_blocks for block in blocks)
+        assert allocator.num_free + allocator.num_in_use == allocator.num_blocks

@@ -1,0 +1,197 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmc.compression import CompressionConfig
+from dmc.runtime.allocator import OutOfBlocksError
+from dmc.runtime.paged_cache import CacheLayout, PagedCache
+
+LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 3, 4, 16
+
+
+def make_layout(**gates: Any) -> CacheLayout:
+    compression = CompressionConfig(**gates) if gates else None
+    return CacheLayout(LAYERS, HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), compression)
+
+
+def make_cache(num_sequences: int = 3, num_blocks: int | None = None, **gates: Any) -> PagedCache:
+    return PagedCache(make_layout(**gates), num_sequences, BLOCK, num_blocks)
+
+
+def fill(cache: PagedCache, row: int, lengths: torch.Tensor) -> None:
+    """Let the heads of a row hold `lengths` [L, H] entries that name their row and place."""
+    for layer in range(LAYERS):
+        tables = cache.extend_tables(layer, torch.tensor([row]), lengths[layer][None])
+        for head in range(HEADS):
+            for slot in range(int(lengths[layer, head])):
+                block = int(tables[0, head, slot // BLOCK])
+                cache.key_pages[block, slot % BLOCK] = 1000 * row + 100 * layer + 10 * head + slot / 100
+    cache.tokens_seen[row] = int(lengths.max())
+
+
+def held(cache: PagedCache, row: int) -> list[list[list[float]]]:
+    """Read every head's entries back through its block table."""
+    return [
+        [
+            [
+                cache.key_pages[cache.block_tables[layer, row, head, slot // BLOCK], slot % BLOCK, 0].item()
+                for slot in range(int(cache.lengths[layer, row, head]))
+            ]
+            for head in range(HEADS)
+        ]
+        for layer in range(LAYERS)
+    ]
+
+
+def num_blocks(lengths: torch.Tensor) -> int:
+    return int((-(-lengths // BLOCK)).sum())
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 8, 48, 256])
+def test_odd_block_sizes_are_refused(block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"block_size={block_size}: expected one of 16, 32, 64, 128"):
+        PagedCache(make_layout(), 1, block_size)
+
+
+@pytest.mark.parametrize(
+    ("gates", "history", "keeps_mean"),
+    [
+        ({}, 0, False),
+        ({"window_size": 12}, 11, False),
+        ({"window_size": 1}, 0, False),
+        ({"window_size": 3, "delay": 4}, 6, False),
+        ({"window_size": None}, 0, True),
+        ({"window_size": None, "delay": 4}, 4, True),
+        ({"action": "drop", "delay": 16}, 16, False),
+        ({"action": "drop", "delay": 16, "window_size": None}, 16, False),
+    ],
+)
+def test_history_is_what_delay_and_window_need(gates: dict, history: int, keeps_mean: bool) -> None:
+    layout = make_layout(**gates)
+    assert (layout.history_size, layout.keeps_mean) == (history, keeps_mean)
+
+
+def test_heads_of_different_lengths_hold_their_own_blocks() -> None:
+    cache = make_cache()
+    rows = [cache.open_row(), cache.open_row()]
+    lengths = torch.tensor([[1, 16, 17], [33, 0, 90]])
+    for row in rows:
+        fill(cache, row, lengths + row)
+    for row in rows:
+        expected = [
+            [[1000 * row + 100 * layer + 10 * head + slot / 100 for slot in range(int(lengths[layer, head]) + row)]]
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+        ]
+        flat = [entries for layer in held(cache, row) for entries in layer]
+        for ours, (theirs,) in zip(flat, expected, strict=True):
+            assert ours == pytest.approx(theirs)
+    assert cache.allocator.num_in_use == sum(num_blocks(lengths + row) for row in rows)
+    for row in rows:
+        cache.close_row(row)
+    assert cache.allocator.num_in_use == 0
+    assert cache.num_free_rows == 3
+
+
+def test_bytes_count_pages_state_and_tables() -> None:
+    cache = make_cache(window_size=None, delay=2)
+    row = cache.open_row()
+    lengths = torch.tensor([[1, 16, 17], [33, 5, 90]])
+    fill(cache, row, lengths)
+    entry = 2 * HEAD_DIM * 4
+    history = 2 * (entry + 1 + 4)  # raw keys and values, decision, importance
+    state = LAYERS * HEADS * (history + (2 * HEAD_DIM + 1) * 4 + 4 + 4 * cache.block_tables.shape[-1])
+    assert cache.bytes_used(row) == int(lengths.sum()) * entry + state
+    assert cache.bytes_allocated(row) == num_blocks(lengths) * BLOCK * entry + state
+    assert torch.equal(cache.slots(row), lengths + 2)
+
+
+def test_slots_count_raw_tokens_that_exist() -> None:
+    cache = make_cache(action="drop", delay=5)
+    row = cache.open_row()
+    cache.tokens_seen[row] = 3
+    assert torch.equal(cache.slots(row), torch.full((LAYERS, HEADS), 3))
+
+
+def test_a_reused_row_starts_empty() -> None:
+    cache = make_cache(1, window_size=None)
+    row = cache.open_row()
+    fill(cache, row, torch.full((LAYERS, HEADS), 20))
+    assert cache.weight is not None
+    cache.weight[:, row] = 7
+    cache.close_row(row)
+    assert cache.open_row() == row
+    assert not cache.lengths.any()
+    assert not cache.weight.any()
+    assert not cache.tokens_seen.any()
+
+
+def test_a_fixed_pool_refuses_before_anything_changes() -> None:
+    cache = make_cache(num_blocks=LAYERS * HEADS * 2)
+    row = cache.open_row()
+    fill(cache, row, torch.full((LAYERS, HEADS), 16))
+    before = cache.block_tables.clone(), cache.lengths.clone(), cache.key_pages.clone()
+    cache.reserve([row], [16])
+    with pytest.raises(OutOfBlocksError, match="12 blocks may be needed, 6 of 12 are free"):
+        cache.reserve([row], [17])
+    assert all(torch.equal(*pair) for pair in zip(before, (cache.block_tables, cache.lengths, cache.key_pages)))
+    assert cache.allocator.num_in_use == 6
+
+
+def test_a_pool_without_a_limit_grows_and_keeps_its_contents() -> None:
+    cache = make_cache()
+    row = cache.open_row()
+    fill(cache, row, torch.full((LAYERS, HEADS), 40))
+    before = held(cache, row)
+    cache.reserve([row], [16 * 1000])
+    assert cache.allocator.num_free >= LAYERS * HEADS * 1000
+    assert cache.key_pages.shape[0] == cache.value_pages.shape[0] == cache.allocator.num_blocks
+    assert held(cache, row) == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_history_of_rows_keeps_each_rows_entries(data: st.DataObject) -> None:
+    cache = make_cache(4)
+    open_rows: dict[int, list] = {}
+    for _ in range(data.draw(st.integers(1, 8))):
+        choices = ["open"] * (cache.num_free_rows > 0) + ["close", "extend"] * bool(open_rows)
+        choices += ["copy"] * (len(open_rows) > 1)
+        verb = data.draw(st.sampled_from(choices))
+        if verb == "open":
+            open_rows[cache.open_row()] = [[[]] * HEADS] * LAYERS
+        elif verb == "close":
+            row = data.draw(st.sampled_from(sorted(open_rows)))
+            cache.close_row(row)
+            del open_rows[row]
+        elif verb == "extend":
+            row = data.draw(st.sampled_from(sorted(open_rows)))
+            more = data.draw(st.lists(st.integers(0, 20), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS))
+            fill(cache, row, cache.lengths[:, row].long() + torch.tensor(more).view(LAYERS, HEADS))
+            open_rows[row] = held(cache, row)
+        else:
+            targets = sorted(open_rows)
+            sources = [data.draw(st.sampled_from(targets)) for _ in targets]
+            cache.copy_rows(sources, targets)
+            open_rows = {target: open_rows[source] for source, target in zip(sources, targets, strict=True)}
+        for row, entries in open_rows.items():
+            assert held(cache, row) == entries
+        rows = sorted(open_rows)
+        assert cache.allocator.num_in_use == num_blocks(cache.lengths[:, rows])
+        assert not cache.lengths[:, [row for row in range(4) if row not in open_rows]].any()
+
+
+def test_copied_rows_share_no_block() -> None:
+    cache = make_cache(2, window_size=3)
+    rows = [cache.open_row(), cache.open_row()]
+    fill(cache, rows[0], torch.full((LAYERS, HEADS), 20))
+    cache.history_key[:, rows[0]] = 5
+    cache.copy_rows([rows[0], rows[0]], rows)
+    tables = cache.block_tables[..., :2]
+    assert tables.unique().numel() == 2 * LAYERS * HEADS * 2
+    assert held(cache, rows[0]) == held(cache, rows[1])
+    assert (cache.history_key[:, rows[1]] == 5).all()
+    assert cache.tokens_seen.tolist() == [20, 20]

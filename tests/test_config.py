@@ -1,0 +1,66 @@
+import copy
+
+import pytest
+
+from dmc.config import RunConfig, build_config
+
+VALID = {
+    "model": {"path": "somewhere"},
+    "data": {"train": [{"_target_": "x"}], "validation": [{"_target_": "x"}]},
+    "training": {"stages": [{"name": "retrofit", "steps": 5}], "betas": [0.9, 0.99]},
+    "compression": {"delay": 4},
+}
+
+
+def changed(path: str, value):
+    values = copy.deepcopy(VALID)
+    *folders, last = path.split(".")
+    place = values
+    for folder in folders:
+        place = place.setdefault(folder, {})
+    place[last] = value
+    return values
+
+
+def test_plain_values_become_dataclasses():
+    config = build_config(RunConfig, VALID)
+    assert config.compression.delay == 4
+    assert config.training.stages[0].num_steps(100, 4.0) == 5
+    assert config.training.betas == (0.9, 0.99)
+    assert config.has_gates
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
+        ("qwertz", 1, "unknown setting qwertz: expected one of model, data"),
+        ("compression.target_ratio", 0.5, "target_ratio=0.5 is not a compression ratio: expected a number >= 1"),
+        ("compression.window_size", 0, "window_size=0: expected a whole number >= 1, or None"),
+        ("compression.action", "forget", "compression.action='forget': expected one of merge, drop"),
+        ("compression", {"action": "drop"}, "action='drop' needs delay >= 1"),
+        ("training.stages", [], "training.stages is empty"),
+        ("training.stages", [{"name": "retrofit"}], "give exactly one of them, > 0"),
+        ("training.stages", [{"name": "retrofit", "steps": 1, "tokens": 5.0}], "give exactly one of them, > 0"),
+        ("training.stages", [{"name": "polish", "steps": 1}], r"training.stages\[0\].name='polish': expected one of"),
+        ("training.batch_size", "many", "training.batch_size='many': expected int"),
+        ("training.batch_size", 0, "training.batch_size=0: expected a whole number >= 1"),
+        ("training.snapshot_ratios", [8.0], r"training.snapshot_ratios=\[8.0\] lie above"),
+        ("training.snapshot_ratios", [0.5], "is not a compression ratio"),
+        ("model", {}, "give exactly one of them"),
+        ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
+        ("data", {"train": [], "validation": [{}]}, "data.train is empty"),
+        ("data", {"train": [{}]}, "setting data.validation is missing"),
+        ("trainer.precision", "fp8", "trainer.precision='fp8': expected one of"),
+        ("data", 3, "data is 3: expected a mapping"),
+    ],
+)
+def test_bad_settings_give_one_clear_error(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(RunConfig, changed(path, value))
+
+
+def test_batch_must_divide_over_devices():
+    training = build_config(RunConfig, changed("training.micro_batch_size", 3)).training
+    with pytest.raises(ValueError, match=r"batch_size=1024 is not a multiple of micro_batch_size \* devices = 3 \* 2"):
+        training.accumulation(2)

@@ -1,0 +1,181 @@
+"""Who may import whom, read from the code itself, and what the serving core must do without."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".py" or path.is_dir()} - {"__init__"}
+
+# An arrow a: b, c means that files of dmc/a may import dmc.b and dmc.c. design.md, section 3, draws them.
+ALLOWED = {
+    "budget": set(),
+    "provenance": set(),
+    "compression": {"budget"},
+    "config": {"compression", "budget"},
+    "kernels": {"compression"},
+    "models": {"compression", "budget"},
+    "policies": {"compression", "budget", "config"},
+    "runtime": {"kernels", "compression", "policies", "budget"},
+    "data": {"config"},
+    "measure": {"compression", "budget"},
+    "calibrate": {"measure", "compression", "budget"},
+    "export": {"models", "compression", "budget", "measure", "provenance"},
+    "training": {"models", "compression", "data", "budget", "config", "export", "measure", "calibrate", "provenance"},
+    "evaluation": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance"},
+    "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
+    "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
+}
+CORE = ("budget", "compression", "models", "kernels", "policies", "runtime", "__init__")
+FORBIDDEN_IN_CORE = (
+    "lightning",
+    "pytorch_lightning",
+    "hydra",
+    "omegaconf",
+    "datasets",
+    "wandb",
+    "deepspeed",
+    "torchdata",
+    "matplotlib",
+    "lm_eval",
+)
+SOURCES = sorted((ROOT / "dmc").rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """Name the part of the house a file belongs to: dmc/models/llama.py is of `models`."""
+    return path.relative_to(ROOT / "dmc").parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Collect the modules a file imports, inside functions and for type checkers too."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            found.add(module)
+            if module == "dmc":  # `from dmc import budget` names a part, `from dmc import Engine` the whole
+                found |= {f"dmc.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            found |= {name for argument in node.args if (name := literal_start(argument))}
+    return found
+
+
+def literal_start(argument: ast.expr) -> str | None:
+    """Return the literal text a computed module name starts with: f"dmc.kernels.{name}" is dmc.kernels."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value
+    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+        return str(argument.values[0].value).rstrip(".")
+    return None
+
+
+def parts_imported(path: Path) -> set[str]:
+    """Name the parts of the house that a file imports, "dmc" for the composition root."""
+    parts = set()
+    for module in imports_of(path):
+        names = module.split(".")
+        if names[0] == "dmc":
+            parts.add(names[1] if len(names) > 1 and names[1] in TOP_LEVEL else "dmc")
+    return parts
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_import_follows_an_arrow(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED, f"dmc/{part} is not on the map of design.md section 3: give it its arrows"
+    imported = parts_imported(path) - {part}
+    if part == "__init__":
+        imported.discard("dmc")
+    assert imported <= ALLOWED[part], f"{path.relative_to(ROOT)} imports {sorted(imported - ALLOWED[part])}"
+
+
+def test_arrows_never_turn_back() -> None:
+    order: list[str] = []
+    while len(order) < len(ALLOWED):
+        ready = [part for part, imported in ALLOWED.items() if part not in order and imported <= set(order)]
+        assert ready, f"a circle among {sorted(set(ALLOWED) - set(order))}"
+        order += ready
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_scripts_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 60
+    assert parts_imported(path) <= {*ALLOWED, "dmc"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if part_of(path) in CORE], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_core_names_no_training_library(path: Path) -> None:
+    assert not {module.split(".")[0] for module in imports_of(path)} & set(FORBIDDEN_IN_CORE)
+
+
+def test_nothing_imports_scripts_or_tests() -> None:
+    roots = {module.split(".")[0] for path in SOURCES for module in imports_of(path)}
+    assert not roots & {"scripts", "tests", "oracles", "conftest"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import dmc.models", {"models"}),
+        ("from dmc import Engine", {"dmc"}),
+        ("from dmc import budget", {"budget", "dmc"}),
+        ("from ..models import retrofit", {"models"}),
+        ("from . import paged_cache", set()),
+        ("def f():\n    from dmc.training import stages", {"training"}),
+        ("import importlib\nimportlib.import_module('dmc.data')", {"data"}),
+        ("import importlib\nimportlib.import_module(f'dmc.kernels.{name}')", {"kernels"}),
+    ],
+)
+def test_the_reader_of_imports_sees_every_form(
+    source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: source)
+    monkeypatch.setitem(globals(), "TOP_LEVEL", {"models", "budget", "training", "data", "kernels", "runtime"})
+    assert parts_imported(ROOT / "dmc" / "runtime" / "example.py") - {"runtime"} == expected
+
+
+def test_core_serves_where_only_torch_and_transformers_are_installed() -> None:
+    program = f"""
+    import sys
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in {FORBIDDEN_IN_CORE!r}:
+                raise ModuleNotFoundError("No module named " + repr(name), name=name)
+
+    sys.meta_path.insert(0, Blocked())
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dmc import Engine, SamplingParams, retrofit
+    from dmc.compression import CompressionConfig
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, eos_token_id=None)
+    model = retrofit(LlamaForCausalLM(config), CompressionConfig())
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    (generation,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=0))
+    assert len(generation.token_ids) == 4
+    loaded = [name for name in sys.modules if name.split(".")[0] in {FORBIDDEN_IN_CORE!r}]
+    assert not loaded, loaded
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-2000:]

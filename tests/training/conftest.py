@@ -1,0 +1,76 @@
+"""A run small enough to train in a test: a random tiny Llama on a few made-up documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmc.config import RunConfig, build_config
+
+STAGES = [
+    {"name": "zero_out", "steps": 2},
+    {"name": "retrofit", "steps": 4},
+    {"name": "solidify", "steps": 2, "final_fraction": 0.0},
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for split, count in (("train", 60), ("held_out", 20)):
+        (folder / split).mkdir()
+        for number in range(count):
+            lines = [f"{split} {number}: the {i}th line adds {number} and {i} to {number + i}." for i in range(12)]
+            (folder / split / f"{number:03d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def run_values(corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    """Plain values of a run; tests change them and call `build_config`."""
+    return {
+        "model": {
+            "fresh": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "tie_word_embeddings": True,
+                "bos_token_id": None,
+                "eos_token_id": 0,
+            }
+        },
+        "data": {
+            "train": [{"_target_": "dmc.data.TextSource", "name": str(corpus / "train")}],
+            "validation": [{"_target_": "dmc.data.TextSource", "name": str(corpus / "held_out")}],
+            "cache_folder": str(corpus / "cache"),
+            "tokenizer": {"train_vocab_size": 300, "folder": str(corpus / "tokenizer")},
+        },
+        "training": {
+            "stages": STAGES,
+            "sequence_length": 32,
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "learning_rate": 1e-3,
+            "ratio_weight": 2.0,
+            "snapshot_ratios": [2.0],
+            "calibration_sequences": 4,
+            "validation_sequences": 4,
+            "validate_every_steps": 4,
+            "checkpoint_every_steps": 1,
+            "log_every_steps": 1,
+        },
+        "compression": {"delay": 2, "window_size": 3, "decision_offset": 0.5, "target_ratio": 4.0},
+        "trainer": {"accelerator": "cpu"},
+        "output_dir": str(tmp_path / "run"),
+    }
+
+
+@pytest.fixture
+def run_config(run_values: dict[str, Any]) -> RunConfig:
+    return build_config(RunConfig, run_values)

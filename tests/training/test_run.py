@@ -1,0 +1,191 @@
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmc.config import RunConfig, build_config
+from dmc.models import CompressedCausalLM, load_model
+from dmc.training import export_checkpoint, train
+from dmc.training.checkpoint import read_checkpoint
+from dmc.training.module import RetrofitModule, noise_seeds
+from dmc.training.stages import Plan
+from dmc.training.text_data import TextData, build_tokenizer
+
+
+def logged_losses(folder: Path) -> dict[int, float]:
+    """Loss of every optimizer step over all parts of a run; a step run twice counts as the later part says."""
+    losses = {}
+    for version in sorted((folder / "logs").glob("version_*")):
+        with (version / "metrics.csv").open() as file:
+            for row in csv.DictReader(file):
+                if row.get("train/loss"):
+                    losses[int(row["step"])] = float(row["train/loss"])
+    return losses
+
+
+def test_run_leaves_loadable_models_and_records(run_config):
+    run = train(run_config)
+    assert set(run.snapshots) == {2.0}
+    for folder in (run.final, run.snapshots[2.0]):
+        model = load_model(folder)
+        assert isinstance(model, CompressedCausalLM)
+        metrics = run.metrics(folder)
+        assert metrics["achieved_ratio"] >= 1
+        assert model.compression.decision_offset == metrics["decision_offset"]
+        assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md"}
+    assert model.compression.target_ratio == 2.0
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["config"]["training"]["batch_size"] == 4
+    assert {"versions", "command", "git_commit"} <= set(record)
+    assert list((run.folder / "heatmaps").glob("*.png"))
+    assert sorted(logged_losses(run.folder)) == list(range(8))
+
+
+def test_finished_run_is_reused(run_config):
+    run = train(run_config)
+    before = (run.final / "model.safetensors").stat().st_mtime_ns
+    assert train(run_config).final == run.final
+    assert (run.final / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
+    train(run_config)
+    run_values["training"]["learning_rate"] = 5e-4
+    with pytest.raises(ValueError, match=r"training.learning_rate: 0.001 then, 0.0005 now"):
+        train(build_config(RunConfig, run_values))
+
+
+def test_control_trains_the_stock_model_for_as_many_steps(run_values):
+    run_values["control"] = True
+    run = train(build_config(RunConfig, run_values))
+    assert load_model(run.final).config.model_type == "llama"
+    assert sorted(logged_losses(run.folder)) == list(range(8))
+    assert run.snapshots == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_with_checkpointing_trains(run_values, precision):
+    run_values["trainer"]["precision"] = precision
+    run_values["training"] |= {"activation_checkpointing": True, "reset_at_documents": True}
+    run = train(build_config(RunConfig, run_values))
+    assert all(loss < 10 for loss in logged_losses(run.folder).values())
+
+
+def test_paper_form_trains(run_values):
+    run_values["compression"] |= {"delay": 0, "window_size": 12}
+    assert load_model(train(build_config(RunConfig, run_values)).final).compression.delay == 0
+
+
+def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
+    config = build_config(RunConfig, run_values)
+    from dmc.models import retrofit
+    from dmc.training.run import build_model
+
+    tokenizer = build_tokenizer(config.data, None)
+    plan = Plan(config.training, config.target_ratio)
+    model = retrofit(build_model(config.model, len(tokenizer), 0), config.compression)
+    data = TextData(config, tokenizer, plan.total_steps)
+    batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
+    return RetrofitModule(model, config, plan, tokenizer.eos_token_id), batches
+
+
+def test_noise_follows_the_sample_through_any_batch_split(run_values):
+    module, batches = make_module(run_values)
+    module.log = lambda *args, **kwargs: None
+    module.plan.at = lambda step: Plan(module.config.training, 4.0).at.__func__(Plan(module.config.training, 4.0), 5)
+    whole = {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": torch.arange(4)}
+    parts = [{key: value[i : i + 1] for key, value in whole.items()} for i in range(4)]
+    module.train()
+    split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
+    torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
+
+
+def test_noise_seeds_differ_by_run_and_position():
+    assert noise_seeds(0, torch.tensor([3, 4])) == [3, 4]
+    assert len(set(noise_seeds(1, torch.arange(50)) + noise_seeds(2, torch.arange(50)))) == 100
+
+
+KILLED_RUN = """
+import json, sys
+from dmc.config import RunConfig, build_config
+from dmc.training import train
+train(build_config(RunConfig, json.load(open(sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_path):
+    run_values["training"]["stages"] = [
+        {"name": "zero_out", "steps": 8},
+        {"name": "retrofit", "steps": 40},
+        {"name": "solidify", "steps": 12},
+    ]
+    run_values["training"]["checkpoint_every_steps"] = 3
+    torch.set_num_threads(1)
+    uninterrupted = dict(run_values, output_dir=str(tmp_path / "whole"))
+    whole = train(build_config(RunConfig, uninterrupted))
+
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(dict(run_values, output_dir=str(tmp_path / "killed"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    command = [sys.executable, "-c", KILLED_RUN, str(settings)]
+    chooser = random.Random(0)
+    for target in sorted(chooser.sample(range(4, 50), 2)):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 120
+        while process.poll() is None and time.time() < deadline:
+            if checkpoint.exists() and read_checkpoint(checkpoint)["global_step"] >= target:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if checkpoint.exists():
+            read_checkpoint(checkpoint)  # whole, whenever the kill came
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
+    one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_last_checkpoint_exports_without_the_base(run_config, tmp_path):
+    run = train(run_config)
+    folder = export_checkpoint(run.folder, tmp_path / "again")
+    one, other = load_model(run.final), load_model(folder)
+    assert one.compression == other.compression
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    with pytest.raises(FileExistsError, match="not empty"):
+        export_checkpoint(run.folder, folder)
+
+
+def test_streaming_text_trains(run_values):
+    run_values["data"]["streaming"] = True
+    assert sorted(logged_losses(train(build_config(RunConfig, run_values)).folder)) == list(range(8))
+
+
+def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
+    run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(run_values))
+    script = tmp_path / "run.py"
+    script.write_text(KILLED_RUN)
+    command = [sys.executable, str(script), str(settings)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    two = logged_losses(Path(run_values["output_dir"]))
+    run_values["trainer"] |= {"devices": 1, "strategy": "auto"}
+    run_values["output_dir"] = str(tmp_path / "one")
+    train(build_config(RunConfig, run_values))
+    final = [load_model(Path(folder) / "final").state_dict() for folder in (tmp_path / "run", tmp_path / "one")]
+    assert sorted(two) == list(range(8))
+    for name, value in final[0].items():
+        torch.testing.assert_close(value, final[1][name], atol=1e-4, rtol=1e-3)

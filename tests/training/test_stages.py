@@ -1,0 +1,65 @@
+import math
+
+import pytest
+
+from dmc.config import StageConfig, TrainingConfig
+from dmc.training.stages import Plan
+
+PAPER = TrainingConfig(
+    stages=[
+        StageConfig("zero_out", steps=250),
+        StageConfig("retrofit", tokens_per_ratio=24e9),
+        StageConfig("solidify", tokens=8e9, final_fraction=0.1),
+    ]
+)
+
+
+def test_paper_recipe_has_its_token_counts():
+    tokens = 1024 * 4096
+    plan = Plan(PAPER, target_ratio=4.0)
+    ramp, solidify = round(72e9 / tokens), round(8e9 / tokens)
+    assert plan.total_steps == 250 + ramp + solidify
+    assert (ramp, solidify) == (17166, 1907)  # the paper: 18K and 2K steps
+
+
+def test_stages_follow_each_other_with_their_schedules():
+    plan = Plan(
+        TrainingConfig(
+            stages=[
+                StageConfig("zero_out", steps=10),
+                StageConfig("retrofit", steps=30),
+                StageConfig("solidify", steps=20, final_fraction=0.1),
+            ],
+            learning_rate=2.0,
+        ),
+        target_ratio=4.0,
+    )
+    assert [plan.at(step).neuron_multiplier for step in (0, 4, 8, 9)] == [1.0, 0.5, 0.0, 0.0]
+    assert plan.at(10).neuron_multiplier is None
+    assert [plan.at(step).target_ratio for step in (10, 20, 30, 40, 59, 99)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert [plan.at(step).stage for step in (9, 10, 39, 40)] == ["zero_out", "retrofit", "retrofit", "solidify"]
+    assert plan.at(39).learning_rate == 2.0
+    assert plan.at(50).learning_rate == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert plan.at(59).learning_rate == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 19 / 20))))
+
+
+def test_neuron_is_removed_once_after_zero_out():
+    plan = Plan(PAPER, target_ratio=4.0)
+    assert [step for step in range(400) if plan.neuron_removed_at(step)] == [250]
+
+
+def test_snapshots_come_when_the_ramp_reaches_them():
+    training = TrainingConfig(stages=[StageConfig("zero_out", steps=10), StageConfig("retrofit", steps=30)])
+    assert Plan(training, 4.0).snapshot_steps([2.0, 3.0, 4.0]) == {20: 2.0, 30: 3.0}
+    assert Plan(training, 1.0).snapshot_steps([]) == {}
+
+
+def test_warm_up_rises_linearly():
+    training = TrainingConfig(stages=[StageConfig("pretrain", steps=10, warmup_steps=4)], learning_rate=1.0)
+    assert [Plan(training, 1.0).at(step).learning_rate for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_zero_out_after_the_gates_is_refused():
+    training = TrainingConfig(stages=[StageConfig("retrofit", steps=1), StageConfig("zero_out", steps=1)])
+    with pytest.raises(ValueError, match="zero_out removes the neuron"):
+        Plan(training, 4.0)
