@@ -19,18 +19,18 @@ from dmc.models.masked_attention import delayed_masked_attention, masked_attenti
 Case = Callable[[], Tensor]
 
 
-def medians(cases: dict[str, Case], leaves: list[Tensor], rounds: int) -> dict[str, float]:
+def medians(cases: dict[str, Case], leaves: list[Tensor], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     """Give the median milliseconds of each case's forward and backward, the cases taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 2):
         for name, case in cases.items():
             synchronize(leaves[0].device)
-            start = time.perf_counter()
+            start = clock()
             out = case()
             torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
             synchronize(leaves[0].device)
             if turn >= 2:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", default="perf_counter", choices=["perf_counter", "process_time"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--delay", type=int, default=16)
     parser.add_argument("--window", type=int, default=12)
@@ -122,7 +123,7 @@ def main() -> None:
         print("B{} H{} ({} KV) T{} d{}, {}, ms forward + backward".format(*shape, arguments.dtype), flush=True)
         for make, size in ((attention_cases, arguments.delay), (accumulate_cases, arguments.window)):
             cases, leaves = make(shape, size, options)
-            found = medians(cases, leaves, arguments.rounds)
+            found = medians(cases, leaves, arguments.rounds, getattr(time, arguments.clock))
             reference = next(iter(found.values()))
             for name, milliseconds in found.items():
                 print(f"  {name:36s}{milliseconds:9.1f}  {milliseconds / reference:5.2f}x", flush=True)

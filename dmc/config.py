@@ -13,7 +13,7 @@ from dmc.budget import check_ratio
 from dmc.compression import CompressionConfig
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Precision = Literal["32-true", "bf16-mixed"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ModelConfig:
     fresh: dict[str, Any] | None = None
     """Hugging Face configuration values of a randomly initialised model, `model_type` included."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory."""
+    """Type of the weights in memory; bfloat16 trains in it throughout, RoPE angles and the gates excepted."""
     revision: str | None = None
     """Hub revision."""
 

@@ -1,4 +1,4 @@
-"""Continue a prompt from the compressed cache: python scripts/generate.py model=DIR prompt='import os'."""
+"""Continue a prompt from the compressed cache: python scripts/generate.py model.path=DIR prompt='import os'."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dmc import Engine, SamplingParams, load_model
 @hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
 def main(settings: DictConfig) -> None:
     try:
-        model = load_model(settings.model, dtype=settings.dtype)
-        tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
+        model = load_model(settings.model.path, dtype=settings.model.dtype, revision=settings.model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False)
         params = SamplingParams(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,

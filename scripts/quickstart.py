@@ -1,4 +1,7 @@
-"""The main job on the embedded default: python scripts/quickstart.py [retrofit settings, e.g. compression=dmc]."""
+"""The main job on the embedded default: python scripts/quickstart.py [retrofit settings, e.g. compression=dmc].
+
+Settings after --base go to the base's pretraining, those after --retrofit (the default) to the retrofit and its control.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,19 @@ def experiment(name: str, overrides: list[str]) -> RunConfig:
     return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *overrides]))
 
 
-def main(overrides: list[str]) -> None:
-    folder = Path("outputs/quickstart")
+def main(arguments: list[str]) -> None:
+    overrides: dict[str, list[str]] = {"--base": [], "--retrofit": []}
+    chosen = "--retrofit"
+    for argument in arguments:
+        if argument in overrides:
+            chosen = argument
+        else:
+            overrides[chosen].append(argument)
     try:
         with initialize(version_base="1.3", config_path="../configs"):
-            base = experiment("base", [])
-            control, retrofit = experiment("control", overrides), experiment("retrofit", overrides)
-        run_quickstart(base, control, retrofit, folder)
+            base = experiment("base", overrides["--base"])
+            control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
+        run_quickstart(base, control, retrofit, Path("outputs/quickstart"))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 

@@ -14,7 +14,7 @@ setup_environment() {
         if command -v nvidia-smi >/dev/null 2>&1; then
             .venv/bin/python -m pip install -q -c constraints.txt torch
         else
-            .venv/bin/python -m pip install -q "torch==$(sed -n 's/^torch==//p' constraints.txt)" \
+            .venv/bin/python -m pip install -q "torch==$(sed -n 's/^torch==//p' constraints.txt)" --retries 2 \
                 --extra-index-url "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
         fi
     fi

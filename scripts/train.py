@@ -17,8 +17,11 @@ def run_config(settings: DictConfig) -> RunConfig:
     Raises:
         ValueError: a setting is unknown, missing or out of range.
     """
+    missing = sorted(OmegaConf.missing_keys(settings))
+    if missing:
+        raise ValueError(f"give a value for {', '.join(missing)}")
     try:
-        values = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0]) from error
     assert isinstance(values, dict)

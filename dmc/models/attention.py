@@ -140,12 +140,12 @@ class CompressedAttentionMixin(nn.Module):
             recent_key = stream_key if config.action == "drop" else rotate(gated.key, cos, sin)
             operands = [query, recent_key, value, stream_key, stream_value, log_keep]
 
-        def attend(operands: list[Tensor], hidden: Tensor | None) -> Tensor:
-            options: dict[str, Any] = {"hidden": hidden, "free_channel": compressor.neuron}
+        def attend(operands: list[Any], hidden: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {"scaling": self.scaling, "hidden": hidden, "free_channel": compressor.neuron}
             if config.delay == 0:
-                return masked_attention(*operands, self.scaling, **options)
+                return masked_attention(*operands, **options)
             keep_top = config.action == "merge"
-            return delayed_masked_attention(*operands, self.scaling, delay=config.delay, keep_top=keep_top, **options)
+            return delayed_masked_attention(*operands, delay=config.delay, keep_top=keep_top, **options)
 
         if documents is None:
             return attend(operands, hidden)

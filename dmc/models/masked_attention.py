@@ -11,7 +11,7 @@ from dmc.models.flash_attention import FlashAttention
 from dmc.models.flash_ops import find_flash_kernel
 
 _SHORT, _WIDE = 1536, 128
-"""Up to so many tokens, or above such a delay, matrix products beat a CPU's flash kernel (benchmarks/training_kernels.py)."""
+"""Up to so many tokens, or above such a delay, matrix products beat the flash kernel of a CPU."""
 
 
 def masked_attention(

@@ -113,8 +113,10 @@ class RetrofitModule(LightningModule):
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
+        # Lightning refuses to clip gradients of a fused optimizer under autocast.
+        fused = self.config.trainer.precision == "32-true"
         optimizer = torch.optim.AdamW(
-            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=True
+            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=fused
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.plan.at(step).learning_rate / training.learning_rate

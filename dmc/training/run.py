@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
@@ -59,6 +61,14 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=getattr(torch, config.dtype))
 
 
+def _keep_quiet() -> None:
+    """Leave the terminal to the progress bar: no device tables, tips or shard counters."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    transformers.utils.logging.disable_progress_bar()
+
+
 def train(config: RunConfig) -> TrainedRun:
     """Train, validate, snapshot, calibrate and export one run.
 
@@ -77,6 +87,7 @@ def train(config: RunConfig) -> TrainedRun:
     if (run.final / METRICS_NAME).is_file():
         logger.info("%s is finished; reused", folder)
         return run
+    _keep_quiet()
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
     model = build_model(config.model, len(tokenizer), config.seed)

@@ -71,12 +71,14 @@ def test_control_trains_the_stock_model_for_as_many_steps(run_values):
     assert run.snapshots == {}
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16_with_checkpointing_trains(run_values, precision):
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", "float32"), ("32-true", "bfloat16")])
+def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
     run_values["trainer"]["precision"] = precision
+    run_values["model"]["dtype"] = dtype
     run_values["training"] |= {"activation_checkpointing": True, "reset_at_documents": True}
     run = train(build_config(RunConfig, run_values))
     assert all(loss < 10 for loss in logged_losses(run.folder).values())
+    assert load_model(run.final, dtype="auto").dtype == getattr(torch, dtype)
 
 
 def test_paper_form_trains(run_values):

@@ -1,0 +1,69 @@
+import dataclasses
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams
+from dmc.calibrate import calibrate_offset
+from dmc.measure import score_text
+
+
+@pytest.fixture
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(83, (2, 40), generator=generator) for _ in range(3)]
+
+
+def test_loss_is_the_mean_next_token_log_probability(make_stock, batches):
+    model = make_stock()
+    score = score_text(model, batches)
+    rows = [row for batch in batches for row in batch]
+    with torch.no_grad():
+        losses = [
+            -model(row[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None]).mean()
+            for row in rows
+        ]
+    assert score.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert score.achieved_ratio == 1
+
+
+@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}])
+def test_achieved_ratio_is_what_the_engine_holds(make_compressed, batches, gates):
+    model = make_compressed(gates=gates)
+    prompts = [row.tolist() for batch in batches for row in batch]
+    stats = [g.stats for g in Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, temperature=0.0))]
+    slots = torch.stack([each.slots for each in stats]).double()
+    score = score_text(model, batches)
+    torch.testing.assert_close(score.held.double(), (slots / 40).mean(0), atol=1e-6, rtol=0)
+    assert score.achieved_ratio == pytest.approx(len(prompts) * 40 * slots[0].numel() / float(slots.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("target", [1.2, 1.6, 2.0])
+def test_calibration_meets_the_target_and_changes_no_weight(make_compressed, batches, target):
+    model = make_compressed(gates={"delay": 1})
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    found = calibrate_offset(model, batches, target)
+    assert score_text(model, batches).achieved_ratio == pytest.approx(target, rel=0.02)
+    assert found.achieved_ratio == score_text(model, batches).achieved_ratio
+    assert model.compression.decision_offset == found.offset
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_unreachable_target_gives_the_nearest(make_compressed, batches):
+    model = make_compressed(gates={"delay": 16})
+    found = calibrate_offset(model, batches, 30.0)
+    highest = score_text(
+        model_with_offset(model, -50.0), batches
+    ).achieved_ratio  # every token merged but the raw 16 and one slot
+    assert found.achieved_ratio <= highest
+    assert highest == pytest.approx(40 / 17, rel=1e-6)
+
+
+def model_with_offset(model, offset):
+    model.compression = dataclasses.replace(model.compression, decision_offset=offset)
+    return model
+
+
+def test_stock_models_cannot_be_calibrated(make_stock, batches):
+    with pytest.raises(ValueError, match="has no gates to calibrate"):
+        calibrate_offset(make_stock(), batches, 2.0)

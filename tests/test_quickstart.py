@@ -1,0 +1,65 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmc.quickstart import Row, format_table
+
+ROOT = Path(__file__).parent.parent
+TINY = """
+training.stages=[{name: zero_out, steps: 2}, {name: retrofit, steps: 4}, {name: solidify, steps: 2}]
+training.sequence_length=64
+training.batch_size=2
+training.micro_batch_size=2
+training.validation_sequences=8
+training.calibration_sequences=4
+training.checkpoint_every_steps=1
+training.log_every_steps=1
+""".strip().splitlines()
+
+
+def run_script(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / name), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def test_table_shows_the_distance_to_the_control():
+    table = format_table([Row("base", 3.0, 1.0, 4096.0), Row("control", 2.5, 1.0, 4096.0), Row("final", 2.6, 4.02, 1500)])
+    assert table.splitlines()[2:] == [
+        "| base | 3.000 | +0.500 | 1.00 | 4,096 |",
+        "| control | 2.500 | +0.000 | 1.00 | 4,096 |",
+        "| final | 2.600 | +0.100 | 4.02 | 1,500 |",
+    ]
+
+
+@pytest.mark.slow
+def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
+    base = [line.replace("name: zero_out", "name: pretrain") for line in TINY]
+    base[0] = "training.stages=[{name: pretrain, steps: 3}]"
+    trained = run_script(tmp_path, "train.py", "experiment=quickstart_base", *base)
+    assert trained.returncode == 0, trained.stderr[-2000:]
+    first = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *TINY)
+    assert first.returncode == 0, first.stderr[-2000:]
+    results = json.loads((tmp_path / "outputs/quickstart/results.json").read_text())
+    assert set(results) >= {"base", "control", "final", "snapshots", "seconds", "command", "versions"}
+    for row in (results["base"], results["control"], results["final"], *results["snapshots"].values()):
+        assert set(row) == {"loss", "achieved_ratio", "bytes_per_token"}
+    assert results["base"]["achieved_ratio"] == results["control"]["achieved_ratio"] == 1
+    assert set(results["snapshots"]) == {"2", "3"}
+    assert "| final |" in first.stdout
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
+    second = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *TINY)
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
+
+    model = "model.path=outputs/quickstart/retrofit/final"
+    sample = run_script(tmp_path, "generate.py", model, "prompt=import os", "max_new_tokens=8")
+    assert sample.returncode == 0, sample.stderr[-2000:]
+    assert sample.stdout.startswith("import os")
+    exported = run_script(tmp_path, "export.py", "run=outputs/quickstart/retrofit", "output=exported")
+    assert exported.returncode == 0, exported.stderr[-2000:]
+    again = run_script(tmp_path, "export.py", "run=outputs/quickstart/retrofit", "output=exported")
+    assert again.returncode == 1
+    assert "is not empty" in again.stderr
