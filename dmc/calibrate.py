@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from tqdm.auto import trange
 
 from dmc.budget import check_ratio
 from dmc.measure import score_text
@@ -53,7 +54,7 @@ def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float,
     best_offset, best_ratio = before, ratio_at(before)
     ratio_before, low, high = best_ratio, before - reach, before + reach
     offset, ratio = before, ratio_before
-    for _ in range(NUM_HALVINGS):
+    for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False):
         if abs(best_ratio / target_ratio - 1) <= TOLERANCE:
             break
         low, high = (offset, high) if ratio > target_ratio else (low, offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from dmc.compression import GateMode, GateTrace, held_fraction
 
@@ -46,20 +47,18 @@ def evaluating(model: Any) -> Any:
         model.train(was_training)
 
 
-def score_text(
-    model: Any, batches: Iterable[Tensor], progress: Callable[[Iterable[Tensor]], Iterable[Tensor]] = iter
-) -> TextScore:
+def score_text(model: Any, batches: Iterable[Tensor], title: str | None = None) -> TextScore:
     """Score sequences of equal length.
 
     Args:
         model: stock or compressed causal LM.
         batches: token ids, each [B, T].
-        progress: wraps the iteration (a progress bar).
+        title: of a progress bar; None: none.
     """
     compression = getattr(model, "compression", None)
     losses, helds = [], []
     with evaluating(model):
-        for input_ids in progress(batches):
+        for input_ids in tqdm(batches, title, leave=False, disable=title is None):
             input_ids = input_ids.to(model.device)
             trace = GateTrace()
             gates = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}

@@ -94,3 +94,11 @@ def make_prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
     return build
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what this machine cannot run, and say why (`-ra` prints it)."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, this machine has none"))

@@ -60,7 +60,7 @@ class Validation(Callback):
         if step == self._done_step or step == 0 or (step % self.every_steps and step != trainer.max_steps):
             return
         self._done_step = step
-        self.log_score(trainer, score_text(pl_module.model, self.batches))
+        self.log_score(trainer, score_text(pl_module.model, self.batches, "validate"))
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:
         """Send a score to the loggers."""

@@ -48,7 +48,7 @@ class Exporter:
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches())
+        score = score_text(model, self.data.validation_batches(), "validate")
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)

@@ -1,0 +1,33 @@
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"`((?:python scripts|\./scripts)/[^`]+)`", README)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_names_a_script_and_settings_that_exist(command):
+    words = [word for word in shlex.split(command) if word not in ("python", "-m")]
+    script = ROOT / words[0]
+    assert script.is_file()
+    if script.suffix == ".py":
+        overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in words[1:]]  # of a sweep the first value
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            compose(script.stem, overrides=overrides)
+
+
+def test_files_named_in_the_readme_exist():
+    named = re.findall(r"`((?:dmc|configs|scripts)/[\w/]+\.\w+)`", README)
+    assert len(named) > 8
+    missing = [name for name in named if "foo" not in name and not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_reading_list_has_eight_entries():
+    section = README.split("## Read the code")[1].split("## ")[0]
+    assert len(re.findall(r"^\d\. ", section, flags=re.M)) == 8
