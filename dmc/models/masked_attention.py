@@ -69,7 +69,7 @@ def delayed_masked_attention(
 
     Args:
         query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
-        recent_key: raw keys, rotated, [batch, kv_heads, time, head_dim]; recent_value: their values, alike.
+        recent_key: raw keys, rotated, [batch, kv_heads, time, head_dim].
         recent_value: raw values, [batch, kv_heads, time, head_dim].
         stream_key: merge: partial states, rotated; drop: the raw keys; [batch, kv_heads, time, head_dim].
         stream_value: merge: partial states; drop: the raw values; [batch, kv_heads, time, head_dim].

@@ -166,7 +166,7 @@ class Engine:
                 f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
             )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(self, segments: list[Segment], keep: Tensor | None = None) -> Tensor:
         """Feed segments and return float32 log-probabilities after the tokens at `keep`, or each segment's last."""
         rows = [segment.sequence.row for segment in segments]

@@ -414,3 +414,13 @@ def test_a_stock_model_can_be_retrofitted_after_the_engine(
     expected = make_compressed()
     model = retrofit(stock, expected.compression)
     assert tokens_of(Engine(model).generate(prompts, GREEDY)) == tokens_of(Engine(expected).generate(prompts, GREEDY))
+
+
+def test_pool_that_grew_in_a_forward_pass_takes_its_blocks_back(make_compressed):
+    engine = Engine(make_compressed())
+    first = engine.cache.allocator.num_blocks
+    prompts = [list(range(70)) * 6 for _ in range(8)]
+    for _ in range(2):
+        engine.generate(prompts, SamplingParams(max_new_tokens=2, temperature=0.0))
+        assert engine.cache.allocator.num_blocks > first
+        assert engine.blocks_in_use == 0
