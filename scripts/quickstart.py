@@ -1,6 +1,6 @@
 """The main job on the embedded default: python scripts/quickstart.py [retrofit settings, e.g. compression=dmc].
 
-Settings after --base go to the base's pretraining, those after --retrofit (the default) to the retrofit and its control.
+Settings after --base go to the base's pretraining, those after --retrofit (the default) to retrofit and control.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ def run_script(folder: Path, name: str, *arguments: str) -> subprocess.Completed
 
 
 def test_table_shows_the_distance_to_the_control():
-    table = format_table([Row("base", 3.0, 1.0, 4096.0), Row("control", 2.5, 1.0, 4096.0), Row("final", 2.6, 4.02, 1500)])
+    table = format_table(
+        [Row("base", 3.0, 1.0, 4096.0), Row("control", 2.5, 1.0, 4096.0), Row("final", 2.6, 4.02, 1500)]
+    )
     assert table.splitlines()[2:] == [
         "| base | 3.000 | +0.500 | 1.00 | 4,096 |",
         "| control | 2.500 | +0.000 | 1.00 | 4,096 |",

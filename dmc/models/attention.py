@@ -111,7 +111,7 @@ class CompressedAttentionMixin(nn.Module):
     def attend_plain(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
     ) -> Tensor:
-        """Causal attention with the borrowed neuron scaled by `multiplier` before and after RoPE (zero-out, eq. 13)."""
+        """Causal attention, no padding, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13)."""
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
         query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)

@@ -73,9 +73,8 @@ class Engine:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._backend = load_backend(kernels)
         layout = layout_of(model)
-        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks=None if memory is None else 0)
-        if memory is not None:
-            self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks=memory // self.cache.block_bytes)
+        num_blocks = None if memory is None else memory // layout.block_bytes(block_size)
+        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
         if layout.compression is None:
             use_stock_attention(model)
         self._rotary = None if layout.compression is None else model.rotary_tables

@@ -42,6 +42,10 @@ class CacheLayout:
             self.compression is not None and self.compression.action == "merge" and self.compression.window_size is None
         )
 
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of keys and values."""
+        return block_size * entry_bytes(self.head_dim, self.dtype.itemsize)
+
     @property
     def delay(self) -> int:
         """Raw recent tokens every head holds (W)."""
@@ -88,7 +92,7 @@ class PagedCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of keys and values."""
-        return self.block_size * entry_bytes(self.layout.head_dim, self.key_pages.element_size())
+        return self.layout.block_bytes(self.block_size)
 
     def open_row(self) -> int:
         """Start an empty sequence and return its row."""

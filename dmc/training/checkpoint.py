@@ -69,7 +69,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is cut off or is no training checkpoint ({type(error).__name__})") from error
+        raise ValueError(
+            f"{path} is cut off or is no training checkpoint ({type(error).__name__}): "
+            "put back a copy, or delete it to start over"
+        ) from error
     expected = {"state_dict", "global_step", MODEL_CONFIG}
     if not isinstance(checkpoint, dict) or not expected <= set(checkpoint):
         raise ValueError(f"{path} is no training checkpoint: {', '.join(sorted(expected))} are expected in it")

@@ -10,12 +10,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dmc.models import flash_attention, flash_ops
 from dmc.models import masked_attention as module
 from dmc.models.masked_attention import (
     delayed_masked_attention,
     eager_delayed_masked_attention,
     eager_masked_attention,
+    flash,
+    flash_ops,
     masked_attention,
 )
 
@@ -36,7 +37,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
             assert kernel is not None
             return dataclasses.replace(kernel, multiple=8)
 
-        monkeypatch.setattr(flash_attention, "find_flash_kernel", find)
+        monkeypatch.setattr(flash, "find_flash_kernel", find)
     return request.param
 
 

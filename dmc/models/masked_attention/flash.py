@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dmc.models.attention_form import MASKED, AttentionForm, Gradients, Operands, accumulation_dtype
-from dmc.models.band_attention import Band
-from dmc.models.flash_ops import find_flash_kernel
+from dmc.models.masked_attention.band import Band
+from dmc.models.masked_attention.flash_ops import find_flash_kernel
+from dmc.models.masked_attention.form import MASKED, AttentionForm, Gradients, Operands, accumulation_dtype
 
 
 class FlashAttention(torch.autograd.Function):

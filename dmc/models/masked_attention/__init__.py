@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from dmc.models.attention_form import AttentionForm, accumulation_dtype
-from dmc.models.blocked_attention import BlockedAttention
-from dmc.models.flash_attention import FlashAttention
-from dmc.models.flash_ops import find_flash_kernel
+from dmc.models.masked_attention.blocked import BlockedAttention
+from dmc.models.masked_attention.flash import FlashAttention
+from dmc.models.masked_attention.flash_ops import find_flash_kernel
+from dmc.models.masked_attention.form import AttentionForm, accumulation_dtype
 
 _SHORT, _WIDE = 1536, 128
 """Up to so many tokens, or above such a delay, matrix products beat the flash kernel of a CPU."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmc.models.attention_form import AttentionForm, Gradients, Operands, accumulation_dtype
+from dmc.models.masked_attention.form import AttentionForm, Gradients, Operands, accumulation_dtype
 
 _ROWS = 64
 """Query rows of one KV head in a block: more are better matrix products, fewer waste less beside the diagonal."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dmc.models.attention_form import MASKED, Gradients, Operands
+from dmc.models.masked_attention.form import MASKED, Gradients, Operands
 
 _SCORES = {"cpu": 1 << 19}
 """Scores held at once: on a CPU what stays in its cache."""
