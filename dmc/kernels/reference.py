@@ -1,8 +1,4 @@
-"""The reference backend: what every kernel must compute, written for reading. Other backends are tested against it.
-
-Shapes beyond the legend of `dmc.compression.base`: S sequences of one call, n new tokens of each (1 while decoding), R
-tokens of raw history, M blocks of a block table. Query head h uses KV head h // group.
-"""
+"""The reference backend: what every kernel must compute, written for reading. Other backends are tested against it."""
 
 from __future__ import annotations
 
@@ -12,28 +8,70 @@ import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
 
 QUERY_BLOCK = 128
 """Queries whose scores are held at once."""
 
 
+def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
+    """Let the next n tokens of each sequence into the cache (DMC, algorithm 1), in place.
+
+    With delay W the tokens that enter the compressed stream are the ones W positions behind the new ones. A merge
+    gate's state after each token is the windowed closed form of eq. 10 over the raw history; exact accumulation goes on
+    from the open slot's mean.
+
+    Args:
+        cache: pages, free list, tables, lengths, history and means are updated.
+        tokens: what enters.
+        config: the gate's action, delay and window; None appends every token.
+    Returns:
+        What the queries of the new tokens see.
+    """
+    if config is None:
+        appended = torch.ones(tokens.key.shape[:3], dtype=torch.bool, device=tokens.key.device)
+        length = _lengths_after(cache, tokens, appended)
+        _store(cache, tokens.rows, tokens.key, tokens.value, length, appended)
+        return Seen(length)
+    assert tokens.cos is not None and tokens.sin is not None
+    num_new, delay = tokens.key.shape[2], config.delay
+    raw = _with_history(cache, tokens, history_size(config))
+    end = raw.key.shape[2] - delay
+    entering = raw.part(end - num_new, end)
+    exists = entering.positions >= 0
+    merged = entering.merged & (entering.positions > 0)[:, None]  # nothing precedes the first token
+    appended = exists[:, None] & ~merged
+    length = _lengths_after(cache, tokens, appended)
+    if config.action == "drop":
+        key, value, stays = entering.key, entering.value, appended
+    else:
+        key, value = _running_states(cache, tokens.rows, raw.part(0, end), num_new, config.window_size)
+        closes = torch.cat((appended[..., 1:], torch.ones_like(appended[..., :1])), dim=-1)
+        stays = exists[:, None] & closes  # a state that a later token of this call overwrites is not written
+    key = rotate(key, tokens.cos[:, :num_new], tokens.sin[:, :num_new]).to(tokens.key.dtype)
+    value = value.to(tokens.value.dtype)
+    _store(cache, tokens.rows, key, value, length, stays)
+    _remember(cache, tokens.rows, raw, history_size(config))
+    seen = Seen(length)
+    if config.action == "merge" and num_new > 1:
+        seen = Seen((length - 1).clamp_min(0), Top(key, value, exists))
+    if delay > 0:
+        recent = raw.part(end - num_new + 1, end + delay)
+        key = rotate(recent.key, tokens.cos[:, 1:], tokens.sin[:, 1:])
+        seen.recent = Recent(key, recent.value, recent.positions >= 0)
+    return seen
+
+
 @dataclass
 class RawTokens:
-    """Tokens before compression, in the order of their positions."""
+    """Tokens before compression, in the order of their positions: R of history, n new ones."""
 
     key: Tensor
-    """Unrotated, without the borrowed neuron, [S, H, R + n, D]."""
     value: Tensor
-    """[S, H, R + n, D]."""
     merged: Tensor
-    """Thresholded decisions, bool [S, H, R + n]."""
     omega: Tensor
-    """Importance, float32 [S, H, R + n]."""
     positions: Tensor
-    """Position of each token in its sequence; negative: there is no such token, [S, R + n]."""
-    cos: Tensor
-    """RoPE tables at `positions`, borrowed neuron removed, [S, R + n, D]."""
-    sin: Tensor
+    """Negative: there is no such token, [S, R + n]."""
 
     def part(self, begin: int, end: int) -> RawTokens:
         """Tokens begin..end-1."""
@@ -44,120 +82,99 @@ class RawTokens:
             self.merged[..., time],
             self.omega[..., time],
             self.positions[:, time],
-            self.cos[:, time],
-            self.sin[:, time],
         )
 
 
-@dataclass
-class StreamUpdate:
-    """What the n tokens that enter the compressed stream do to it."""
-
-    key: Tensor
-    """Rotated stream state after each entering token, [S, H, n, D]."""
-    value: Tensor
-    """[S, H, n, D]."""
-    slot: Tensor
-    """Slot of the state, [S, H, n]."""
-    written: Tensor
-    """True where the state is the last of its slot in this call (else a later one overwrites it), [S, H, n]."""
-    length: Tensor
-    """Slots held after each entering token, [S, H, n]."""
-    exists: Tensor
-    """False for entering positions before the sequence's start, [S, n]."""
-    mean: Tensor | None = None
-    """Exact accumulation only: mean key and value of the open slot, unrotated float32 [S, H, 2 D]."""
-    weight: Tensor | None = None
-    """Exact accumulation only: total importance of the open slot, float32 [S, H]."""
+def _lengths_after(cache: LayerCache, tokens: NewTokens, appended: Tensor) -> Tensor:
+    return cache.lengths[tokens.rows].long()[..., None] + appended.cumsum(-1)
 
 
-def append_or_merge(
-    tokens: RawTokens,
-    num_new: int,
-    lengths: Tensor,
-    config: CompressionConfig,
-    mean: Tensor | None = None,
-    weight: Tensor | None = None,
-) -> StreamUpdate:
-    """Let the next `num_new` tokens enter the compressed stream: append, merge or drop (DMC, algorithm 1).
+def _with_history(cache: LayerCache, tokens: NewTokens, size: int) -> RawTokens:
+    """Join the ring of each row, in time order, with the new tokens."""
+    assert tokens.merged is not None and tokens.omega is not None
+    past = tokens.positions[:, :1] + torch.arange(-size, 0, device=tokens.positions.device)
+    raw = RawTokens(tokens.key, tokens.value, tokens.merged, tokens.omega, torch.cat((past, tokens.positions), dim=-1))
+    if size > 0:
+        place = _ring_index(cache, tokens.rows, past, size)
+        raw.key = torch.cat((cache.history_key[place], raw.key), dim=2)
+        raw.value = torch.cat((cache.history_value[place], raw.value), dim=2)
+        raw.merged = torch.cat((cache.history_merged[place], raw.merged), dim=2)
+        raw.omega = torch.cat((cache.history_omega[place], raw.omega), dim=2)
+    return raw
 
-    With delay W the entering tokens are the ones W positions behind the new ones. A merge gate's state after each token
-    is the windowed closed form of eq. 10 over the raw history; exact accumulation goes on from the open slot's mean.
 
-    Args:
-        tokens: history and new tokens.
-        num_new: n.
-        lengths: slots held so far, [S, H].
-        config: the gate's action, delay and window.
-        mean: open slot under exact accumulation, see `StreamUpdate`.
-        weight: its total importance.
-    """
-    total = tokens.key.shape[2]
-    end = total - config.delay
-    entering = tokens.part(end - num_new, end)
-    exists = entering.positions >= 0
-    merged = entering.merged & (entering.positions > 0)[:, None]  # nothing precedes the first token
-    appended = exists[:, None] & ~merged
-    length = lengths[..., None] + appended.cumsum(-1)
-    if config.action == "drop":
-        key, value, written = entering.key, entering.value, appended
-    else:
-        past = tokens.part(0, end)
-        key, value, mean, weight = _running_states(past, num_new, config.window_size, mean, weight)
-        closes = torch.cat((appended[..., 1:], torch.ones_like(appended[..., :1])), dim=-1)
-        written = exists[:, None] & closes
-    return StreamUpdate(
-        rotate(key, entering.cos, entering.sin).to(tokens.key.dtype),
-        value.to(tokens.value.dtype),
-        length - 1,
-        written,
-        length,
-        exists,
-        mean,
-        weight,
-    )
+def _remember(cache: LayerCache, rows: Tensor, raw: RawTokens, size: int) -> None:
+    """Keep the last R raw tokens for the next call."""
+    if size > 0:
+        last = raw.part(raw.key.shape[2] - size, raw.key.shape[2])
+        place = _ring_index(cache, rows, last.positions, size)
+        cache.history_key[place], cache.history_value[place] = last.key, last.value
+        cache.history_merged[place], cache.history_omega[place] = last.merged, last.omega
+
+
+def _ring_index(cache: LayerCache, rows: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    heads = torch.arange(cache.lengths.shape[1], device=rows.device)
+    return rows[:, None, None], heads[None, :, None], positions[:, None] % size
 
 
 def _running_states(
-    past: RawTokens, num_new: int, window_size: int | None, mean: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Pool unrotated keys and values up to each of the last `num_new` tokens; float32."""
+    cache: LayerCache, rows: Tensor, past: RawTokens, num_new: int, window_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Pool unrotated keys and values up to each of the last `num_new` tokens; float32 [S, H, n, D] each."""
     states = torch.cat((past.key, past.value), dim=-1).float()
     alpha = (past.merged & (past.positions > 0)[:, None]).float()
     omega = past.omega.where((past.positions >= 0)[:, None], 1.0)
-    if window_size is None:
-        assert mean is not None and weight is not None
+    if window_size is not None:
+        pooled = accumulate(states, alpha, omega, window_size)[:, :, -num_new:]
+    else:
+        assert cache.mean is not None and cache.weight is not None
+        mean, weight = cache.mean[rows], cache.weight[rows]
         begin = states.shape[2] - num_new
         states = torch.cat((mean[:, :, None], states[:, :, begin:]), dim=2)
         alpha = torch.cat((torch.zeros_like(alpha[..., :1]), alpha[..., begin:]), dim=-1)
         omega = torch.cat((weight[..., None].where(weight[..., None] > 0, 1.0), omega[..., begin:]), dim=-1)
-    pooled = accumulate(states, alpha, omega, window_size)[:, :, -num_new:]
-    if window_size is None:
-        in_open_slot = (
-            torch.cat((alpha[..., 1:], torch.ones_like(alpha[..., :1])), dim=-1).flip(-1).cumprod(-1).flip(-1)
-        )
+        pooled = accumulate(states, alpha, omega, None)[:, :, 1:]
+        merges = torch.cat((alpha[..., 1:], torch.ones_like(alpha[..., :1])), dim=-1)
+        in_open_slot = merges.flip(-1).cumprod(-1).flip(-1)
         started = (past.positions[:, -1] >= 0)[:, None]
-        weight = (in_open_slot * omega).sum(-1).where(started, 0.0)
-        mean = pooled[:, :, -1].where(started[..., None], 0.0)
+        cache.weight[rows] = (in_open_slot * omega).sum(-1).where(started, 0.0)
+        cache.mean[rows] = pooled[:, :, -1].where(started[..., None], 0.0)
     key, value = pooled.chunk(2, dim=-1)
-    return key, value, mean, weight
+    return key, value
 
 
-def write_slots(key_pages: Tensor, value_pages: Tensor, block_tables: Tensor, update: StreamUpdate) -> None:
-    """Write the states that stay into their pages, in place.
+def _store(cache: LayerCache, rows: Tensor, key: Tensor, value: Tensor, length: Tensor, stays: Tensor) -> None:
+    """Take the blocks that `length` [S, H, n] needs and write the states that stay into slot length - 1."""
+    take_blocks(cache, rows, length[..., -1])
+    tables = cache.block_tables[rows]
+    sequence, head, token = stays.nonzero(as_tuple=True)
+    slot = length[sequence, head, token] - 1
+    block = tables[sequence, head, slot // cache.block_size].long()
+    cache.key_pages[block, slot % cache.block_size] = key[sequence, head, token]
+    cache.value_pages[block, slot % cache.block_size] = value[sequence, head, token]
 
-    Args:
-        key_pages: [N, block, D].
-        value_pages: [N, block, D].
-        block_tables: blocks of each head in order, [S, H, M]; must cover `update.length`.
-        update: from `append_or_merge`.
+
+def take_blocks(cache: LayerCache, rows: Tensor, lengths: Tensor) -> None:
+    """Set the lengths of heads to `lengths` [S, H], not below what they are, with blocks off the free list.
+
+    A prefix sum over the heads, in the order (sequence, head), says who takes which: nothing waits for the device.
     """
-    block_size = key_pages.shape[1]
-    sequence, head, token = update.written.nonzero(as_tuple=True)
-    slot = update.slot[sequence, head, token]
-    block = block_tables[sequence, head, slot // block_size].long()
-    key_pages[block, slot % block_size] = update.key[sequence, head, token]
-    value_pages[block, slot % block_size] = update.value[sequence, head, token]
+    tables = cache.block_tables[rows]
+    old = _blocks_of(cache.lengths[rows].long(), cache.block_size)
+    new = _blocks_of(lengths, cache.block_size)
+    count = (new - old).flatten()
+    before = (count.cumsum(0) - count).view_as(old)
+    place = torch.arange(tables.shape[-1], device=tables.device)
+    rank = before[..., None] + place - old[..., None]
+    taken = cache.free_blocks[(cache.num_free - 1 - rank).clamp(0, cache.free_blocks.shape[0] - 1)]
+    added = (place >= old[..., None]) & (place < new[..., None])
+    cache.block_tables[rows] = torch.where(added, taken, tables)
+    cache.lengths[rows] = lengths.to(cache.lengths.dtype)
+    cache.num_free -= count.sum().to(cache.num_free.dtype)
+
+
+def _blocks_of(lengths: Tensor, block_size: int) -> Tensor:
+    return -(-lengths // block_size)
 
 
 def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
@@ -167,22 +184,41 @@ def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
 
 
 def paged_attention(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, block_tables: Tensor, lengths: Tensor, scaling: float
-) -> Tensor:
-    """Attend from one query per sequence to the slots of its heads.
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    *,
+    rows: Tensor | None = None,
+    recent: Recent | None = None,
+    return_scores: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from one query per sequence to the slots of its heads, and to raw recent tokens.
 
     Args:
         query: rotated, [B, H_q, D].
         key_pages: [N, block, D].
         value_pages: [N, block, D].
-        block_tables: int32 [B, H, M].
-        lengths: slots held, int32 [B, H]; a head without slots gives zeros.
+        block_tables: int32 [C, H, M].
+        lengths: slots held, int32 [C, H]; a head without slots gives zeros.
         scaling: factor on the scores.
+        rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
+        recent: raw tokens, with n = 1.
+        return_scores: also return each slot's attention probability.
     Returns:
-        [B, H_q, D].
+        [B, H_q, D]; with `return_scores` also float32 [B, H_q, M * block], 0 beyond the length.
     """
-    visible = lengths[..., None].long()
-    return prefill_attention(query[:, :, None], key_pages, value_pages, block_tables, visible, scaling)[:, :, 0]
+    if rows is not None:
+        block_tables, lengths = block_tables[rows], lengths[rows]
+    seen = Seen(lengths[..., None].long(), recent=recent)
+    attended, scores = _attend(query[:, :, None], key_pages, value_pages, block_tables, seen, scaling)
+    if not return_scores:
+        return attended[:, :, 0]
+    num_slots = block_tables.shape[-1] * key_pages.shape[1]
+    own = scores[:, :, 0, : int(seen.slots.max())]
+    return attended[:, :, 0], torch.nn.functional.pad(own, (0, num_slots - own.shape[-1]))
 
 
 def prefill_attention(
@@ -190,62 +226,62 @@ def prefill_attention(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
-    visible: Tensor,
+    seen: Seen,
     scaling: float,
     *,
-    top: StreamUpdate | None = None,
-    recent_key: Tensor | None = None,
-    recent_value: Tensor | None = None,
-    recent_exists: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Attend from n queries per sequence to closed slots, to their own running state, and to raw recent tokens.
-
-    Query i sees the first `visible[i]` slots, which no longer change; the state `top.key[i]` of the open slot as it was
-    after the token that entered with query i; and the recent tokens i..i + W - 1 of `recent_key` (W = delay).
 
     Args:
         query: rotated, [S, H_q, n, D].
         key_pages: [N, block, D].
         value_pages: [N, block, D].
-        block_tables: [S, H, M].
-        visible: [S, H, n].
+        block_tables: int32 [C, H, M].
+        seen: what each query sees, from `append_or_merge`.
         scaling: factor on the scores.
-        top: running states, where `exists`.
-        recent_key: rotated raw tokens, [S, H, n + W - 1, D].
-        recent_value: their values.
-        recent_exists: [S, n + W - 1].
+        rows: cache row of each sequence, int64 [S]; None: sequence s has row s, and C = S.
     Returns:
         [S, H_q, n, D]; zeros where a query sees nothing.
     """
+    if rows is not None:
+        block_tables = block_tables[rows]
+    return _attend(query, key_pages, value_pages, block_tables, seen, scaling)[0]
+
+
+def _attend(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, block_tables: Tensor, seen: Seen, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the last block of queries' probabilities, [S, H_q, <= QUERY_BLOCK, keys], slots first."""
     sequences, _, num_new, head_dim = query.shape
     kv_heads = block_tables.shape[1]
-    num_slots = max(1, int(visible.max()))
+    num_slots = int(seen.slots.max())
     slot_key = gather_pages(key_pages, block_tables, num_slots).float()
     slot_value = gather_pages(value_pages, block_tables, num_slots).float()
     grouped = query.float().view(sequences, kv_heads, -1, num_new, head_dim) * scaling
     slots = torch.arange(num_slots, device=query.device)
-    outputs = []
+    outputs, weights = [], query.new_zeros(0)
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
-        rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
         keys, values = [slot_key], [slot_value]
-        seen = [slots < visible[:, :, begin:end, None]]  # [S, H, block, slots]
-        if top is not None:
-            keys.append(top.key[:, :, begin:end].float())
-            values.append(top.value[:, :, begin:end].float())
+        visible = [slots < seen.slots[:, :, begin:end, None]]  # [S, H, block, slots]
+        if seen.top is not None:
+            keys.append(seen.top.key[:, :, begin:end].float())
+            values.append(seen.top.value[:, :, begin:end].float())
             own = torch.eye(end - begin, dtype=torch.bool, device=query.device)
-            seen.append((own & top.exists[:, begin:end, None])[:, None].expand(-1, kv_heads, -1, -1))
-        if recent_key is not None and recent_value is not None and recent_exists is not None:
-            delay = recent_key.shape[2] - num_new + 1
+            visible.append((own & seen.top.exists[:, begin:end, None])[:, None].expand(-1, kv_heads, -1, -1))
+        if seen.recent is not None:
+            delay = seen.recent.key.shape[2] - num_new + 1
             recent = slice(begin, end + delay - 1)
-            keys.append(recent_key[:, :, recent].float())
-            values.append(recent_value[:, :, recent].float())
+            keys.append(seen.recent.key[:, :, recent].float())
+            values.append(seen.recent.value[:, :, recent].float())
             offset = torch.arange(end - begin + delay - 1, device=query.device)
             offset = offset - torch.arange(end - begin, device=query.device)[:, None]
             band = (offset >= 0) & (offset < delay)
-            seen.append((band & recent_exists[:, None, recent])[:, None].expand(-1, kv_heads, -1, -1))
-        mask = torch.cat(seen, dim=-1)[:, :, None]  # [S, H, 1, block, keys]
+            visible.append((band & seen.recent.exists[:, None, recent])[:, None].expand(-1, kv_heads, -1, -1))
+        mask = torch.cat(visible, dim=-1)[:, :, None]  # [S, H, 1, block, keys]
+        rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
         scores = rows @ torch.cat(keys, dim=2)[:, :, None].transpose(-1, -2)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
         outputs.append(weights @ torch.cat(values, dim=2)[:, :, None])
-    return torch.cat(outputs, dim=3).view(query.shape).to(query.dtype)
+    return torch.cat(outputs, dim=3).view(query.shape).to(query.dtype), weights.flatten(1, 2)

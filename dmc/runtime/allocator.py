@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: a free list as a stack."""
+"""Blocks of the paged cache: a free list as a stack on the cache's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockAllocator:
-    """Hands out block ids 0..num_blocks-1 and takes them back.
+    """Owns block ids 0..num_blocks-1; kernels take from `stack` on the device, everybody gives back here.
 
     Raises:
         ValueError: `num_blocks` < 0.
@@ -21,13 +21,19 @@ class BlockAllocator:
         if num_blocks < 0:
             raise ValueError(f"num_blocks={num_blocks}: expected a number >= 0")
         self.num_blocks = num_blocks
-        self._stack = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
-        self._in_use = torch.zeros(num_blocks, dtype=torch.bool, device=device)
-        self.num_free = num_blocks
+        self.stack = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
+        """Free ids, the next one to take on top, int32 [num_blocks]."""
+        self.height = torch.tensor([num_blocks], dtype=torch.int32, device=device)
+        """How many of `stack` are free, int32 [1]."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken; waits for the device."""
+        return int(self.height)
 
     @property
     def num_in_use(self) -> int:
-        """Blocks handed out."""
+        """Blocks handed out; waits for the device."""
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> Tensor:
@@ -36,12 +42,11 @@ class BlockAllocator:
         Raises:
             OutOfBlocksError: fewer are free; nothing is taken.
         """
-        if count > self.num_free:
-            raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
-        self.num_free -= count
-        blocks = self._stack[self.num_free : self.num_free + count].clone()
-        self._in_use[blocks.long()] = True
-        return blocks
+        free = self.num_free
+        if count > free:
+            raise OutOfBlocksError(f"{count} blocks asked for, {free} of {self.num_blocks} are free")
+        self.height -= count
+        return self.stack[free - count : free].clone()
 
     def free(self, blocks: Tensor) -> None:
         """Give blocks back.
@@ -49,22 +54,18 @@ class BlockAllocator:
         Raises:
             RuntimeError: a block is not in use, or is named twice; nothing is given back.
         """
-        index = blocks.long()
-        if index.numel() == 0:
-            return
-        if not bool(self._in_use[index].all()) or index.unique().numel() != index.numel():
+        free = self.num_free
+        if bool(torch.isin(blocks, self.stack[:free]).any()) or blocks.unique().numel() != blocks.numel():
             raise RuntimeError("a block was freed twice")
-        self._stack[self.num_free : self.num_free + index.numel()] = blocks.to(self._stack.dtype)
-        self.num_free += index.numel()
-        self._in_use[index] = False
+        self.stack[free : free + blocks.numel()] = blocks.to(self.stack.dtype)
+        self.height += blocks.numel()
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks up to `num_blocks` in all."""
-        added = torch.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=torch.int32, device=self._stack.device)
-        in_use = torch.zeros(num_blocks, dtype=torch.bool, device=self._stack.device)
-        in_use[: self.num_blocks] = self._in_use
-        stack = torch.zeros(num_blocks, dtype=torch.int32, device=self._stack.device)
-        stack[: self.num_free] = self._stack[: self.num_free]
-        stack[self.num_free : self.num_free + added.numel()] = added
-        self.num_free += added.numel()
-        self.num_blocks, self._stack, self._in_use = num_blocks, stack, in_use
+        free = self.num_free
+        added = torch.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=torch.int32, device=self.stack.device)
+        stack = self.stack.new_zeros(num_blocks)
+        stack[:free] = self.stack[:free]
+        stack[free : free + added.numel()] = added
+        self.height += added.numel()
+        self.num_blocks, self.stack = num_blocks, stack

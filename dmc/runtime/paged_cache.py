@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmc.budget import entry_bytes
 from dmc.compression import CompressionConfig
+from dmc.kernels.base import LayerCache, history_size
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -30,10 +31,7 @@ class CacheLayout:
     @property
     def history_size(self) -> int:
         """Raw tokens kept beside the pages (R): those the gate's delay holds back, and the rest of the merge window."""
-        if self.compression is None:
-            return 0
-        window = self.compression.window_size if self.compression.action == "merge" else None
-        return self.compression.delay + (0 if window is None else window - 1)
+        return history_size(self.compression)
 
     @property
     def keeps_mean(self) -> bool:
@@ -83,6 +81,8 @@ class PagedCache:
         self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
         self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
         self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._known_free = self.allocator.num_blocks
+        self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
 
     @property
     def num_free_rows(self) -> int:
@@ -109,6 +109,7 @@ class PagedCache:
         self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
         self._free_rows.append(row)
+        self._count_free()
 
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
         """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
@@ -116,7 +117,9 @@ class PagedCache:
         tables, lengths = self.block_tables[:, order].clone(), self.lengths[:, order].clone()
         needed = int((-(-lengths // self.block_size)).sum())
         old = torch.cat([self._owned_blocks(row) for row in targets])
-        self._make_room(needed)
+        missing = needed - self.allocator.num_free
+        if missing > 0:
+            self._grow_pool(missing)
         fresh = self.allocator.allocate(needed)
         owned = torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)
         taken = tables[owned].long()
@@ -135,6 +138,7 @@ class PagedCache:
             if state is not None:
                 state[:, targets] = state[:, order].clone()
         self.allocator.free(old)
+        self._count_free()
 
     def _owned_blocks(self, row: int) -> Tensor:
         tables = self.block_tables[:, row]
@@ -143,49 +147,81 @@ class PagedCache:
         )
         return tables[owned]
 
-    def blocks_needed(self, rows: list[int], num_new: list[int]) -> int:
-        """Most blocks that feeding `num_new[i]` tokens to each row could take, if every token is appended."""
-        lengths = self.lengths[:, rows].long()
-        grown = lengths + torch.tensor(num_new, device=lengths.device)[None, :, None]
-        return int((-(-grown // self.block_size) - -(-lengths // self.block_size)).sum())
+    def layer(self, index: int) -> LayerCache:
+        """Layer `index` as kernels see it; valid until the pool or the tables grow in `reserve`."""
+        return LayerCache(
+            key_pages=self.key_pages,
+            value_pages=self.value_pages,
+            free_blocks=self.allocator.stack,
+            num_free=self.allocator.height,
+            block_tables=self.block_tables[index],
+            lengths=self.lengths[index],
+            history_key=self.history_key[index],
+            history_value=self.history_value[index],
+            history_merged=self.history_merged[index],
+            history_omega=self.history_omega[index],
+            mean=None if self.mean is None else self.mean[index],
+            weight=None if self.weight is None else self.weight[index],
+        )
+
+    def fits(self, rows: list[int | None], num_new: list[int]) -> bool:
+        """Whether feeding `num_new[i]` tokens to each row (None: to a new one) cannot run out of blocks.
+
+        Every token is taken to be appended. The device is asked for the lengths only when what was known of it last
+        does not settle the question.
+        """
+        return self.grows or self._missing_blocks(rows, num_new) <= 0
 
     def reserve(self, rows: list[int], num_new: list[int]) -> None:
-        """Make sure that a forward pass over these tokens cannot run out of blocks halfway.
+        """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
 
         Raises:
             OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
         """
-        self._make_room(self.blocks_needed(rows, num_new))
+        missing = self._missing_blocks(list(rows), num_new)
+        if missing > 0:
+            self._grow_pool(missing)
+        self._fed_since_known[rows] += torch.tensor(num_new)
+        most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
+        capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
+        if wanted > capacity:
+            self.block_tables = torch.nn.functional.pad(self.block_tables, (0, max(wanted, 2 * capacity) - capacity))
 
-    def _make_room(self, needed: int) -> None:
-        free = self.allocator.num_free
-        if needed <= free:
-            return
+    def _missing_blocks(self, rows: list[int | None], num_new: list[int]) -> int:
+        """Blocks that could be lacking if every token is appended; <= 0: none."""
+        heads = self.layout.num_layers * self.layout.num_kv_heads
+        new_rows = sum(-(-count // self.block_size) for count, row in zip(num_new, rows, strict=True) if row is None)
+        old = [(row, count) for row, count in zip(rows, num_new, strict=True) if row is not None]
+        index, counts = [row for row, _ in old], torch.tensor([count for _, count in old], dtype=torch.long)
+        fed = self._fed_since_known.clone()
+        fed[index] += counts
+        most_taken = heads * (int((-(-fed // self.block_size)).sum()) + new_rows)
+        if most_taken <= self._known_free:
+            return most_taken - self._known_free
+        self._count_free()
+        lengths = self.lengths[:, index].long()
+        grown = lengths + counts.to(lengths.device)[None, :, None]
+        needed = (-(-grown // self.block_size) - -(-lengths // self.block_size)).sum()
+        return int(needed) + heads * new_rows - self._known_free
+
+    def _count_free(self) -> None:
+        self._known_free = self.allocator.num_free
+        self._fed_since_known.zero_()
+
+    def _grow_pool(self, missing: int) -> None:
         if not self.grows:
-            raise OutOfBlocksError(f"{needed} blocks may be needed, {free} of {self.allocator.num_blocks} are free")
-        total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + needed - free)
+            raise OutOfBlocksError(
+                f"{missing} more blocks may be needed than the {self.allocator.num_free} of "
+                f"{self.allocator.num_blocks} that are free"
+            )
+        total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + missing)
         for name in ("key_pages", "value_pages"):
             pages = getattr(self, name)
             grown = pages.new_zeros(total, *pages.shape[1:])
             grown[: pages.shape[0]] = pages
             setattr(self, name, grown)
         self.allocator.grow(total)
-
-    def extend_tables(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Give heads the blocks they need to hold `lengths` [S, H] slots, note the lengths, return tables [S, H, M]."""
-        old = -(-self.lengths[layer, rows].long() // self.block_size)
-        new = -(-lengths.long() // self.block_size)
-        capacity, wanted = self.block_tables.shape[-1], int(new.max())
-        if wanted > capacity:
-            grown = max(wanted, 2 * capacity) - capacity
-            self.block_tables = torch.nn.functional.pad(self.block_tables, (0, grown))
-        tables = self.block_tables[layer, rows]
-        place = torch.arange(tables.shape[-1], device=tables.device)
-        added = (place >= old[..., None]) & (place < new[..., None])
-        tables[added] = self.allocator.allocate(int(added.sum()))
-        self.block_tables[layer, rows] = tables
-        self.lengths[layer, rows] = lengths.to(self.lengths.dtype)
-        return tables
+        self._count_free()
 
     def slots(self, row: int) -> Tensor:
         """Entries held by each head, raw recent tokens included, int64 [L, H]."""
