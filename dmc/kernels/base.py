@@ -66,7 +66,7 @@ class NewTokens:
     omega: Tensor | None = None
     """Importance, float32 [S, H, n]."""
     cos: Tensor | None = None
-    """RoPE tables, borrowed neuron removed, at the n + W positions that end with the last new token's, [S, n + W, D]."""
+    """RoPE tables, borrowed neuron removed, at the n + W positions up to the last new token's, [S, n + W, D]."""
     sin: Tensor | None = None
 
 
@@ -84,7 +84,7 @@ class Recent:
 
 @dataclass
 class Top:
-    """The open slot as it was after each token that entered the compressed stream: query i sees state i if it exists."""
+    """The open slot as it was after each token that entered the stream: query i sees state i if it exists."""
 
     key: Tensor
     """Rotated at the position of the last token merged, [S, H, n, D]."""

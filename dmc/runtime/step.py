@@ -23,7 +23,7 @@ class Group:
     rows: Tensor
     """Cache rows, [S]."""
     index: Tensor | None
-    """Place of each new token in the flat row of the forward pass, [S, n]; None: the flat row is this group's, n = 1."""
+    """Place of each new token in the flat row of the pass, [S, n]; None: the flat row is the group, with n = 1."""
     positions: Tensor
     """[S, n]."""
     tables: tuple[Tensor, Tensor] | None
