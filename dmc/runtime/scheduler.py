@@ -69,16 +69,9 @@ class Scheduler:
         return Segment(sequence, sequence.tokens[sequence.num_fed : sequence.num_fed + count])
 
     def _fits(self, segments: list[Segment]) -> bool:
-        if self.cache.grows:
-            return True
-        lengths = [len(segment.tokens) for segment in segments]
-        rows = [segment.sequence.row for segment in segments]
-        known = [row for row in rows if row is not None]
-        needed = self.cache.blocks_needed(known, [n for n, row in zip(lengths, rows, strict=True) if row is not None])
-        heads = self.cache.layout.num_layers * self.cache.layout.num_kv_heads
-        fresh = [n for n, row in zip(lengths, rows, strict=True) if row is None]
-        needed += sum(heads * -(-length // self.cache.block_size) for length in fresh)
-        return needed <= self.cache.allocator.num_free
+        return self.cache.fits(
+            [segment.sequence.row for segment in segments], [len(segment.tokens) for segment in segments]
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self.finish(sequence)

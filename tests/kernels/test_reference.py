@@ -1,5 +1,4 @@
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +7,8 @@ from oracles.step_by_step import HeadOracle
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
-from dmc.kernels.reference import RawTokens, append_or_merge, gather_pages, paged_attention, write_slots
+from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
+from dmc.kernels.reference import append_or_merge, gather_pages, paged_attention, prefill_attention
 
 HEAD_DIM, THETA, BLOCK = 8, 100.0, 16
 TOLERANCE = 1e-5
@@ -94,6 +94,26 @@ def rotary_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos() * scale, angles.sin() * scale
 
 
+def empty_layer(config: CompressionConfig | None, rows: int, heads: int, capacity: int) -> LayerCache:
+    """Make an empty layer whose pages and rings are full of garbage, for `capacity` blocks a head."""
+    num_blocks, size = rows * heads * capacity, history_size(config)
+    exact = config is not None and config.action == "merge" and config.window_size is None
+    return LayerCache(
+        key_pages=torch.full((num_blocks, BLOCK, HEAD_DIM), 7.0),
+        value_pages=torch.full((num_blocks, BLOCK, HEAD_DIM), -7.0),
+        free_blocks=torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).int(),
+        num_free=torch.tensor([num_blocks], dtype=torch.int32),
+        block_tables=torch.zeros(rows, heads, capacity, dtype=torch.int32),
+        lengths=torch.zeros(rows, heads, dtype=torch.int32),
+        history_key=torch.full((rows, heads, size, HEAD_DIM), 9.0),
+        history_value=torch.full((rows, heads, size, HEAD_DIM), -9.0),
+        history_merged=torch.ones(rows, heads, size, dtype=torch.bool),
+        history_omega=torch.full((rows, heads, size), 3.0),
+        mean=torch.zeros(rows, heads, 2 * HEAD_DIM) if exact else None,
+        weight=torch.zeros(rows, heads) if exact else None,
+    )
+
+
 class Stream:
     """Random tokens of some sequences and heads, fed piece by piece as the runtime would, and their oracle."""
 
@@ -105,39 +125,24 @@ class Stream:
         self.key[..., -1] = 0
         self.merged = torch.rand(shape, generator=generator) < 0.6
         self.omega = torch.rand(shape, generator=generator) + 0.01
-        window = config.window_size if config.action == "merge" else None
-        self.history = config.delay + (window - 1 if window else 0)
-        self.lengths = torch.zeros(shape[:2], dtype=torch.long)
-        self.mean = torch.zeros(*shape[:2], 2 * HEAD_DIM) if config.window_size is None else None
-        self.weight = torch.zeros(shape[:2]) if config.window_size is None else None
-        capacity = -(-time // BLOCK)
-        self.key_pages, self.value_pages, self.tables = random_pages(self.lengths, capacity, seed=5)
+        self.rows = torch.tensor([2, 0])  # of a cache with a row that nobody uses
+        self.cache = empty_layer(config, 3, heads, capacity=-(-time // BLOCK))
 
-    def tokens(self, begin: int, end: int) -> RawTokens:
-        """Return tokens begin..end-1 and the history before them; garbage where there is none."""
-        first = begin - self.history
-        positions = torch.arange(first, end).expand(self.shape[0], -1)
-
-        def cut(states: torch.Tensor, garbage: Any) -> torch.Tensor:
-            missing = max(0, -first)
-            filler = torch.full((*states.shape[:2], missing, *states.shape[3:]), garbage, dtype=states.dtype)
-            return torch.cat((filler, states[:, :, max(0, first) : end]), dim=2)
-
-        return RawTokens(
-            cut(self.key, 7.0),
-            cut(self.value, -7.0),
-            cut(self.merged, True),
-            cut(self.omega, 9.0),
-            positions,
-            *rotary_tables(positions),
+    def feed(self, begin: int, end: int) -> Seen:
+        positions = torch.arange(begin - self.config.delay, end).expand(self.shape[0], -1)
+        cos, sin = rotary_tables(positions)
+        time = slice(begin, end)
+        tokens = NewTokens(
+            rows=self.rows,
+            positions=positions[:, self.config.delay :],
+            key=self.key[:, :, time],
+            value=self.value[:, :, time],
+            merged=self.merged[..., time],
+            omega=self.omega[..., time],
+            cos=cos,
+            sin=sin,
         )
-
-    def feed(self, begin: int, end: int) -> None:
-        update = append_or_merge(
-            self.tokens(begin, end), end - begin, self.lengths, self.config, self.mean, self.weight
-        )
-        write_slots(self.key_pages, self.value_pages, self.tables, update)
-        self.lengths, self.mean, self.weight = update.length[..., -1], update.mean, update.weight
+        return append_or_merge(self.cache, tokens, self.config)
 
     def oracle(self, sequence: int, head: int, end: int) -> list[tuple[np.ndarray, np.ndarray]]:
         oracle = HeadOracle(self.config, HEAD_DIM, THETA)
@@ -154,13 +159,21 @@ class Stream:
         return oracle.slots
 
     def check(self, end: int) -> None:
-        longest = max(1, int(self.lengths.max()))
-        keys = gather_pages(self.key_pages, self.tables, longest)
-        values = gather_pages(self.value_pages, self.tables, longest)
+        lengths, tables = self.cache.lengths[self.rows], self.cache.block_tables[self.rows]
+        keys = gather_pages(self.cache.key_pages, tables, int(lengths.max()))
+        values = gather_pages(self.cache.value_pages, tables, int(lengths.max()))
+        held = [
+            tables[sequence, head, : -(-int(lengths[sequence, head]) // BLOCK)].tolist()
+            for sequence in range(self.shape[0])
+            for head in range(self.shape[1])
+        ]
+        free = self.cache.free_blocks[: int(self.cache.num_free)].tolist()
+        assert sorted(sum(held, free)) == list(range(self.cache.free_blocks.numel()))
+        assert not self.cache.lengths[1].any()
         for sequence in range(self.shape[0]):
             for head in range(self.shape[1]):
                 slots = self.oracle(sequence, head, end)
-                assert int(self.lengths[sequence, head]) == len(slots)
+                assert int(lengths[sequence, head]) == len(slots)
                 for slot, (key, value) in enumerate(slots):
                     place = (sequence, head, slot)
                     torch.testing.assert_close(keys[place].double(), torch.from_numpy(key), rtol=0, atol=TOLERANCE)
@@ -182,6 +195,40 @@ def test_pages_hold_what_the_oracle_holds_after_every_piece(gates: dict, pieces:
         if begin == 40 or begin % 7 == 0 or count > 1:
             stream.check(begin)
     assert begin == 40
+
+
+def test_scores_are_the_probabilities_of_the_slots() -> None:
+    lengths = torch.tensor([[0, 17], [3, 16]], dtype=torch.int32)
+    key, value, tables = random_pages(lengths, capacity=3)
+    query = torch.randn(2, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    out, scores = paged_attention(query, key, value, tables, lengths, 0.5, return_scores=True)
+    assert scores.shape == (2, 4, 3 * BLOCK)
+    values = gather_pages(value, tables, 3 * BLOCK).repeat_interleave(2, dim=1)
+    torch.testing.assert_close((scores[..., None] * values).sum(2), out, rtol=0, atol=TOLERANCE)
+    held = torch.arange(3 * BLOCK) < lengths.repeat_interleave(2, dim=1)[..., None]
+    assert not scores[~held].any()
+    torch.testing.assert_close(scores.sum(-1), held.any(-1).float(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [{"delay": delay, "window_size": window} for delay in (0, 5) for window in (12, None)]
+    + [{"action": "drop", "delay": 5}],
+    ids=str,
+)
+def test_a_piece_attends_as_its_tokens_one_by_one(gates: dict) -> None:
+    config = CompressionConfig(**gates)
+    whole, single = Stream(config), Stream(config)
+    query = torch.randn(2, 6, 40, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    for begin, end in ((0, 3), (3, 40)):
+        seen, layer = whole.feed(begin, end), whole.cache
+        pages = layer.key_pages, layer.value_pages, layer.block_tables
+        out = prefill_attention(query[:, :, begin:end], *pages, seen, 0.5, rows=whole.rows)
+        for token in range(begin, end):
+            recent, layer = single.feed(token, token + 1).recent, single.cache
+            pages = layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths
+            alone = paged_attention(query[:, :, token], *pages, 0.5, rows=single.rows, recent=recent)
+            torch.testing.assert_close(out[:, :, token - begin], alone, rtol=0, atol=TOLERANCE)
 
 
 def test_backends_are_found_by_name() -> None:

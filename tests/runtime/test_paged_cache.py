@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmc.compression import CompressionConfig
+from dmc.kernels.reference import take_blocks
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 
@@ -23,8 +24,10 @@ def make_cache(num_sequences: int = 3, num_blocks: int | None = None, **gates: A
 
 def fill(cache: PagedCache, row: int, lengths: torch.Tensor) -> None:
     """Let the heads of a row hold `lengths` [L, H] entries that name their row and place."""
+    cache.reserve([row], [int((lengths - cache.lengths[:, row]).max())])
     for layer in range(LAYERS):
-        tables = cache.extend_tables(layer, torch.tensor([row]), lengths[layer][None])
+        take_blocks(cache.layer(layer), torch.tensor([row]), lengths[layer][None])
+        tables = cache.block_tables[layer, row][None]
         for head in range(HEADS):
             for slot in range(int(lengths[layer, head])):
                 block = int(tables[0, head, slot // BLOCK])
@@ -135,7 +138,7 @@ def test_a_fixed_pool_refuses_before_anything_changes() -> None:
     fill(cache, row, torch.full((LAYERS, HEADS), 16))
     before = cache.block_tables.clone(), cache.lengths.clone(), cache.key_pages.clone()
     cache.reserve([row], [16])
-    with pytest.raises(OutOfBlocksError, match="12 blocks may be needed, 6 of 12 are free"):
+    with pytest.raises(OutOfBlocksError, match="6 more blocks may be needed than the 6 of 12 that are free"):
         cache.reserve([row], [17])
     assert all(torch.equal(*pair) for pair in zip(before, (cache.block_tables, cache.lengths, cache.key_pages)))
     assert cache.allocator.num_in_use == 6

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dmc import SamplingParams
+from dmc.kernels.reference import take_blocks
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.scheduler import Scheduler, Segment
 from dmc.runtime.sequence import Sequence
@@ -29,7 +30,8 @@ def feed(scheduler: Scheduler, segments: list[Segment]) -> None:
     cache.reserve(rows, counts)  # type: ignore[arg-type]
     for row, count, segment in zip(rows, counts, segments, strict=True):
         assert row is not None
-        cache.extend_tables(0, torch.tensor([row]), cache.lengths[0, row][None] + count)
+        take_blocks(cache.layer(0), torch.tensor([row]), cache.lengths[0, row][None] + count)
+        cache.tokens_seen[row] += count
         segment.sequence.num_fed += count
         if not segment.sequence.num_waiting:
             segment.sequence.generated.append(0)
