@@ -17,12 +17,13 @@ TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".
 ALLOWED = {
     "budget": set(),
     "provenance": set(),
+    "ranks": set(),
     "compression": {"budget"},
     "config": {"compression", "budget"},
     "kernels": {"compression"},
-    "models": {"compression", "budget"},
+    "models": {"compression", "budget", "ranks"},
     "policies": {"compression", "budget", "config"},
-    "runtime": {"kernels", "compression", "policies", "budget"},
+    "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
     "data": {"config"},
     "measure": {"compression", "budget"},
     "calibrate": {"measure", "compression", "budget"},
@@ -32,7 +33,7 @@ ALLOWED = {
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
-CORE = ("budget", "compression", "models", "kernels", "policies", "runtime", "__init__")
+CORE = ("budget", "ranks", "compression", "models", "kernels", "policies", "runtime", "__init__")
 FORBIDDEN_IN_CORE = (
     "lightning",
     "pytorch_lightning",

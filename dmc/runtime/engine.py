@@ -12,6 +12,7 @@ from torch import Tensor
 from dmc.budget import achieved_ratio
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
+from dmc.ranks import Ranks
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.sampling import SamplingParams, sample_token
 from dmc.runtime.scheduler import Scheduler, Segment
@@ -25,13 +26,15 @@ def layout_of(model: Any) -> CacheLayout:
     config = model.config
     compression = getattr(config, "compression", None)
     parameter = next(model.parameters())
+    ranks = getattr(model, "ranks", Ranks())
     return CacheLayout(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=config.num_key_value_heads // ranks.size,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         dtype=parameter.dtype,
         device=parameter.device,
         compression=None if compression is None else CompressionConfig.from_dict(compression),
+        ranks=ranks,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dmc.budget import entry_bytes
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, history_size
+from dmc.ranks import Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -27,6 +28,8 @@ class CacheLayout:
     dtype: torch.dtype
     device: torch.device
     compression: CompressionConfig | None = None
+    ranks: Ranks = Ranks()
+    """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
 
     @property
     def history_size(self) -> int:
@@ -202,10 +205,11 @@ class PagedCache:
         lengths = self.lengths[:, index].long()
         grown = lengths + counts.to(lengths.device)[None, :, None]
         needed = (-(-grown // self.block_size) - -(-lengths // self.block_size)).sum()
-        return int(needed) + heads * new_rows - self._known_free
+        return self.layout.ranks.maximum(int(needed)) + heads * new_rows - self._known_free
 
     def _count_free(self) -> None:
-        self._known_free = self.allocator.num_free
+        """Ask the device, and the other ranks: all must decide alike what fits."""
+        self._known_free = self.layout.ranks.minimum(self.allocator.num_free)
         self._fed_since_known.zero_()
 
     def _grow_pool(self, missing: int) -> None:
@@ -224,9 +228,9 @@ class PagedCache:
         self._count_free()
 
     def slots(self, row: int) -> Tensor:
-        """Entries held by each head, raw recent tokens included, int64 [L, H]."""
+        """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""
         recent = min(int(self.tokens_seen[row]), self.layout.delay)
-        return self.lengths[:, row].long().cpu() + recent
+        return self.layout.ranks.join_heads(self.lengths[:, row].long().cpu()) + recent
 
     @property
     def state_bytes(self) -> int:
@@ -236,10 +240,10 @@ class PagedCache:
         return sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
 
     def bytes_allocated(self, row: int) -> int:
-        """Bytes held for a sequence: whole pages, tables and all state."""
-        return self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes
+        """Bytes held for a sequence on all ranks: whole pages, tables and all state."""
+        return self.layout.ranks.total(self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes)
 
     def bytes_used(self, row: int) -> int:
-        """Bytes of a sequence's slots and state, without the unused rest of its last pages."""
+        """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""
         slots = int(self.lengths[:, row].sum())
-        return slots * self.block_bytes // self.block_size + self.state_bytes
+        return self.layout.ranks.total(slots * self.block_bytes // self.block_size + self.state_bytes)

@@ -1,0 +1,133 @@
+"""Models larger than one device: each rank reads and keeps its share of the heads and of the MLP.
+
+A layer's heads and cache live on one rank each; what is left to communicate is one all-reduce after the attention's
+output projection and one after the MLP's. The plan, which projections are cut by output and which by input, is the
+`base_model_tp_plan` of the model's transformers configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from dmc.models.weights import INDEX_NAME, SINGLE_NAME, check_weights
+from dmc.ranks import Ranks
+
+OUTPUT, INPUT = 0, 1
+"""Dimension of a weight that is cut: `colwise` cuts the outputs, `rowwise` the inputs."""
+
+
+def load_shard(folder: Any, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None) -> Any:
+    """Load this rank's share of a causal LM; called by every process that `torchrun` started.
+
+    Only this rank's slices are read, so a model needs no more memory than the ranks have together.
+
+    Args:
+        folder: a local folder or a hub name.
+        dtype: of the weights; "auto": as the configuration says, else as they are stored.
+        device: None: the GPU with this process's local rank, or the CPU.
+    Returns:
+        The model in eval mode; `Engine` serves it as any other, on all ranks together.
+    Raises:
+        RuntimeError: not started by torchrun.
+        ValueError: heads or MLP cannot be divided evenly; or see `check_weights`.
+        FileNotFoundError: see `check_weights`.
+    """
+    ranks = Ranks.launched()
+    folder = Path(folder) if Path(str(folder)).is_dir() else Path(snapshot_download(str(folder)))
+    check_weights(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if device is None:
+        device = torch.device("cuda", ranks.rank % torch.cuda.device_count()) if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    cuts = shard_model(model, ranks)
+    stored = _read_slices(folder, cuts, ranks, config.dtype if dtype == "auto" else dtype, device)
+    model.load_state_dict(stored, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
+    """Cut a causal LM down to this rank's share, in place, and let its outputs be summed over the ranks.
+
+    Args:
+        model: a stock or compressed causal LM, on any device, meta included.
+        ranks: who this process is.
+    Returns:
+        Name of every cut parameter -> dimension that was cut.
+    Raises:
+        ValueError: heads or MLP cannot be divided evenly among the ranks.
+    """
+    config = model.config
+    for what in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        if getattr(config, what) % ranks.size:
+            raise ValueError(f"{what}={getattr(config, what)} cannot be divided among {ranks.size} ranks evenly")
+    cuts = {}
+    for pattern, style in config.base_model_tp_plan.items():
+        if style not in ("colwise", "rowwise"):
+            continue
+        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in [name for name, _ in model.model.named_modules() if wanted.fullmatch(name)]:
+            linear = model.model.get_submodule(name)
+            if style == "rowwise":
+                cuts[f"model.{name}.weight"] = INPUT
+                model.model.set_submodule(name, SummedLinear(linear.weight, linear.bias, ranks))
+                continue
+            for key, parameter in list(linear.named_parameters()):
+                cuts[f"model.{name}.{key}"] = OUTPUT
+                setattr(linear, key, nn.Parameter(own_slice(parameter, OUTPUT, ranks), requires_grad=False))
+            linear.out_features = linear.weight.shape[0]
+    model.ranks = ranks
+    return cuts
+
+
+class SummedLinear(nn.Module):
+    """A linear layer whose inputs are divided among the ranks: outputs are summed, the bias is added once."""
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(own_slice(weight, INPUT, ranks), requires_grad=False)
+        self.bias = bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Map this rank's inputs [..., in / ranks] to the outputs of all, [..., out]."""
+        states = nn.functional.linear(states, self.weight)
+        dist.all_reduce(states)
+        return states if self.bias is None else states + self.bias
+
+
+def own_slice(parameter: Tensor, dimension: int, ranks: Ranks) -> Tensor:
+    """Copy this rank's part of a parameter."""
+    return parameter.detach().chunk(ranks.size, dim=dimension)[ranks.rank].clone()
+
+
+def _read_slices(
+    folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype | None, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Read every parameter of a folder, of the cut ones this rank's slice only."""
+    index = folder / INDEX_NAME
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [SINGLE_NAME]
+    stored = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                part: list[slice] = [slice(None), slice(None)]
+                view = tensors.get_slice(name)
+                if name in cuts:
+                    share = view.get_shape()[cuts[name]] // ranks.size
+                    part[cuts[name]] = slice(ranks.rank * share, (ranks.rank + 1) * share)
+                stored[name] = view[tuple(part[: len(view.get_shape())])].to(dtype or torch.float32)
+    return stored

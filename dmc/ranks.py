@@ -1,0 +1,65 @@
+"""The processes that share one model: who this one is, and the few numbers they must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process of a tensor parallel group; the default is a process alone, for which nothing is communicated.
+
+    Every method that talks to the other ranks must be called by all of them, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def launched(cls) -> Ranks:
+        """Join the processes that `torchrun` started: NCCL where each has a GPU, else gloo.
+
+        Raises:
+            RuntimeError: the process was not started by torchrun.
+        """
+        if not dist.is_torchelastic_launched():
+            raise RuntimeError("tensor parallel loading needs several processes: start them with torchrun")
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def minimum(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers."""
+        return self._reduce(number, dist.ReduceOp.MIN)
+
+    def maximum(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return self._reduce(number, dist.ReduceOp.MAX)
+
+    def total(self, number: int) -> int:
+        """Return the sum of the ranks' numbers."""
+        return self._reduce(number, dist.ReduceOp.SUM)
+
+    def join_heads(self, numbers: Tensor) -> Tensor:
+        """Join the ranks' heads in the last dimension, int64 [..., H] -> [..., H * size]."""
+        if self.size == 1:
+            return numbers
+        numbers = numbers.to(_device()).contiguous()
+        parts = [torch.empty_like(numbers) for _ in range(self.size)]
+        dist.all_gather(parts, numbers)
+        return torch.cat(parts, dim=-1).cpu()
+
+    def _reduce(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
+        if self.size == 1:
+            return number
+        shared = torch.tensor([number], device=_device())
+        dist.all_reduce(shared, operation)
+        return int(shared)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,0 +1,118 @@
+"""Two gloo processes serve what one does: the same tokens, decisions and bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams
+from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
+from dmc.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, [11, 12, 13], [70, 3, 70, 3, 70, 3, 5] * 3]
+PARAMS = [
+    SamplingParams(max_new_tokens=40, temperature=0.0),
+    SamplingParams(max_new_tokens=30, temperature=0.8, seed=3),
+    SamplingParams(max_new_tokens=20, temperature=1.0, top_k=5, seed=4),
+]
+WORKER = """
+import json, sys
+import torch
+from dmc import Engine
+from dmc.models.tensor_parallel import load_shard
+from test_tensor_parallel import PARAMS, PROMPTS, report
+
+torch.set_num_threads(1)
+folder, memory, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+model = load_shard(folder)
+engine = Engine(model, memory=memory, max_batch_size=3)
+found = report(engine, engine.generate(PROMPTS, PARAMS))
+found["shape"] = list(model.model.layers[0].self_attn.k_proj.weight.shape)
+rank = torch.distributed.get_rank()
+with open(f"{out}.{rank}", "w") as file:
+    json.dump(found, file)
+torch.distributed.destroy_process_group()
+"""
+
+
+def report(engine: Engine, generations: list[Any]) -> dict[str, Any]:
+    return {
+        "tokens": [generation.token_ids for generation in generations],
+        "logprobs": [generation.logprobs for generation in generations],
+        "slots": [generation.stats.slots.tolist() for generation in generations],
+        "bytes_used": [generation.stats.bytes_used for generation in generations],
+        "ratios": [generation.stats.achieved_ratio for generation in generations],
+        "preemptions": sum(generation.stats.num_preemptions for generation in generations),
+        "blocks": engine.blocks_in_use,
+    }
+
+
+def torchrun(folder: Path, memory: int | None, tmp_path: Path) -> list[dict[str, Any]]:
+    (tmp_path / "worker.py").write_text(WORKER)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "models")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "worker.py"), str(folder), json.dumps(memory), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr[:3000]
+    return [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "gates"),
+    [
+        ("llama", {"attention_bias": True}, {"delay": 4}),
+        ("qwen2", {"tie_word_embeddings": True}, {}),
+        ("qwen3", {}, {"action": "drop", "delay": 3}),
+        ("mistral", {}, None),
+    ],
+    ids=["llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral"],
+)
+def test_two_ranks_give_the_tokens_of_one(
+    family: str, changes: dict, gates: dict | None, make_stock: Any, make_compressed: Any, tmp_path: Path
+) -> None:
+    model = make_stock(family, **changes) if gates is None else make_compressed(family, gates=gates, **changes)
+    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    engine = Engine(model, max_batch_size=3)
+    alone = report(engine, engine.generate(PROMPTS, PARAMS))
+    for found in torchrun(tmp_path / "model", None, tmp_path):
+        shape = found.pop("shape")
+        assert shape == [model.model.layers[0].self_attn.k_proj.weight.shape[0] // 2, model.config.hidden_size]
+        torch.testing.assert_close(found.pop("logprobs"), alone["logprobs"], rtol=0, atol=1e-4)
+        assert found == {key: value for key, value in alone.items() if key != "logprobs"}
+
+
+def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) -> None:
+    model = make_compressed(gates={"delay": 4, "decision_offset": 1.0})
+    model.save_pretrained(tmp_path / "model")
+    engine = Engine(model, max_batch_size=3)
+    alone = report(engine, engine.generate(PROMPTS, PARAMS))
+    first, second = torchrun(tmp_path / "model", 2 * 6 * 16 * 2 * 16 * 4, tmp_path)
+    assert first["preemptions"] > 0
+    assert first == second
+    assert (first["tokens"], first["slots"]) == (alone["tokens"], alone["slots"])
+
+
+def test_heads_that_cannot_be_divided_are_refused(make_stock: Any) -> None:
+    with pytest.raises(ValueError, match="num_key_value_heads=2 cannot be divided among 3 ranks evenly"):
+        shard_model(make_stock(), Ranks(0, 3))
+
+
+def test_loading_a_shard_alone_says_how_to_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="start them with torchrun"):
+        load_shard(tmp_path)
+
+
+def test_slices_of_all_ranks_are_the_whole() -> None:
+    weight = torch.arange(24.0).view(6, 4)
+    for dimension in (0, 1):
+        parts = [own_slice(weight, dimension, Ranks(rank, 2)) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, dim=dimension), weight)
