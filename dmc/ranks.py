@@ -61,5 +61,8 @@ class Ranks:
         return int(shared)
 
 
+ALONE = Ranks()
+
+
 def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -26,14 +26,14 @@ OUTPUT, INPUT = 0, 1
 """Dimension of a weight that is cut: `colwise` cuts the outputs, `rowwise` the inputs."""
 
 
-def load_shard(folder: Any, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None) -> Any:
+def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """Load this rank's share of a causal LM; called by every process that `torchrun` started.
 
     Only this rank's slices are read, so a model needs no more memory than the ranks have together.
 
     Args:
         folder: a local folder or a hub name.
-        dtype: of the weights; "auto": as the configuration says, else as they are stored.
+        dtype: of the weights; None: as the configuration says.
         device: None: the GPU with this process's local rank, or the CPU.
     Returns:
         The model in eval mode; `Engine` serves it as any other, on all ranks together.
@@ -51,7 +51,7 @@ def load_shard(folder: Any, dtype: torch.dtype | str = "auto", device: torch.dev
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     cuts = shard_model(model, ranks)
-    stored = _read_slices(folder, cuts, ranks, config.dtype if dtype == "auto" else dtype, device)
+    stored = _read_slices(folder, cuts, ranks, dtype or config.dtype or torch.float32, device)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
@@ -115,7 +115,7 @@ def own_slice(parameter: Tensor, dimension: int, ranks: Ranks) -> Tensor:
 
 
 def _read_slices(
-    folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype | None, device: torch.device | str
+    folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read every parameter of a folder, of the cut ones this rank's slice only."""
     index = folder / INDEX_NAME
@@ -129,5 +129,5 @@ def _read_slices(
                 if name in cuts:
                     share = view.get_shape()[cuts[name]] // ranks.size
                     part[cuts[name]] = slice(ranks.rank * share, (ranks.rank + 1) * share)
-                stored[name] = view[tuple(part[: len(view.get_shape())])].to(dtype or torch.float32)
+                stored[name] = view[tuple(part[: len(view.get_shape())])].to(dtype)
     return stored

@@ -12,7 +12,7 @@ from torch import Tensor
 from dmc.budget import achieved_ratio
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
-from dmc.ranks import Ranks
+from dmc.ranks import ALONE
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.sampling import SamplingParams, sample_token
 from dmc.runtime.scheduler import Scheduler, Segment
@@ -26,7 +26,7 @@ def layout_of(model: Any) -> CacheLayout:
     config = model.config
     compression = getattr(config, "compression", None)
     parameter = next(model.parameters())
-    ranks = getattr(model, "ranks", Ranks())
+    ranks = getattr(model, "ranks", ALONE)
     return CacheLayout(
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads // ranks.size,

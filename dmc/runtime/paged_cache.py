@@ -11,7 +11,7 @@ from torch import Tensor
 from dmc.budget import entry_bytes
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, history_size
-from dmc.ranks import Ranks
+from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -28,7 +28,7 @@ class CacheLayout:
     dtype: torch.dtype
     device: torch.device
     compression: CompressionConfig | None = None
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ALONE
     """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
 
     @property
