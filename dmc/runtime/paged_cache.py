@@ -178,17 +178,32 @@ class PagedCache:
     def reserve(self, rows: list[int], num_new: list[int]) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
 
+        A pool that grows does so layer by layer when a prompt is fed, in `make_room`: room for all layers uncompressed
+        would defeat the compression.
+
         Raises:
             OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
         """
-        missing = self._missing_blocks(list(rows), num_new)
-        if missing > 0:
-            self._grow_pool(missing)
+        if self.grows and max(num_new) > 1:
+            self._known_free = 0
+        else:
+            missing = self._missing_blocks(list(rows), num_new)
+            if missing > 0:
+                self._grow_pool(missing)
+                self._count_free()
         self._fed_since_known[rows] += torch.tensor(num_new)
         most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
         capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
         if wanted > capacity:
             self.block_tables = torch.nn.functional.pad(self.block_tables, (0, max(wanted, 2 * capacity) - capacity))
+
+    def make_room(self, num_sequences: int, num_new: int) -> None:
+        """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer."""
+        if self.grows and num_new > 1:
+            wanted = num_sequences * self.layout.num_kv_heads * -(-num_new // self.block_size)
+            missing = wanted - self.allocator.num_free
+            if missing > 0:
+                self._grow_pool(missing)
 
     def _missing_blocks(self, rows: list[int | None], num_new: list[int]) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""
@@ -225,7 +240,6 @@ class PagedCache:
             grown[: pages.shape[0]] = pages
             setattr(self, name, grown)
         self.allocator.grow(total)
-        self._count_free()
 
     def slots(self, row: int) -> Tensor:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""

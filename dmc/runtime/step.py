@@ -121,6 +121,7 @@ class Step:
         return attended
 
     def _attend(self, layer_index: int, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+        self.cache.make_room(query.shape[0], query.shape[2])
         layer = self.cache.layer(layer_index)
         seen = self.backend.append_or_merge(layer, tokens, self.cache.layout.compression)
         pages = layer.key_pages, layer.value_pages, layer.block_tables

@@ -424,3 +424,14 @@ def test_pool_that_grew_in_a_forward_pass_takes_its_blocks_back(make_compressed)
         engine.generate(prompts, SamplingParams(max_new_tokens=2, temperature=0.0))
         assert engine.cache.allocator.num_blocks > first
         assert engine.blocks_in_use == 0
+
+
+def test_a_long_prompt_never_holds_all_layers_uncompressed(make_compressed: Any, make_prompts: Any) -> None:
+    model = make_compressed(num_layers=8, gates={"decision_offset": -2.0})
+    engine = Engine(model, max_batch_size=1)
+    (generation,) = engine.generate(make_prompts(4000), SamplingParams(max_new_tokens=1, temperature=0.0))
+    assert generation.stats.achieved_ratio > 4
+    layer = model.config.num_key_value_heads * 4000 // 16
+    compressed = int((-(-generation.stats.slots // 16)).sum())
+    assert engine.cache.allocator.num_blocks <= 2 * (compressed + layer)  # the pool grows by doubling
+    assert engine.cache.allocator.num_blocks < 0.7 * 8 * layer

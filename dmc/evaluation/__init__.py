@@ -1,0 +1,1 @@
+"""Measurements of built models: speed, memory, quality."""

@@ -1,0 +1,58 @@
+"""Gates that decide at random, at a chosen compression ratio: speed and memory can be measured without training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmc.budget import check_ratio
+from dmc.compression import CompressionConfig, Compressor, GateMode, GateOutput
+
+SPREAD = 0.5
+"""Heads keep between 1 - SPREAD and 1 + SPREAD times the mean share of tokens: their lengths differ."""
+
+
+class SyntheticCompressor(Compressor):
+    """Decides for every token at random; everything else is the learned gate's work, at its cost.
+
+    Args:
+        config: what happens to a token and when.
+        head_dim: D.
+        keep: share of tokens that each KV head appends, [H].
+        seed: of the decisions.
+    """
+
+    def __init__(self, config: CompressionConfig, head_dim: int, keep: Tensor, seed: int) -> None:
+        super().__init__(config, head_dim)
+        self.keep = keep
+        self.generator = torch.Generator(keep.device).manual_seed(seed)
+
+    def gate(
+        self, query: Tensor, key: Tensor, mode: GateMode | None, layer_index: int, starts: Tensor | None = None
+    ) -> GateOutput:
+        """See `Compressor.gate`; the decisions are drawn."""
+        gated = super().gate(query, key, mode, layer_index, starts)
+        drawn = torch.rand(gated.alpha.shape, generator=self.generator, device=key.device)
+        alpha = (drawn >= self.keep[:, None]).float()
+        return dataclasses.replace(gated, alpha=alpha, log_append=(-alpha).log1p())
+
+
+def set_synthetic_gates(model: Any, ratio: float, seed: int = 0) -> None:
+    """Let every gate of a compressed model decide at random so that the cache's ratio tends to `ratio`.
+
+    Raises:
+        ValueError: the ratio is below 1.
+    """
+    check_ratio(ratio, "ratio")
+    generator = torch.Generator().manual_seed(seed)
+    config = model.compression
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+        share = 1 + SPREAD * (2 * (torch.arange(kv_heads) + 0.5) / kv_heads - 1)
+        keep = (share[torch.randperm(kv_heads, generator=generator)] / ratio).clamp_max(1.0)
+        keep = keep.to(attention.k_proj.weight.device)
+        attention.compressor = SyntheticCompressor(config, attention.head_dim, keep, seed + index)
