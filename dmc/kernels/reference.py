@@ -14,6 +14,11 @@ QUERY_BLOCK = 128
 """Queries whose scores are held at once."""
 
 
+def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
+    """Say why this backend cannot serve such a cache, None if it can: the reference serves all."""
+    return None
+
+
 def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
     """Let the next n tokens of each sequence into the cache (DMC, algorithm 1), in place.
 
@@ -175,6 +180,42 @@ def take_blocks(cache: LayerCache, rows: Tensor, lengths: Tensor) -> None:
 
 def _blocks_of(lengths: Tensor, block_size: int) -> Tensor:
     return -(-lengths // block_size)
+
+
+def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
+    """Evict slots: those that stay move together, in order, inside each head's own pages; in place.
+
+    Blocks that a head no longer needs go onto the free stack in the order (sequence, head, block). Table entries beyond
+    the new length stay as they are.
+
+    Args:
+        cache: pages, free list and lengths are updated.
+        rows: cache row of each sequence, int64 [S].
+        keep: which slots stay, bool [S, H, M * block]; what it says beyond a head's length is not read.
+    """
+    slots = torch.arange(keep.shape[-1], device=keep.device)
+    old = cache.lengths[rows].long()
+    keep = keep & (slots < old[..., None])
+    lengths = keep.sum(-1)
+    tables = cache.block_tables[rows].long()
+    sequence, head, source = keep.nonzero(as_tuple=True)
+    target = (keep.cumsum(-1) - 1)[keep]
+    source_block = tables[sequence, head, source // cache.block_size]
+    target_block = tables[sequence, head, target // cache.block_size]
+    for pages in (cache.key_pages, cache.value_pages):
+        pages[target_block, target % cache.block_size] = pages[source_block, source % cache.block_size]
+    cache.lengths[rows] = lengths.to(cache.lengths.dtype)
+    _give_back_blocks(cache, tables, old, lengths)
+
+
+def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tensor) -> None:
+    """Push the blocks that lengths `new` [S, H] need no more onto the free stack."""
+    place = torch.arange(tables.shape[-1], device=tables.device)
+    first, end = _blocks_of(new, cache.block_size), _blocks_of(old, cache.block_size)
+    blocks = tables[(place >= first[..., None]) & (place < end[..., None])]
+    top = cache.num_free + torch.arange(blocks.numel(), device=tables.device)
+    cache.free_blocks[top] = blocks.to(cache.free_blocks.dtype)
+    cache.num_free += blocks.numel()
 
 
 def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:

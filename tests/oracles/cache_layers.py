@@ -1,0 +1,128 @@
+"""Layers of a cache with scattered blocks, streams of random tokens, and comparisons of two backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from dmc.compression import CompressionConfig
+from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
+
+THETA = 100.0
+
+
+def make_layer(
+    config: CompressionConfig | None,
+    *,
+    num_rows: int = 3,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    max_blocks: int = 3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> LayerCache:
+    """Make an empty layer whose pages are full of noise and whose free stack is shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = num_rows * kv_heads * max_blocks + 2
+    heads, size = (num_rows, kv_heads), history_size(config)
+    keeps_mean = config is not None and config.action == "merge" and config.window_size is None
+    key, value = torch.randn(2, num_blocks, block_size, head_dim, generator=generator).to(dtype).unbind()
+    return LayerCache(
+        key_pages=key,
+        value_pages=value,
+        free_blocks=torch.randperm(num_blocks, generator=generator).int(),
+        num_free=torch.tensor([num_blocks], dtype=torch.int32),
+        block_tables=torch.zeros(*heads, max_blocks, dtype=torch.int32),
+        lengths=torch.zeros(heads, dtype=torch.int32),
+        history_key=torch.zeros(*heads, size, head_dim, dtype=dtype),
+        history_value=torch.zeros(*heads, size, head_dim, dtype=dtype),
+        history_merged=torch.zeros(*heads, size, dtype=torch.bool),
+        history_omega=torch.zeros(*heads, size),
+        mean=torch.zeros(*heads, 2 * head_dim) if keeps_mean else None,
+        weight=torch.zeros(heads) if keeps_mean else None,
+    )
+
+
+def fill(layer: LayerCache, lengths: torch.Tensor) -> LayerCache:
+    """Give the heads blocks off the stack for `lengths` [C, H]; their slots hold the pages' noise."""
+    for row, of_row in enumerate(lengths.tolist()):
+        for head, length in enumerate(of_row):
+            for block in range(-(-length // layer.block_size)):
+                layer.num_free -= 1
+                layer.block_tables[row, head, block] = layer.free_blocks[int(layer.num_free)]
+    layer.lengths.copy_(lengths)
+    return layer
+
+
+def copy_to(item: Any, device: torch.device | str) -> Any:
+    """Copy a layer, tokens, or what is seen, tensor by tensor, to a device."""
+    if dataclasses.is_dataclass(item):
+        return type(item)(*(copy_to(getattr(item, field.name), device) for field in dataclasses.fields(item)))
+    return item.clone().to(device) if isinstance(item, torch.Tensor) else item
+
+
+class Stream:
+    """Random tokens of some sequences, in time; half of them merge."""
+
+    def __init__(self, layer: LayerCache, config: CompressionConfig | None, rows: list[int], time: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        head_dim = layer.key_pages.shape[-1]
+        shape = (len(rows), layer.lengths.shape[1], time)
+        self.config, self.rows = config, torch.tensor(rows)
+        self.key, self.value = torch.randn(2, *shape, head_dim, generator=generator).to(layer.key_pages.dtype).unbind()
+        self.merged = torch.rand(shape, generator=generator) < 0.5
+        self.omega = torch.rand(shape, generator=generator) + 0.01
+
+    def tokens(self, begin: int, end: int) -> NewTokens:
+        """Cut tokens begin..end-1 out, as views into the whole stream."""
+        time = slice(begin, end)
+        positions = torch.arange(begin, end).expand(len(self.rows), -1)
+        key, value = self.key[:, :, time], self.value[:, :, time]
+        if self.config is None:
+            return NewTokens(self.rows, positions, key, value)
+        earlier = torch.arange(begin - self.config.delay, end).expand(len(self.rows), -1)
+        cos, sin = rotary_tables(earlier, key.shape[-1])
+        return NewTokens(
+            self.rows, positions, key, value, self.merged[..., time], self.omega[..., time], cos.to(key), sin.to(key)
+        )
+
+
+def rotary_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = THETA ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angles = positions.clamp_min(0)[..., None] * torch.cat((frequencies, frequencies))
+    scale = torch.ones(head_dim)
+    scale[-1] = 0
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float) -> None:
+    """Compare all that a head owns: block ids, lengths and history exactly, pooled states within the tolerance."""
+    for name in ("free_blocks", "num_free", "lengths", "block_tables", "history_merged"):
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
+    for name in ("key_pages", "value_pages", "history_key", "history_value", "history_omega", "mean", "weight"):
+        wanted = getattr(expected, name)
+        if wanted is not None:
+            given = getattr(actual, name).cpu().float()
+            torch.testing.assert_close(
+                given, wanted.float(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
+            )
+
+
+def assert_same_view(actual: Seen, expected: Seen, tolerance: float) -> None:
+    """Compare what queries see; recent tokens only where they exist."""
+    assert torch.equal(actual.slots.cpu().long(), expected.slots.long())
+    assert (actual.recent is None) == (expected.recent is None)
+    if actual.recent is not None and expected.recent is not None:
+        exists = expected.recent.exists
+        assert torch.equal(actual.recent.exists.cpu(), exists)
+        for given, wanted in (
+            (actual.recent.key, expected.recent.key),
+            (actual.recent.value, expected.recent.value),
+        ):
+            mask = exists[:, None, :, None]
+            torch.testing.assert_close(
+                (given.cpu() * mask).float(), (wanted * mask).float(), rtol=tolerance, atol=tolerance
+            )
