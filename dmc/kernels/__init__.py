@@ -1,19 +1,32 @@
-"""Kernel backends, one module each with the same function names; `reference` is the specification."""
+"""Kernel backends, one module each with the same function names; `reference` is the specification.
+
+Each offers `append_or_merge`, `paged_attention`, `prefill_attention`, `compact`, and
+`supports(dtype, head_dim, block_size, device)`, which says why it cannot serve such a cache, or None.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
-BACKENDS = ("reference",)
+import torch
+
+BACKENDS = ("reference", "triton", "flash")
 
 
-def load_backend(name: str) -> ModuleType:
-    """Return the backend module; "auto" picks the best one that runs here.
+def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
+    """Return the backend module; "auto" picks the best one for tensors on `device`.
 
     Raises:
         ValueError: there is no such backend.
+        ImportError: it needs a package that is not installed.
     """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"kernels={name!r} is unknown: expected 'auto' or one of {', '.join(BACKENDS)}")
-    return importlib.import_module(f"dmc.kernels.{'reference' if name == 'auto' else name}")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if name == "auto":
+        name = "triton" if torch.device(device).type == "cuda" and has_triton else "reference"
+    if name == "triton" and not has_triton:
+        raise ImportError("kernels='triton' needs triton: pip install triton, or use kernels='reference'")
+    return importlib.import_module(f"dmc.kernels.{name}")

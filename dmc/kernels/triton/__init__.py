@@ -1,0 +1,39 @@
+"""The NVIDIA backend: Triton kernels, no host synchronisation while decoding, so a step fits into a CUDA graph.
+
+append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
+attention.py   decode: split-K attention over the ragged heads, then a reduction over the splits
+prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
+compaction.py  close the gaps that eviction leaves
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from dmc.kernels.triton.append import append_or_merge
+from dmc.kernels.triton.attention import paged_attention
+from dmc.kernels.triton.compaction import compact
+from dmc.kernels.triton.prefill import prefill_attention
+
+__all__ = ["append_or_merge", "compact", "paged_attention", "prefill_attention", "supports"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
+    """Say why these kernels cannot serve such a cache, None if they can; every block size is served.
+
+    The interpreter of Triton (`TRITON_INTERPRET=1`) runs them on a CPU, for tests, in float32 alone.
+    """
+    if dtype not in DTYPES:
+        return f"dtype={dtype} is not supported by kernels.triton (float32, bfloat16, float16)"
+    if head_dim % 2 or not 16 <= head_dim <= 256:
+        return f"head_dim={head_dim} is not supported by kernels.triton (even numbers from 16 to 256)"
+    if triton.knobs.runtime.interpret:
+        return None if dtype == torch.float32 else f"dtype={dtype} is wrong in Triton's interpreter: use float32"
+    if device.type != "cuda":
+        return f"kernels.triton needs an NVIDIA GPU, the cache is on {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"kernels.triton needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    return None

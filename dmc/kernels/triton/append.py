@@ -1,0 +1,406 @@
+"""Let one new token per head into the cache: a kernel that plans for all heads, then one program per head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import reference
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, history_size
+
+PLANNED_TOGETHER = 1024
+"""Heads that the planning program handles at once."""
+RECENT_TILE = 16
+"""Raw recent tokens that one program rotates."""
+
+
+def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
+    """See `dmc.kernels.reference.append_or_merge`; several tokens at once take its path.
+
+    With one token per sequence nothing waits for the device and no shape depends on data.
+    """
+    if tokens.key.shape[2] > 1:
+        return reference.append_or_merge(cache, tokens, config)
+    sequences, kv_heads = tokens.key.shape[:2]
+    delay = 0 if config is None else config.delay
+    constants = {"KV_HEADS": kv_heads, "DELAY": delay, "HISTORY": history_size(config)}
+    slots = cache.lengths.new_empty(sequences, kv_heads, 1)
+    targets = torch.empty_like(slots, dtype=torch.long)
+    with torch.cuda.device_of(cache.lengths):
+        _plan_kernel[(1,)](
+            tokens.rows,
+            tokens.positions,
+            tokens.merged,
+            cache.history_merged,
+            cache.lengths,
+            cache.block_tables,
+            cache.free_blocks,
+            cache.num_free,
+            slots,
+            targets,
+            sequences * kv_heads,
+            cache.block_tables.shape[-1],
+            tokens.positions.stride(0),
+            *_strides(tokens.merged),
+            BLOCK_SIZE=cache.block_size,
+            DROPS=config is not None and config.action == "drop",
+            PAIRS=min(PLANNED_TOGETHER, triton.next_power_of_2(sequences * kv_heads)),
+            **constants,
+        )
+        _enter_heads(cache, tokens, config, targets, constants)
+        return Seen(slots, recent=_recent(cache, tokens, constants) if delay > 0 else None)
+
+
+def _strides(states: Tensor | None) -> tuple[int, int]:
+    """Strides of sequences and heads."""
+    return (0, 0) if states is None else (states.stride(0), states.stride(1))
+
+
+def _with_dense_channels(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _enter_heads(
+    cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None, targets: Tensor, constants: dict[str, int]
+) -> None:
+    pooling, window = "none", 1
+    if config is not None and config.action == "merge":
+        pooling = "window" if config.window_size is not None else "mean"
+        window = config.window_size or 1
+    key, value = _with_dense_channels(tokens.key), _with_dense_channels(tokens.value)
+    head_dim = key.shape[-1]
+    _enter_kernel[(targets.numel(),)](
+        tokens.rows,
+        tokens.positions,
+        targets,
+        key,
+        value,
+        tokens.merged,
+        tokens.omega,
+        tokens.cos,
+        tokens.sin,
+        cache.key_pages,
+        cache.value_pages,
+        cache.history_key,
+        cache.history_value,
+        cache.history_merged,
+        cache.history_omega,
+        cache.mean,
+        cache.weight,
+        tokens.positions.stride(0),
+        *_strides(key),
+        *_strides(value),
+        *_strides(tokens.merged),
+        *_strides(tokens.omega),
+        0 if tokens.cos is None else tokens.cos.stride(0),
+        POOLING=pooling,
+        WINDOW=window,
+        AGES=triton.next_power_of_2(max(1, window - 1)),
+        HALF=head_dim // 2,
+        HALF_TILE=triton.next_power_of_2(head_dim // 2),
+        **constants,
+        num_warps=4 if window * head_dim >= 1024 else 1,
+    )
+
+
+def _recent(cache: LayerCache, tokens: NewTokens, constants: dict[str, int]) -> Recent:
+    """Rotate the raw tokens that the delay holds back, out of the history."""
+    assert tokens.cos is not None and tokens.sin is not None
+    sequences, kv_heads, _, head_dim = tokens.key.shape
+    delay = constants["DELAY"]
+    key = tokens.key.new_empty(sequences, kv_heads, delay, head_dim)
+    value = tokens.value.new_empty(key.shape)
+    exists = torch.empty(sequences, delay, dtype=torch.bool, device=key.device)
+    _recent_kernel[(sequences * kv_heads, triton.cdiv(delay, RECENT_TILE))](
+        tokens.rows,
+        tokens.positions,
+        tokens.cos,
+        tokens.sin,
+        cache.history_key,
+        cache.history_value,
+        key,
+        value,
+        exists,
+        tokens.positions.stride(0),
+        tokens.cos.stride(0),
+        tokens.cos.stride(1),
+        HALF=head_dim // 2,
+        HALF_TILE=triton.next_power_of_2(head_dim // 2),
+        TILE=RECENT_TILE,
+        **constants,
+    )
+    return Recent(key, value, exists)
+
+
+@triton.jit
+def _plan_kernel(
+    rows,
+    positions,
+    merged,
+    history_merged,
+    lengths,
+    block_tables,
+    free_blocks,
+    num_free,
+    slots,
+    targets,
+    num_pairs,
+    num_blocks,
+    position_stride,
+    merged_stride,
+    merged_head_stride,
+    KV_HEADS: tl.constexpr,
+    DELAY: tl.constexpr,
+    HISTORY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DROPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Give each (sequence, head) its new length, a block if it needs one, and the page slot to write (-1: none)."""
+    free = tl.load(num_free)
+    taken = tl.zeros((), dtype=tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        known = pair < num_pairs
+        sequence, head = pair // KV_HEADS, pair % KV_HEADS
+        cell = tl.load(rows + sequence, mask=known, other=0) * KV_HEADS + head
+        length = tl.load(lengths + cell, mask=known, other=0)
+        appended = known
+        writes = known
+        if merged is not None:
+            entering = tl.load(positions + sequence * position_stride, mask=known, other=0) - DELAY
+            exists = known & (entering >= 0)
+            if DELAY > 0:
+                decision = history_merged + cell * HISTORY + tl.where(exists, entering, 0) % HISTORY
+            else:
+                decision = merged + sequence * merged_stride + head * merged_head_stride
+            decided = tl.load(decision, mask=exists & (entering > 0), other=0) != 0
+            appended = exists & (decided == 0)
+            writes = appended if DROPS else exists
+        needs = appended & (length % BLOCK_SIZE == 0)
+        count = needs.to(tl.int32)
+        rank = taken + tl.cumsum(count, 0) - count
+        popped = tl.load(free_blocks + (free - 1 - rank), mask=needs, other=0)
+        tl.debug_barrier()  # warps that hold the same heads have all read what one of them overwrites
+        length += appended.to(tl.int32)
+        last = tl.where(writes, length - 1, 0)
+        entry = block_tables + cell * num_blocks + last // BLOCK_SIZE
+        held = tl.load(entry, mask=writes & (needs == 0), other=0)
+        tl.store(entry, popped, mask=needs)
+        block = tl.where(needs, popped, held).to(tl.int64)
+        tl.store(targets + pair, tl.where(writes, block * BLOCK_SIZE + last % BLOCK_SIZE, -1), mask=known)
+        tl.store(lengths + cell, length, mask=known)
+        tl.store(slots + pair, length, mask=known)
+        taken += tl.sum(count, 0)
+    tl.store(num_free, free - taken)
+
+
+@triton.jit
+def _halves(states, channel, HALF: tl.constexpr):
+    """Load both halves of a head's channels, in float32."""
+    known = channel < HALF
+    first = tl.load(states + channel, mask=known, other=0.0)
+    second = tl.load(states + HALF + channel, mask=known, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_halves(states, channel, first, second, keep, HALF: tl.constexpr):
+    known = channel < tl.where(keep, HALF, 0)
+    tl.store(states + channel, first.to(states.dtype.element_ty), mask=known)
+    tl.store(states + HALF + channel, second.to(states.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _average(states, place, weight, channel, HALF: tl.constexpr):
+    """Sum entries of the history [ages], weighted; those of weight 0 are not read."""
+    known = (weight > 0)[:, None] & (channel < HALF)[None, :]
+    entry = states + place[:, None] * (2 * HALF) + channel[None, :]
+    first = tl.load(entry, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(entry + HALF, mask=known, other=0.0).to(tl.float32)
+    return tl.sum(first * weight[:, None], 0), tl.sum(second * weight[:, None], 0)
+
+
+@triton.jit
+def _rotated(first, second, cos, sin, channel, HALF: tl.constexpr):
+    """Half-split RoPE."""
+    cos_first, cos_second = _halves(cos, channel, HALF)
+    sin_first, sin_second = _halves(sin, channel, HALF)
+    return first * cos_first - second * sin_first, second * cos_second + first * sin_second
+
+
+@triton.jit
+def _enter_kernel(
+    rows,
+    positions,
+    targets,
+    key,
+    value,
+    merged,
+    omega,
+    cos,
+    sin,
+    key_pages,
+    value_pages,
+    history_key,
+    history_value,
+    history_merged,
+    history_omega,
+    mean,
+    mean_weight,
+    position_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    merged_stride,
+    merged_head_stride,
+    omega_stride,
+    omega_head_stride,
+    cos_stride,
+    KV_HEADS: tl.constexpr,
+    DELAY: tl.constexpr,
+    HISTORY: tl.constexpr,
+    POOLING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AGES: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Write one head's entering state into its page slot, and its new token into the history."""
+    pair = tl.program_id(0).to(tl.int64)
+    sequence, head = pair // KV_HEADS, pair % KV_HEADS
+    cell = tl.load(rows + sequence) * KV_HEADS + head
+    position = tl.load(positions + sequence * position_stride)
+    target = tl.load(targets + pair)
+    entering = position - DELAY
+    exists = entering >= 0
+    channel = tl.arange(0, HALF_TILE)
+    new_key = key + sequence * key_stride + head * key_head_stride
+    new_value = value + sequence * value_stride + head * value_head_stride
+    place = cell * HISTORY
+    if DELAY > 0:
+        place += tl.where(exists, entering, 0) % HISTORY
+        key_first, key_second = _halves(history_key + place * 2 * HALF, channel, HALF)
+        value_first, value_second = _halves(history_value + place * 2 * HALF, channel, HALF)
+    else:
+        key_first, key_second = _halves(new_key, channel, HALF)
+        value_first, value_second = _halves(new_value, channel, HALF)
+
+    if POOLING != "none":
+        if DELAY > 0:
+            decided = tl.load(history_merged + place) != 0
+            importance = tl.load(history_omega + place)
+        else:
+            decided = tl.load(merged + sequence * merged_stride + head * merged_head_stride) != 0
+            importance = tl.load(omega + sequence * omega_stride + head * omega_head_stride)
+        merges = decided & (entering > 0)
+        total = tl.where(exists, importance.to(tl.float32), 1.0)
+        key_first, key_second = key_first * total, key_second * total
+        value_first, value_second = value_first * total, value_second * total
+        if POOLING == "window":
+            if WINDOW > 1:
+                age = 1 + tl.arange(0, AGES)
+                in_reach = age <= tl.where(merges, tl.minimum(entering, WINDOW - 1), 0)
+                past = tl.where(in_reach, entering - age, 0)
+                places = cell * HISTORY + past % HISTORY
+                goes_on = tl.load(history_merged + places, mask=in_reach & (past > 0), other=0) != 0
+                ended = tl.where(goes_on, 0, 1)
+                in_slot = in_reach & (tl.cumsum(ended, 0) - ended == 0)
+                weight = tl.load(history_omega + places, mask=in_slot, other=0.0)
+                total += tl.sum(weight, 0)
+                past_first, past_second = _average(history_key, places, weight, channel, HALF)
+                key_first += past_first
+                key_second += past_second
+                past_first, past_second = _average(history_value, places, weight, channel, HALF)
+                value_first += past_first
+                value_second += past_second
+        else:
+            weight = tl.where(merges, tl.load(mean_weight + cell), 0.0)
+            total += weight
+            past_first, past_second = _halves(mean + cell * 4 * HALF, channel, HALF)
+            key_first += past_first * weight
+            key_second += past_second * weight
+            past_first, past_second = _halves(mean + cell * 4 * HALF + 2 * HALF, channel, HALF)
+            value_first += past_first * weight
+            value_second += past_second * weight
+        key_first, key_second = key_first / total, key_second / total
+        value_first, value_second = value_first / total, value_second / total
+
+    tl.debug_barrier()  # every warp has read the mean, and the history entry that the new token may overwrite
+    if POOLING == "mean":
+        tl.store(mean_weight + cell, tl.where(exists, total, 0.0))
+        own_mean = mean + cell * 4 * HALF
+        _store_halves(own_mean, channel, key_first, key_second, exists, HALF)
+        _store_halves(own_mean + 2 * HALF, channel, value_first, value_second, exists, HALF)
+    if cos is not None:
+        turn = sequence * cos_stride
+        key_first, key_second = _rotated(key_first, key_second, cos + turn, sin + turn, channel, HALF)
+    slot = tl.where(target >= 0, target, 0) * 2 * HALF
+    _store_halves(key_pages + slot, channel, key_first, key_second, target >= 0, HALF)
+    _store_halves(value_pages + slot, channel, value_first, value_second, target >= 0, HALF)
+
+    if HISTORY > 0:
+        place = cell * HISTORY + position % HISTORY
+        first, second = _halves(new_key, channel, HALF)
+        _store_halves(history_key + place * 2 * HALF, channel, first, second, True, HALF)
+        first, second = _halves(new_value, channel, HALF)
+        _store_halves(history_value + place * 2 * HALF, channel, first, second, True, HALF)
+        decision = tl.load(merged + sequence * merged_stride + head * merged_head_stride)
+        tl.store(history_merged + place, decision)
+        tl.store(history_omega + place, tl.load(omega + sequence * omega_stride + head * omega_head_stride))
+
+
+@triton.jit
+def _recent_kernel(
+    rows,
+    positions,
+    cos,
+    sin,
+    history_key,
+    history_value,
+    recent_key,
+    recent_value,
+    recent_exists,
+    position_stride,
+    cos_stride,
+    cos_time_stride,
+    KV_HEADS: tl.constexpr,
+    DELAY: tl.constexpr,
+    HISTORY: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copy the last DELAY tokens of one head's history in order, keys rotated."""
+    pair = tl.program_id(0).to(tl.int64)
+    sequence, head = pair // KV_HEADS, pair % KV_HEADS
+    cell = tl.load(rows + sequence) * KV_HEADS + head
+    index = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    position = tl.load(positions + sequence * position_stride) - DELAY + 1 + index
+    exists = (index < DELAY) & (position >= 0)
+    channel = tl.arange(0, HALF_TILE)
+    known = exists[:, None] & (channel < HALF)[None, :]
+    written = (index < DELAY)[:, None] & (channel < HALF)[None, :]
+    place = cell * HISTORY + tl.where(exists, position, 0) % HISTORY
+    source = place[:, None] * (2 * HALF) + channel[None, :]
+    target = (pair * DELAY + index)[:, None] * (2 * HALF) + channel[None, :]
+    turn = sequence * cos_stride + (1 + index)[:, None] * cos_time_stride + channel[None, :]
+    first = tl.load(history_key + source, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(history_key + source + HALF, mask=known, other=0.0).to(tl.float32)
+    rotated_first = first * tl.load(cos + turn, mask=known, other=0.0)
+    rotated_first -= second * tl.load(sin + turn, mask=known, other=0.0)
+    rotated_second = second * tl.load(cos + turn + HALF, mask=known, other=0.0)
+    rotated_second += first * tl.load(sin + turn + HALF, mask=known, other=0.0)
+    tl.store(recent_key + target, rotated_first.to(recent_key.dtype.element_ty), mask=written)
+    tl.store(recent_key + target + HALF, rotated_second.to(recent_key.dtype.element_ty), mask=written)
+    for offset in tl.static_range(0, 2 * HALF, HALF):
+        tl.store(
+            recent_value + target + offset,
+            tl.load(history_value + source + offset, mask=known, other=0.0),
+            mask=written,
+        )
+    tl.store(recent_exists + sequence * DELAY + index, exists, mask=index < tl.where(head == 0, DELAY, 0))

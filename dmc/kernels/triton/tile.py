@@ -1,0 +1,56 @@
+"""The online softmax that decode and prefill share, in powers of two and float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+"""Factor that turns exp into exp2."""
+
+
+def tile_keys(channels: int, itemsize: int) -> int:
+    """Keys of one tile: so many that keys and values of a tile take 32 KiB, but 16 at least, as `tl.dot` demands."""
+    return max(16, min(128, 16384 // (channels * itemsize)))
+
+
+@triton.jit
+def attend_tile(query, key, value, visible, scaling, peak, total, acc):
+    """Go on from (peak, total, acc) of the queries [rows] over a tile of keys; also return its scores [rows, keys]."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf while nothing is visible
+    weight = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weight, 1)
+    acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    return scores, new_peak, total, acc
+
+
+@triton.jit
+def attend_own(query, key, value, visible, scaling, peak, total, acc):
+    """Go on as `attend_tile`, query i over key i alone."""
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
+    score = tl.where(visible, score, float("-inf"))
+    new_peak = tl.maximum(peak, score)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base)
+    fade = tl.exp2(peak - base)
+    return new_peak, total * fade + weight, acc * fade[:, None] + weight[:, None] * value.to(tl.float32)
+
+
+@triton.jit
+def load_slots(pages, table, slot, held, channel, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Load slots [keys] of one head through its block table, 0 where they are not held; [keys, channels]."""
+    block = tl.load(table + slot // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+    place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+    return load_rows(pages, place, held, channel, HEAD_DIM)
+
+
+@triton.jit
+def load_rows(states, place, held, channel, HEAD_DIM: tl.constexpr):
+    """Load the channels at `place` [rows], 0 where not `held`."""
+    return tl.load(
+        states + place[:, None] + channel[None, :], mask=held[:, None] & (channel < HEAD_DIM)[None, :], other=0.0
+    )

@@ -1,0 +1,267 @@
+"""The Triton kernels against the reference: in float32 by Triton's interpreter on a CPU, in 16 bit too on a GPU.
+
+The interpreter has to be chosen before triton is imported, so those tests run in processes of their own, which
+`test_interpreted_kernels_equal_the_reference` starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.cache_layers import Stream, assert_same_state, assert_same_view, copy_to, fill, make_layer
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import reference
+from dmc.kernels.base import LayerCache, NewTokens, Recent
+
+pytest.importorskip("triton", reason="triton is not installed")
+from dmc.kernels import triton as kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+PLACES = (
+    [pytest.param(("cpu", torch.float32), id="interpreter")]
+    if INTERPRETED
+    else [pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}") for dtype in TOLERANCES]
+)
+GATES = [
+    None,
+    *({"window_size": window, "delay": delay} for window in (None, 1, 12) for delay in (0, 4)),
+    {"action": "drop", "delay": 4},
+]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    """Device and dtype of a run."""
+    return request.param
+
+
+def gates_of(settings: dict | None) -> CompressionConfig | None:
+    return None if settings is None else CompressionConfig(**settings)
+
+
+@pytest.mark.parametrize("settings", GATES, ids=str)
+def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    config, tolerance = gates_of(settings), TOLERANCES[dtype]
+    expected = make_layer(config, block_size=4, max_blocks=8, head_dim=24, dtype=dtype)
+    actual = copy_to(expected, device)
+    stream = Stream(expected, config, rows=[2, 0], time=23)
+    for begin, end in ((0, 1), (1, 2), (2, 17), *((token, token + 1) for token in range(17, 23))):
+        tokens = stream.tokens(begin, end)
+        seen = kernels.append_or_merge(actual, copy_to(tokens, device), config)
+        wanted = reference.append_or_merge(expected, tokens, config)
+        assert_same_view(seen, wanted, tolerance)
+        assert_same_state(actual, expected, tolerance)
+    assert not expected.lengths[1].any()
+
+
+def decode_case(
+    place: tuple[str, torch.dtype], lengths: list[list[int]], *, group: int, head_dim: int, delay: int, block_size: int
+) -> tuple[list[torch.Tensor], Recent | None]:
+    """Make (query, pages, tables, lengths) and recent tokens, some of which do not exist."""
+    device, dtype = place
+    generator = torch.Generator().manual_seed(0)
+    rows, kv_heads = len(lengths), len(lengths[0])
+    capacity = max(1, -(-max(map(max, lengths)) // block_size))
+    layer = make_layer(
+        None,
+        num_rows=rows,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        max_blocks=capacity,
+        dtype=dtype,
+    )
+    layer = copy_to(fill(layer, torch.tensor(lengths)), device)
+    query = torch.randn(rows, kv_heads * group, head_dim, generator=generator).to(device, dtype)
+    recent = None
+    if delay:
+        key, value = torch.randn(2, rows, kv_heads, delay, head_dim, generator=generator).to(device, dtype).unbind()
+        recent = Recent(key, value, (torch.rand(rows, delay, generator=generator) < 0.5).to(device))
+    return [query, layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths], recent
+
+
+@pytest.mark.parametrize("return_scores", [False, True])
+@pytest.mark.parametrize("delay", [0, 4])
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (4, 24, 32), (3, 64, 128)])
+def test_decode_equals_the_reference_at_every_page_boundary(
+    place: tuple[str, torch.dtype], group: int, head_dim: int, block_size: int, delay: int, return_scores: bool
+) -> None:
+    lengths = [[0, 1], [block_size - 1, block_size], [block_size + 1, 2 * block_size]]
+    tensors, recent = decode_case(place, lengths, group=group, head_dim=head_dim, delay=delay, block_size=block_size)
+    options = {"recent": recent, "return_scores": return_scores}
+    actual = kernels.paged_attention(*tensors, 0.2, **options)
+    torch.testing.assert_close(
+        actual, reference.paged_attention(*tensors, 0.2, **options), rtol=0, atol=TOLERANCES[place[1]]
+    )
+
+
+def test_decode_reads_the_rows_it_is_given(place: tuple[str, torch.dtype]) -> None:
+    tensors, _ = decode_case(place, [[3, 1], [18, 9], [7, 0]], group=2, head_dim=16, delay=0, block_size=16)
+    query, *cache = tensors
+    rows = torch.tensor([2, 0], device=place[0])
+    wide = torch.stack((query, query), dim=2)[:2, :, 0]  # strides that are not those of a dense query
+    for query_view in (wide, query[:2].transpose(0, 1).contiguous().transpose(0, 1)):
+        actual = kernels.paged_attention(query_view, *cache, 0.2, rows=rows, return_scores=True)
+        wanted = reference.paged_attention(query_view, *cache, 0.2, rows=rows, return_scores=True)
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_decode_adds_up_the_splits_of_long_heads(place: tuple[str, torch.dtype], delay: int) -> None:
+    tensors, recent = decode_case(place, [[517, 130]], group=4, head_dim=16, delay=delay, block_size=16)
+    actual = kernels.paged_attention(*tensors, 0.2, recent=recent, return_scores=True)
+    wanted = reference.paged_attention(*tensors, 0.2, recent=recent, return_scores=True)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
+
+
+def test_decode_never_reads_beyond_the_length(place: tuple[str, torch.dtype]) -> None:
+    tensors, _ = decode_case(place, [[5, 20]], group=1, head_dim=16, delay=0, block_size=16)
+    expected = kernels.paged_attention(*tensors, 0.2)
+    _, key_pages, value_pages, tables, _ = tensors
+    for pages in (key_pages, value_pages):
+        pages[tables[0, 0, 0].long(), 5:] = torch.nan
+        pages[tables[0, 1, 1].long(), 4:] = torch.nan
+    torch.testing.assert_close(kernels.paged_attention(*tensors, 0.2), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("settings", [None, {"delay": 0}, {"delay": 4}, {"action": "drop", "delay": 20}], ids=str)
+def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    config, generator = gates_of(settings), torch.Generator().manual_seed(0)
+    layer = make_layer(config, block_size=16, max_blocks=10, head_dim=24, dtype=dtype)
+    stream = Stream(layer, config, rows=[2, 0], time=105)
+    for begin, end in ((0, 2), (2, 70), (70, 105)):
+        tokens = stream.tokens(begin, end)
+        query = torch.randn(2, 6, end - begin, 24, generator=generator).to(dtype)
+        seen = reference.append_or_merge(layer, tokens, config)
+        tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, seen
+        wanted = reference.prefill_attention(*tensors, 0.2, rows=tokens.rows)
+        moved = [copy_to(each, device) for each in tensors]
+        actual = kernels.prefill_attention(*moved, 0.2, rows=tokens.rows.to(device))
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
+def test_compaction_leaves_the_state_of_the_reference(share: float, place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    expected = fill(make_layer(None, max_blocks=5, dtype=dtype), torch.tensor([[0, 1], [15, 16], [17, 80]]))
+    actual = copy_to(expected, device)
+    keep = torch.rand(2, 2, 80, generator=torch.Generator().manual_seed(0)) < share
+    rows = torch.tensor([2, 1])
+    kernels.compact(actual, rows.to(device), keep.to(device))
+    reference.compact(expected, rows, keep)
+    assert_same_state(actual, expected, 0)
+
+
+def test_what_the_kernels_cannot_serve_is_said(place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    assert kernels.supports(dtype, 64, 16, torch.device(device)) is None
+    assert kernels.supports(torch.float64, 64, 16, torch.device(device)).startswith("dtype=torch.float64")
+    assert kernels.supports(dtype, 512, 16, torch.device(device)).startswith("head_dim=512")
+    if INTERPRETED:
+        assert kernels.supports(torch.bfloat16, 64, 16, torch.device(device)).endswith("use float32")
+
+
+if not INTERPRETED:
+
+    def test_interpreted_kernels_equal_the_reference() -> None:
+        command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+    def test_a_cpu_without_the_interpreter_is_not_supported() -> None:
+        reason = kernels.supports(torch.float32, 64, 16, torch.device("cpu"))
+        assert reason == "kernels.triton needs an NVIDIA GPU, the cache is on cpu"
+
+
+class DecodeLoop:
+    """Decode steps through tensors that stay where they are, as a CUDA graph needs them."""
+
+    def __init__(self, layer: LayerCache, stream: Stream, queries: torch.Tensor) -> None:
+        self.layer, self.stream, self.queries = copy_to(layer, "cuda"), stream, queries
+        self.tokens: NewTokens = copy_to(stream.tokens(0, 1), "cuda")
+        self.query = queries[0].cuda()
+
+    def feed(self, token: int) -> None:
+        fresh = self.stream.tokens(token, token + 1)
+        for field in dataclasses.fields(fresh):
+            if getattr(fresh, field.name) is not None:
+                getattr(self.tokens, field.name).copy_(getattr(fresh, field.name))
+        self.query.copy_(self.queries[token])
+
+    def step(self) -> torch.Tensor:
+        layer = self.layer
+        seen = kernels.append_or_merge(layer, self.tokens, self.stream.config)
+        pages = layer.key_pages, layer.value_pages, layer.block_tables
+        return kernels.paged_attention(
+            self.query, *pages, layer.lengths, 0.2, rows=self.tokens.rows, recent=seen.recent
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("settings", GATES, ids=str)
+def test_a_captured_step_replays_as_the_reference_decodes(settings: dict | None, dtype: torch.dtype) -> None:
+    config, time = gates_of(settings), 70
+    expected = make_layer(config, head_dim=128, max_blocks=6, dtype=dtype)
+    stream = Stream(expected, config, rows=[2, 0], time=time)
+    queries = torch.randn(time, 2, 8, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
+    warm = DecodeLoop(expected, stream, queries)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        warm.step()  # compiles, on a layer of its own
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loop, graph = DecodeLoop(expected, stream, queries), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = loop.step()  # recorded, not run
+    for token in range(time):
+        tokens = stream.tokens(token, token + 1)
+        seen = reference.append_or_merge(expected, tokens, config)
+        pages = expected.key_pages, expected.value_pages, expected.block_tables
+        wanted = reference.paged_attention(
+            queries[token], *pages, expected.lengths, 0.2, rows=tokens.rows, recent=seen.recent
+        )
+        loop.feed(token)
+        graph.replay()
+        torch.testing.assert_close(captured.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
+    assert_same_state(loop.layer, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize(("head_dim", "block_size", "group"), [(64, 16, 8), (128, 64, 4), (256, 128, 1), (80, 32, 32)])
+def test_decode_and_prefill_equal_the_reference_in_full_size(
+    dtype: torch.dtype, head_dim: int, block_size: int, group: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4097, (8, 4), generator=generator).tolist()
+    scaling = head_dim**-0.5
+    place = ("cuda", dtype)
+    tensors, recent = decode_case(place, lengths, group=group, head_dim=head_dim, delay=16, block_size=block_size)
+    options = {"recent": recent, "return_scores": True}
+    actual = kernels.paged_attention(*tensors, scaling, **options)
+    wanted = reference.paged_attention(*tensors, scaling, **options)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[dtype])
+
+    config = CompressionConfig(delay=16)
+    layer = make_layer(config, head_dim=head_dim, block_size=block_size, max_blocks=-(-600 // block_size), dtype=dtype)
+    layer = copy_to(layer, "cuda")
+    tokens = copy_to(Stream(layer, config, rows=[2, 0], time=600).tokens(0, 600), "cuda")
+    seen = reference.append_or_merge(layer, tokens, config)
+    query = torch.randn(2, 2 * group, 600, head_dim, generator=generator).to(*place)
+    pages = layer.key_pages, layer.value_pages, layer.block_tables
+    actual = kernels.prefill_attention(query, *pages, seen, scaling, rows=tokens.rows)
+    wanted = reference.prefill_attention(query, *pages, seen, scaling, rows=tokens.rows)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[dtype])

@@ -1,0 +1,94 @@
+"""Every Triton kernel compiles for a GPU, which needs none: it finds what the interpreter lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles.cache_layers import Stream, make_layer
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import reference
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from dmc.kernels.triton import append, attention, compaction, prefill  # noqa: E402
+
+SHARED_MEMORY = 99 * 1024
+"""Bytes that a program may use on the smallest GPU served (compute capability 8.6)."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+class Compiled:
+    """Stands for a kernel: compiles it for what it is launched with, and launches nothing."""
+
+    def __init__(self, kernel: Any, target: Any) -> None:
+        self.kernel, self.target, self.shared_memory = kernel, target, []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+            values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
+            signature = {name: self.type_of(name, values[name], constants) for name in self.kernel.arg_names}
+            fixed = {
+                (index,): values[name]
+                for index, name in enumerate(self.kernel.arg_names)
+                if signature[name] == "constexpr"
+            }
+            source = ASTSource(self.kernel, signature=signature, constexprs=fixed)
+            binary = triton.compile(source, target=self.target, options={"num_warps": num_warps})
+            self.shared_memory.append(binary.metadata.shared)
+
+        return launch
+
+    @staticmethod
+    def type_of(name: str, value: Any, constants: dict[str, Any]) -> str:
+        if name in constants or value is None:
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            return POINTERS[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "head_dim"), [(torch.bfloat16, 90, 128), (torch.float32, 80, 64)], ids=str
+)
+def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
+    dtype: torch.dtype, capability: int, head_dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = []
+    for module in (append, attention, prefill, compaction):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            compiled.append(Compiled(getattr(module, name), GPUTarget("cuda", capability, 32)))
+            monkeypatch.setattr(module, name, compiled[-1])
+
+    for config in (None, CompressionConfig(window_size=None), CompressionConfig(delay=4)):
+        layer = make_layer(config, head_dim=head_dim, max_blocks=40, dtype=dtype)
+        stream = Stream(layer, config, rows=[2, 0], time=20)
+        append.append_or_merge(layer, stream.tokens(15, 16), config)
+    seen = reference.append_or_merge(layer, stream.tokens(0, 20), config)
+    assert seen.top is not None and seen.recent is not None
+    query = torch.zeros(2, 8, 20, head_dim, dtype=dtype)
+    pages = layer.key_pages, layer.value_pages, layer.block_tables
+    prefill.prefill_attention(query, *pages, seen, 0.1, rows=stream.rows)
+    attention.paged_attention(
+        query[:, :, 0], *pages, layer.lengths, 0.1, rows=stream.rows, recent=seen.recent, return_scores=True
+    )
+    compaction.compact(layer, stream.rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
+
+    assert len(compiled) == 9
+    for each in compiled:
+        assert each.shared_memory, each.kernel.__name__
+        assert max(each.shared_memory) <= SHARED_MEMORY, each.kernel.__name__
