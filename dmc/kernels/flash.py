@@ -1,0 +1,138 @@
+"""Decode by flash-attn's paged kernel: KV heads are folded into the batch, so each has a length and a table of its own.
+
+Everything but decode attention without scores is left to the best other backend of the device. FlashAttention-3
+(Hopper) takes pages of any size, flash-attn 2 multiples of 256.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import load_backend
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen
+
+FLASH_2_PAGE = 256
+"""Flash-attn 2 takes pages of multiples of this many slots."""
+
+
+def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
+    """Say why flash-attn cannot serve such a cache, None if it can.
+
+    Raises:
+        ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
+    """
+    _, table_name = _paged_decode()
+    if device.type != "cuda":
+        return f"kernels.flash needs an NVIDIA GPU, the cache is on {device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype={dtype} is not supported by kernels.flash (bfloat16, float16); use kernels='triton'"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim={head_dim} is not supported by kernels.flash (multiples of 8 up to 256)"
+    if table_name == "block_table" and block_size % FLASH_2_PAGE:
+        return (
+            f"block_size={block_size} is not supported by kernels.flash with flash-attn 2 (multiples of "
+            f"{FLASH_2_PAGE}); use kernels='triton', install FlashAttention-3, or use block_size={FLASH_2_PAGE}"
+        )
+    if table_name == "page_table" and torch.cuda.get_device_capability(device)[0] != 9:
+        return f"FlashAttention-3 needs a Hopper GPU, not {torch.cuda.get_device_name(device)}; use kernels='triton'"
+    return None
+
+
+@functools.cache
+def _paged_decode() -> tuple[Callable[..., Any], str]:
+    """Find the installed `flash_attn_with_kvcache`, and what it calls the block table."""
+    for module, table_name in (("flash_attn_interface", "page_table"), ("flash_attn", "block_table")):
+        try:
+            return importlib.import_module(module).flash_attn_with_kvcache, table_name
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise ImportError(
+        "kernels='flash' needs FlashAttention-3 (flash_attn_interface) or flash-attn 2 (pip install flash-attn); "
+        "without them use kernels='triton'"
+    )
+
+
+def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
+    """See `dmc.kernels.reference.append_or_merge`."""
+    return load_backend("auto", cache.lengths.device).append_or_merge(cache, tokens, config)
+
+
+def prefill_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    seen: Seen,
+    scaling: float,
+    *,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """See `dmc.kernels.reference.prefill_attention`."""
+    other = load_backend("auto", query.device)
+    return other.prefill_attention(query, key_pages, value_pages, block_tables, seen, scaling, rows=rows)
+
+
+def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
+    """See `dmc.kernels.reference.compact`."""
+    load_backend("auto", cache.lengths.device).compact(cache, rows, keep)
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    *,
+    rows: Tensor | None = None,
+    recent: Recent | None = None,
+    return_scores: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores, who wants them gets another backend's.
+
+    Raises:
+        ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
+    """
+    if return_scores:
+        options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True}
+        other = load_backend("auto", query.device)
+        return other.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
+    decode, table_name = _paged_decode()
+    if rows is not None:
+        block_tables, lengths = block_tables[rows], lengths[rows]
+    batch, kv_heads = lengths.shape
+    grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
+    out, lse = decode(
+        grouped.flatten(0, 1).unsqueeze(1),  # [B * H, 1, group, D]
+        key_pages.unsqueeze(2),  # [N, block, 1, D]
+        value_pages.unsqueeze(2),
+        cache_seqlens=lengths.flatten(),
+        softmax_scale=scaling,
+        return_softmax_lse=True,
+        **{table_name: block_tables.flatten(0, 1)},
+    )[:2]
+    empty = (lengths == 0)[..., None]  # its lse is +inf or -inf, by version
+    out = out.view(grouped.shape).masked_fill(empty[..., None], 0.0)
+    if recent is not None:
+        lse = lse.view(grouped.shape[:3]).masked_fill(empty, -torch.inf)
+        out = _with_recent(grouped, out, lse, recent, scaling)
+    return out.view(query.shape)
+
+
+def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> Tensor:
+    """Join attention over slots, `out` [B, H, group, D] and its log-sum-exp, with raw recent tokens."""
+    scores = grouped.float() @ recent.key.float().transpose(-1, -2) * scaling
+    scores = scores.masked_fill(~recent.exists[:, None, None], -torch.inf)  # [B, H, group, W]
+    total = torch.logaddexp(lse, scores.logsumexp(-1))
+    total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
+    joined = out.float() * (lse[..., None] - total).exp() + (scores - total).exp() @ recent.value.float()
+    return joined.to(out.dtype)
