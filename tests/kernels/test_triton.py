@@ -10,12 +10,15 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from oracles.cache_layers import Stream, assert_same_state, assert_same_view, copy_to, fill, make_layer
 
+from dmc import Engine, SamplingParams
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
 from dmc.kernels.base import LayerCache, NewTokens, Recent
@@ -148,6 +151,18 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         moved = [copy_to(each, device) for each in tensors]
         actual = kernels.prefill_attention(*moved, 0.2, rows=tokens.rows.to(device))
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("place", PLACES[:1], indirect=True)
+def test_the_engine_generates_the_tokens_of_the_reference(
+    place: tuple[str, torch.dtype], make_compressed: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
+) -> None:
+    model, prompts = make_compressed(gates={"delay": 3}).to(place[0]), make_prompts(5, 2, 20)
+    params = SamplingParams(max_new_tokens=6, temperature=0)
+    expected = Engine(model, kernels="reference").generate(prompts, params)
+    engine = Engine(model, kernels="triton")
+    assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
+    assert engine.blocks_in_use == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])

@@ -19,8 +19,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dmc.kernels.triton import append, attention, compaction, prefill  # noqa: E402
 
-SHARED_MEMORY = 99 * 1024
-"""Bytes that a program may use on the smallest GPU served (compute capability 8.6)."""
+SHARED_MEMORY = {86: 99 * 1024, 90: 227 * 1024}
+"""Bytes that one program may use, by compute capability."""
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -46,7 +46,12 @@ class Compiled:
                 for index, name in enumerate(self.kernel.arg_names)
                 if signature[name] == "constexpr"
             }
-            source = ASTSource(self.kernel, signature=signature, constexprs=fixed)
+            aligned = {
+                (index,): [["tt.divisibility", 16]]
+                for index, name in enumerate(self.kernel.arg_names)
+                if signature[name].startswith("*") or (signature[name] == "i32" and values[name] % 16 == 0)
+            }
+            source = ASTSource(self.kernel, signature=signature, constexprs=fixed, attrs=aligned)
             binary = triton.compile(source, target=self.target, options={"num_warps": num_warps})
             self.shared_memory.append(binary.metadata.shared)
 
@@ -62,7 +67,7 @@ class Compiled:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "head_dim"), [(torch.bfloat16, 90, 128), (torch.float32, 80, 64)], ids=str
+    ("dtype", "capability", "head_dim"), [(torch.bfloat16, 90, 128), (torch.float32, 86, 64)], ids=str
 )
 def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     dtype: torch.dtype, capability: int, head_dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -91,4 +96,4 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     assert len(compiled) == 9
     for each in compiled:
         assert each.shared_memory, each.kernel.__name__
-        assert max(each.shared_memory) <= SHARED_MEMORY, each.kernel.__name__
+        assert max(each.shared_memory) <= SHARED_MEMORY[capability], each.kernel.__name__

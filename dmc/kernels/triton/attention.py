@@ -36,12 +36,14 @@ def paged_attention(
     Nothing waits for the device: the number of splits follows from the tables' capacity, and each head cuts its own
     length into that many pieces.
     """
+    assert key_pages.is_contiguous() and value_pages.is_contiguous()
     batch, query_heads, head_dim = query.shape
     kv_heads, num_blocks = block_tables.shape[1:]
     block_size = key_pages.shape[1]
     group, num_recent = query_heads // kv_heads, 0 if recent is None else recent.key.shape[2]
     num_splits = split_count(batch * kv_heads, num_blocks * block_size, query.device)
     num_parts = num_splits + (num_recent > 0)
+    lengths = lengths.contiguous()
     query = query if query.stride(-1) == 1 else query.contiguous()
     partial = query.new_empty(batch * kv_heads, num_parts, group, head_dim, dtype=torch.float32)
     partial_lse = partial.new_empty(partial.shape[:3])
@@ -54,7 +56,7 @@ def paged_attention(
             query,
             key_pages,
             value_pages,
-            block_tables,
+            block_tables.contiguous(),
             lengths,
             rows,
             None if recent is None else recent.key.contiguous(),

@@ -25,6 +25,7 @@ def prefill_attention(
     rows: Tensor | None = None,
 ) -> Tensor:
     """See `dmc.kernels.reference.prefill_attention`."""
+    assert key_pages.is_contiguous() and value_pages.is_contiguous()
     sequences, query_heads, num_new, head_dim = query.shape
     kv_heads, num_blocks = block_tables.shape[1:]
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -37,7 +38,7 @@ def prefill_attention(
             query,
             key_pages,
             value_pages,
-            block_tables,
+            block_tables.contiguous(),
             seen.slots.contiguous(),
             rows,
             None if top is None else top.key.contiguous(),
