@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-BACKENDS = ("reference",)
+import torch
+
+BACKENDS = ("reference", "cpu")
 
 
-def load_backend(name: str) -> ModuleType:
-    """Return the backend module; "auto" picks the best one that runs here.
+def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
+    """Return the backend module; "auto" picks the best one for tensors on `device`.
 
     Raises:
         ValueError: there is no such backend.
     """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"kernels={name!r} is unknown: expected 'auto' or one of {', '.join(BACKENDS)}")
-    return importlib.import_module(f"dmc.kernels.{'reference' if name == 'auto' else name}")
+    if name == "auto":
+        name = "cpu" if torch.device(device).type == "cpu" else "reference"
+    return importlib.import_module(f"dmc.kernels.{name}")
