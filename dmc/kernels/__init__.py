@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-BACKENDS = ("reference", "triton", "flash")
+BACKENDS = ("reference", "cpu", "triton", "flash")
 
 
 def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
@@ -26,7 +26,8 @@ def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
         raise ValueError(f"kernels={name!r} is unknown: expected 'auto' or one of {', '.join(BACKENDS)}")
     has_triton = importlib.util.find_spec("triton") is not None
     if name == "auto":
-        name = "triton" if torch.device(device).type == "cuda" and has_triton else "reference"
+        best = {"cpu": "cpu", "cuda": "triton" if has_triton else "reference"}
+        name = best.get(torch.device(device).type, "reference")
     if name == "triton" and not has_triton:
         raise ImportError("kernels='triton' needs triton: pip install triton, or use kernels='reference'")
     return importlib.import_module(f"dmc.kernels.{name}")

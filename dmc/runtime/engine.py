@@ -74,8 +74,8 @@ class Engine:
         if memory is not None and memory < 0:
             raise ValueError(f"memory={memory}: expected a number of bytes >= 0")
         self.model, self.tokenizer = model.eval(), tokenizer
-        self._backend = load_backend(kernels)
         layout = layout_of(model)
+        self._backend = load_backend(kernels, layout.device)
         num_blocks = None if memory is None else memory // layout.block_bytes(block_size)
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
         if layout.compression is None:

@@ -26,7 +26,7 @@ class PagedGenerationCache(Cache):
     def __init__(self, model: Any, block_size: int = 16) -> None:
         super().__init__(layers=[])
         self._layout, self._rotary, self._block_size = layout_of(model), model.rotary_tables, block_size
-        self._backend = load_backend("auto")
+        self._backend = load_backend("auto", self._layout.device)
         self._step: Step | None = None
         self._real: Tensor | None = None
         self._num_columns = 0

@@ -1,0 +1,713 @@
+// Kernels of the CPU backend. Data layouts are those of dmc/kernels/base.py, the specification is reference.py.
+// Vectors are the compiler's own (gcc and clang), so the code holds for every instruction set.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 4;
+#elif defined(__AVX__)
+constexpr int LANES = 8, ROWS = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, ROWS = 4;
+#else
+constexpr int LANES = 4, ROWS = 2;
+#endif
+constexpr int KEYS = 4;         // of one step of the score kernel; with ROWS query rows its sums fill the registers
+constexpr int VECTORS = 4;      // of one step of the value kernel
+constexpr int SPAN = VECTORS * LANES;
+constexpr int TILE = 64;        // slots between two updates of the softmax
+constexpr int MAX_DIM = 256;    // stated in cpu.py too
+constexpr int BLOCK_ROWS = 64;  // query rows that share a tile: the queries of a block times the group
+constexpr int BAND_QUERIES = 16;
+constexpr int LINE = 64;         // bytes of a cache line
+constexpr int MIN_CHUNK = 256;  // slots worth a task of their own
+constexpr int CHUNKS_PER_THREAD = 8;
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // elements; below it, waking threads costs more than it saves
+
+// -ffast-math knows no infinity. A masked score lies so far below the lowest maximum that its weight is exactly 0.
+constexpr float MASKED = -1e30f, LOWEST_MAXIMUM = -1e20f;
+
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
+inline Vec load(const BFloat16* from) {
+    return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
+}
+inline void store(float* to, Vec values) { *reinterpret_cast<Vec*>(to) = values; }
+inline Bits rounded(Vec values) {  // to bfloat16 in the upper half of each lane: to nearest, ties to even
+    const Bits bits = (Bits)values;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+inline void store(BFloat16* to, Vec values) {
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(rounded(values) >> 16, Halves);
+}
+
+// Attention works on channels in the order of unpack, which two operations a pair of vectors give: the even ones, then
+// the odd ones. It is the same for queries, keys and values; pack puts the output back in order.
+inline void unpack(const float* from, int dim, float* to) { std::copy_n(from, dim, to); }
+inline void unpack(const BFloat16* from, int dim, float* to) {
+    int d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+        const Bits pairs = *reinterpret_cast<const Bits*>(from + d);
+        store(to + d, (Vec)(pairs << 16));
+        store(to + d + LANES, (Vec)(pairs & 0xffff0000u));
+    }
+    if (d < dim) store(to + d, load(from + d));
+}
+inline void pack(const float* from, int dim, float* to) { std::copy_n(from, dim, to); }
+inline void pack(const float* from, int dim, BFloat16* to) {
+    int d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES)
+        *reinterpret_cast<Bits*>(to + d) =
+            rounded(load(from + d)) >> 16 | (rounded(load(from + d + LANES)) & 0xffff0000u);
+    if (d < dim) store(to + d, load(from + d));
+}
+inline void scale(float* values, int dim, float factor) {
+    for (int d = 0; d < dim; d += LANES) store(values + d, load(values + d) * factor);
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float sum_of(Vec values) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += values[i];
+    return sum;
+}
+
+inline float max_of(Vec values) {
+    float highest = values[0];
+    for (int i = 1; i < LANES; i++) highest = std::max(highest, values[i]);
+    return highest;
+}
+
+// 2^x for x <= 0, to a few ulp; exactly 0 from -127 down.
+inline Vec exp2_of(Vec x) {
+    x = larger(x, Vec{} - 127.0f);
+    Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // truncation makes this round to nearest
+    Vec f = x - __builtin_convertvector(whole, Vec);
+    Vec power = 1.54035304e-4f * f + 1.33335581e-3f;
+    power = power * f + 9.61812911e-3f;
+    power = power * f + 5.55041087e-2f;
+    power = power * f + 2.40226507e-1f;
+    power = power * f + 6.93147181e-1f;
+    power = power * f + 1.0f;
+    return power * (Vec)((whole + 127) << 23);
+}
+
+inline float exp2_of(float x) { return exp2_of(Vec{} + x)[0]; }
+
+// GOMP_parallel of the OpenMP runtime that torch has loaded (gcc's, LLVM's and Intel's offer it): one pool of threads
+// for both, whatever compiler built this file. Null: one thread.
+typedef void (*ForkJoin)(void (*)(void*), void*, unsigned, unsigned);
+ForkJoin fork_join = nullptr;
+
+// Runs work() on every thread of the pool; the threads share out what there is to do by a counter.
+template <class Work>
+void on_threads(int64_t threads, const Work& work) {
+    if (threads <= 1 || fork_join == nullptr) return work();
+    // The number of threads is always the pool's: asking for fewer would make the runtime end and restart threads.
+    fork_join([](void* data) { (*static_cast<const Work*>(data))(); }, const_cast<Work*>(&work), unsigned(threads), 0);
+}
+
+}  // namespace
+
+// Tensors by address; steps count elements. Mirrored in cpu.py.
+struct Attention {
+    int64_t sequences, kv_heads, group, queries, dim, block, threads;
+    double scaling;
+    const void* query;  // [S, H_q, n, D]
+    int64_t query_sequence_step, query_head_step, query_step;
+    const void *key_pages, *value_pages;  // [N, block, D]
+    const int64_t* rows;                  // [S]; null: sequence s has row s
+    const int32_t* tables;                // [C, H, M]
+    int64_t table_row_step, table_head_step;
+    const int32_t* slots;  // seen by each query: [S, H, n], or [C, H] by cache row
+    int64_t slots_by_row, slots_sequence_step, slots_head_step;
+    const void *top_key, *top_value;  // [S, H, n, D] or null
+    const bool* top_exists;           // [S, n]
+    const void *recent_key, *recent_value;  // [S, H, n + W - 1, D] or null
+    const bool* recent_exists;              // [S, n + W - 1]
+    int64_t delay;
+    void* out;      // [S, H_q, n, D]
+    float* scores;  // [S, H_q, scores_step], zeros, or null; n = 1
+    int64_t scores_step;
+};
+
+namespace {
+
+template <class T>
+struct Tile {
+    const T* key[TILE];
+    const T* value[TILE];
+    int count;
+
+    void pad() {  // the score kernel takes KEYS at a time, and fetching looks as far as the tile before it is long
+        if (count > 0) std::fill(key + count, key + TILE, key[count - 1]);
+    }
+};
+
+// Raw tokens beside the slots: query i sees those of i..i + width - 1 that exist.
+template <class T>
+struct Band {
+    const T *key, *value;
+    int64_t width, first;  // first: how many of them, from the beginning, do not exist
+
+    static Band make(const void* key, const void* value, const bool* exists, int64_t sequence, int64_t head,
+                     int64_t length, int64_t width, const Attention& a) {
+        const int64_t offset = (sequence * a.kv_heads + head) * length * a.dim;
+        const bool* begin = exists + sequence * length;
+        const int64_t first = std::find(begin, begin + length, true) - begin;
+        return {static_cast<const T*>(key) + offset, static_cast<const T*>(value) + offset, width, first};
+    }
+};
+
+template <class T>
+void prefetch(const T* const* rows, int count, int dim) {
+    for (int j = 0; j < count; j++)
+        for (int i = 0; i < dim; i += LINE / sizeof(T)) __builtin_prefetch(rows[j] + i);
+}
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// Lane i: a[i] + a[i ^ STEP] where i & STEP is 0, the same of b elsewhere.
+template <int STEP, int... I>
+inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLE(a, b, (I & STEP ? LANES + I : I)...) +
+           SHUFFLE(a, b, (I & STEP ? LANES + (I ^ STEP) : (I ^ STEP))...);
+}
+
+// Lane i: the sum of values[i].
+template <int STEP = 1>
+inline Vec sums_of(const Vec* values) {
+    if constexpr (STEP == LANES) {
+        return values[0];
+    } else {
+        Vec halved[LANES / STEP / 2];
+        for (int i = 0; i < LANES / STEP / 2; i++)
+            halved[i] = add_neighbours<STEP>(values[2 * i], values[2 * i + 1], std::make_integer_sequence<int, LANES>());
+        return sums_of<2 * STEP>(halved);
+    }
+}
+
+// scores[r][j] = query[r] . keys[j]
+template <int R>
+void score(const float* query, const float* const* keys, int dim, float* scores) {
+    constexpr int SUMS = (R * KEYS + LANES - 1) / LANES * LANES;
+    Vec sums[SUMS] = {};  // the last ones stay 0 where R * KEYS are no whole vector
+    for (int d = 0; d < dim; d += LANES) {
+        Vec q[R];
+        for (int r = 0; r < R; r++) q[r] = load(query + r * dim + d);
+        for (int j = 0; j < KEYS; j++) {
+            const Vec key = load(keys[j] + d);
+            for (int r = 0; r < R; r++) sums[r * KEYS + j] += q[r] * key;
+        }
+    }
+    float summed[SUMS];
+    for (int i = 0; i < SUMS; i += LANES) store(summed + i, sums_of(sums + i));
+    for (int r = 0; r < R; r++) std::memcpy(scores + r * TILE, summed + r * KEYS, KEYS * sizeof(float));
+}
+
+// out[r] += sum over j of weights[r][j] values[j], for V vectors of channels; meanwhile fetches those of ahead[j]
+template <int R, int V, class T>
+void add_values(const float* weights, const float* const* values, const T* const* ahead, int count, int channel,
+                int dim, float* out) {
+    Vec sums[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = load(out + r * dim + v * LANES);
+    for (int j = 0; j < count; j++) {
+        if (ahead)
+            for (size_t i = 0; i < V * LANES; i += LINE / sizeof(T)) __builtin_prefetch(ahead[j] + channel + i);
+        Vec value[V];
+        for (int v = 0; v < V; v++) value[v] = load(values[j] + v * LANES);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sums[r][v] += weights[r * TILE + j] * value[v];
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(out + r * dim + v * LANES, sums[r][v]);
+}
+
+// Points to some channels of rows in float32; for 16 bit they are first copied to scratch.
+inline void widen(const float* const* from, int count, int channel, int, float*, const float** to) {
+    for (int j = 0; j < count; j++) to[j] = from[j] + channel;
+}
+inline void widen(const BFloat16* const* from, int count, int channel, int width, float* scratch, const float** to) {
+    for (int j = 0; j < count; j++, scratch += width) {
+        unpack(from[j] + channel, width, scratch);
+        to[j] = scratch;
+    }
+}
+
+// A block of queries of one KV head, all query heads of its group, against some of the slots.
+struct Task {
+    int64_t sequence, head, first_query, queries, begin, end;
+    int64_t unit;     // tasks over other slots of the same queries have the same unit
+    int64_t partial;  // where the state goes in the workspace, or -1: there is only this task
+};
+
+// The online softmax of the rows of a task (row = query * group + member), and the scratch memory of a thread.
+template <class T>
+class Rows {
+  public:
+    Rows(const Attention& a, int64_t most_queries)
+        : a_(a), dim_(int(a.dim)), size_(int(most_queries * a.group)), query_(size_ * dim_), out_(size_ * dim_),
+          scores_(size_ * TILE), maximum_(size_), sum_(size_), limit_(size_) {}
+
+    void run(const Task& task) {
+        begin(task);
+        const int64_t row = a_.rows ? a_.rows[task.sequence] : task.sequence;
+        const int32_t* table = a_.tables + row * a_.table_row_step + task.head * a_.table_head_step;
+        Tile<T> tile, next;
+        int64_t start = task.begin;
+        fill(next, table, start, task.end);
+        for (; start < task.end; start += tile.count) {
+            tile = next;
+            fill(next, table, start + tile.count, task.end);
+            if (a_.scores) raw_scores_ = score_row(task, 0) + start;
+            const auto seen = [&](int r) { return int(std::min<int64_t>(limit_[r] - start, tile.count)); };
+            attend(tile, next, 0, rows_, [](int) { return 0; }, seen);
+        }
+        raw_scores_ = nullptr;
+        if (task.begin > 0) return;
+        const int64_t n = a_.queries;
+        if (a_.top_key)
+            attend(Band<T>::make(a_.top_key, a_.top_value, a_.top_exists, task.sequence, task.head, n, 1, a_), task);
+        if (a_.recent_key)
+            attend(Band<T>::make(a_.recent_key, a_.recent_value, a_.recent_exists, task.sequence, task.head,
+                                 n + a_.delay - 1, a_.delay, a_),
+                   task);
+    }
+
+    void save(float* partial) const {
+        for (int r = 0; r < rows_; r++, partial += dim_ + 2) {
+            partial[0] = maximum_[r], partial[1] = sum_[r];
+            std::copy_n(&out_[r * dim_], dim_, partial + 2);
+        }
+    }
+
+    void merge(const float* partial) {
+        for (int r = 0; r < rows_; r++, partial += dim_ + 2) {
+            const float highest = std::max(maximum_[r], partial[0]);
+            const float mine = exp2_of(maximum_[r] - highest), other = exp2_of(partial[0] - highest);
+            maximum_[r] = highest;
+            sum_[r] = mine * sum_[r] + other * partial[1];
+            for (int d = 0; d < dim_; d++) out_[r * dim_ + d] = mine * out_[r * dim_ + d] + other * partial[2 + d];
+        }
+    }
+
+    void finish(const Task& task) {
+        for (int r = 0; r < rows_; r++) {
+            const float inverse = sum_[r] > 0 ? 1 / sum_[r] : 0;
+            const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
+            const int64_t place = ((task.sequence * a_.kv_heads * a_.group + head) * a_.queries + query) * dim_;
+            scale(&out_[r * dim_], dim_, inverse);
+            pack(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
+            if (!a_.scores) continue;
+            float* scores = score_row(task, r);
+            for (int64_t j = 0; j < limit_[r]; j++) scores[j] = inverse * exp2_of(scores[j] - maximum_[r]);
+        }
+    }
+
+  private:
+    void begin(const Task& task) {
+        rows_ = int(task.queries * a_.group);
+        const float scaling = float(a_.scaling * 1.4426950408889634);  // the softmax is taken to the base 2
+        for (int r = 0; r < rows_; r++) {
+            const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
+            const T* from = static_cast<const T*>(a_.query) + task.sequence * a_.query_sequence_step +
+                            head * a_.query_head_step + query * a_.query_step;
+            unpack(from, dim_, &query_[r * dim_]);
+            scale(&query_[r * dim_], dim_, scaling);
+            limit_[r] = seen_slots(a_, task.sequence, task.head, query);
+        }
+        std::fill_n(out_.begin(), rows_ * dim_, 0.0f);
+        std::fill_n(maximum_.begin(), rows_, LOWEST_MAXIMUM);
+        std::fill_n(sum_.begin(), rows_, 0.0f);
+    }
+
+    float* score_row(const Task& task, int r) const {
+        return a_.scores + ((task.sequence * a_.kv_heads + task.head) * a_.group + r) * a_.scores_step;
+    }
+
+    void fill(Tile<T>& tile, const int32_t* table, int64_t start, int64_t end) const {
+        tile.count = int(std::clamp<int64_t>(end - start, 0, TILE));
+        for (int j = 0; j < tile.count;) {
+            const int64_t offset = (start + j) % a_.block;
+            int64_t place = (table[(start + j) / a_.block] * a_.block + offset) * dim_;
+            const int stop = int(std::min<int64_t>(tile.count, j + a_.block - offset));
+            for (; j < stop; j++, place += dim_) {
+                tile.key[j] = static_cast<const T*>(a_.key_pages) + place;
+                tile.value[j] = static_cast<const T*>(a_.value_pages) + place;
+            }
+        }
+        tile.pad();
+    }
+
+    // Few queries at a time: each tile of a band is seen in part only.
+    void attend(const Band<T>& band, const Task& task) {
+        const int64_t last = task.first_query + task.queries;
+        Tile<T> tile, none;
+        none.count = 0;
+        for (int64_t query = task.first_query; query < last; query += BAND_QUERIES) {
+            const int64_t stop = std::min(query + BAND_QUERIES, last), end = stop + band.width - 1;
+            for (int64_t start = std::max(query, band.first); start < end; start += TILE) {
+                tile.count = int(std::min<int64_t>(end - start, TILE));
+                for (int j = 0; j < tile.count; j++) {
+                    tile.key[j] = band.key + (start + j) * dim_;
+                    tile.value[j] = band.value + (start + j) * dim_;
+                }
+                tile.pad();
+                const auto from = [&](int r) { return int(task.first_query + r / a_.group - start); };
+                attend(tile, none, int((query - task.first_query) * a_.group),
+                       int((stop - task.first_query) * a_.group), [&](int r) { return std::max(from(r), 0); },
+                       [&](int r) { return int(std::min<int64_t>(from(r) + band.width, tile.count)); });
+            }
+        }
+    }
+
+    // Row r sees tile entries from(r)..to(r) - 1. Meanwhile the tile's values and the next tile's keys are fetched.
+    template <class From, class To>
+    void attend(const Tile<T>& tile, const Tile<T>& next, int first, int last, From from, To to) {
+        alignas(LINE) float wide[std::max(KEYS * MAX_DIM, TILE * SPAN)];
+        for (int j = 0; j < tile.count; j += KEYS) {
+            const float* key[KEYS];
+            prefetch(tile.value + j, std::min(KEYS, tile.count - j), dim_);
+            widen(tile.key + j, KEYS, 0, dim_, wide, key);
+            int r = first;
+            for (; r + ROWS <= last; r += ROWS) score<ROWS>(&query_[r * dim_], key, dim_, &scores_[r * TILE + j]);
+            for (; r < last; r++) score<1>(&query_[r * dim_], key, dim_, &scores_[r * TILE + j]);
+        }
+        if (raw_scores_)
+            for (int r = first; r < last; r++)
+                std::copy_n(&scores_[r * TILE], tile.count, raw_scores_ + r * a_.scores_step);
+        for (int r = first; r < last; r++) weigh(r, from(r), to(r), tile.count);
+        int channel = 0;
+        for (; channel + SPAN <= dim_; channel += SPAN) add<VECTORS>(tile, next, first, last, channel, wide);
+        for (; channel < dim_; channel += 2 * LANES) {
+            if (dim_ - channel >= 2 * LANES)
+                add<2>(tile, next, first, last, channel, wide);
+            else
+                add<1>(tile, next, first, last, channel, wide);
+        }
+    }
+
+    // The part of `attend` that follows the weights, for V vectors of channels.
+    template <int V>
+    void add(const Tile<T>& tile, const Tile<T>& next, int first, int last, int channel, float* wide) {
+        const float* value[TILE];
+        widen(tile.value, tile.count, channel, V * LANES, wide, value);
+        const T* const* ahead = next.count > 0 ? next.key : nullptr;
+        int r = first;
+        for (; r + ROWS <= last; r += ROWS, ahead = nullptr)
+            add_values<ROWS, V>(&scores_[r * TILE], value, ahead, tile.count, channel, dim_, &out_[r * dim_ + channel]);
+        for (; r < last; r++, ahead = nullptr)
+            add_values<1, V>(&scores_[r * TILE], value, ahead, tile.count, channel, dim_, &out_[r * dim_ + channel]);
+    }
+
+    // Turns the scores of a row into weights relative to the new maximum.
+    void weigh(int r, int from, int to, int count) {
+        float* scores = &scores_[r * TILE];
+        const int padded = (count + LANES - 1) / LANES * LANES;
+        for (int j = 0; j < std::min(from, padded); j++) scores[j] = MASKED;
+        for (int j = std::max(to, 0); j < padded; j++) scores[j] = MASKED;
+        Vec highest = Vec{} + maximum_[r];
+        for (int j = 0; j < padded; j += LANES) highest = larger(highest, load(scores + j));
+        const float maximum = max_of(highest);
+        if (maximum > maximum_[r]) {
+            const float shrink = exp2_of(maximum_[r] - maximum);
+            scale(&out_[r * dim_], dim_, shrink);
+            sum_[r] *= shrink;
+            maximum_[r] = maximum;
+        }
+        Vec sum = {};
+        for (int j = 0; j < padded; j += LANES) {
+            const Vec weights = exp2_of(load(scores + j) - maximum);
+            store(scores + j, weights);
+            sum += weights;
+        }
+        sum_[r] += sum_of(sum);
+    }
+
+  public:
+    static int64_t seen_slots(const Attention& a, int64_t sequence, int64_t head, int64_t query) {
+        const int64_t place = a.slots_by_row && a.rows ? a.rows[sequence] : sequence;
+        return a.slots[place * a.slots_sequence_step + head * a.slots_head_step + query];
+    }
+
+  private:
+    const Attention& a_;
+    const int dim_, size_;
+    int rows_ = 0;
+    std::vector<float> query_, out_, scores_, maximum_, sum_;
+    std::vector<int64_t> limit_;
+    float* raw_scores_ = nullptr;
+};
+
+// Cuts the work into tasks: the longest first within a head, long heads into chunks so that every thread has some.
+template <class T>
+std::vector<Task> plan(const Attention& a, int64_t block_queries) {
+    std::vector<Task> units, tasks;
+    int64_t total = 0;
+    for (int64_t last = a.queries; last > 0; last -= block_queries)
+        for (int64_t sequence = 0; sequence < a.sequences; sequence++)
+            for (int64_t head = 0; head < a.kv_heads; head++) {
+                const int64_t first = std::max<int64_t>(last - block_queries, 0);
+                int64_t most = 0;
+                for (int64_t query = first; query < last; query++)
+                    most = std::max(most, Rows<T>::seen_slots(a, sequence, head, query));
+                units.push_back({sequence, head, first, last - first, 0, most, int64_t(units.size()), -1});
+                total += most;
+            }
+    const int64_t share = total / (a.threads * CHUNKS_PER_THREAD) / TILE * TILE;
+    const int64_t chunk = a.threads == 1 ? std::max<int64_t>(total, 1) : std::max<int64_t>(share, MIN_CHUNK);
+    int64_t num_partials = 0;
+    for (Task task : units) {
+        const int64_t end = task.end, count = std::max<int64_t>(end / chunk, 1);
+        for (int64_t i = 0; i < count; i++) {
+            task.begin = end * i / count, task.end = end * (i + 1) / count;
+            task.partial = count > 1 ? num_partials++ : -1;
+            tasks.push_back(task);
+        }
+    }
+    return tasks;
+}
+
+template <class T>
+void attend(const Attention& a) {
+    const int64_t block_queries = std::clamp<int64_t>(BLOCK_ROWS / a.group, 1, a.queries);
+    const std::vector<Task> tasks = plan<T>(a, block_queries);
+    const int64_t num_tasks = int64_t(tasks.size()), stride = block_queries * a.group * (a.dim + 2);
+    int64_t num_partials = 0;
+    for (const Task& task : tasks) num_partials = std::max(num_partials, task.partial + 1);
+    const std::unique_ptr<float[]> partials(new float[num_partials * stride]);
+    std::vector<std::atomic<int>> waiting(num_tasks);  // by unit: its tasks that have not finished
+    for (const Task& task : tasks) waiting[task.unit]++;
+    std::atomic<int64_t> taken{0};
+    on_threads(num_tasks > 1 ? a.threads : 1, [&] {
+        Rows<T> rows(a, block_queries);
+        for (int64_t i; (i = taken++) < num_tasks;) {
+            const Task& task = tasks[i];
+            rows.run(task);
+            if (task.partial >= 0) {
+                rows.save(&partials[task.partial * stride]);
+                if (--waiting[task.unit] > 0) continue;
+                for (const Task& other : tasks)
+                    if (other.unit == task.unit && other.partial != task.partial)
+                        rows.merge(&partials[other.partial * stride]);
+            }
+            rows.finish(task);
+        }
+    });
+}
+
+}  // namespace
+
+// One new token of each sequence. Mirrored in cpu.py.
+struct Append {
+    int64_t sequences, heads, dim, block, history, delay, threads;
+    int64_t gated, merges, window;  // window 0: exact accumulation
+    const int64_t* rows;            // [S]
+    const int64_t* positions;       // [S]
+    int64_t position_step;
+    const void *key, *value;  // [S, H, 1, D]
+    int64_t key_sequence_step, key_head_step, value_sequence_step, value_head_step;
+    const bool* merged;  // [S, H, 1]
+    int64_t merged_sequence_step, merged_head_step;
+    const float* omega;  // [S, H, 1]
+    int64_t omega_sequence_step, omega_head_step;
+    const float *cos, *sin;  // [S, 1 + W, D]
+    void *key_pages, *value_pages;
+    const int32_t* free_blocks;
+    int32_t* num_free;
+    int32_t* tables;  // [C, H, M]
+    int64_t table_row_step, table_head_step;
+    int32_t* lengths;  // [C, H]
+    void *history_key, *history_value;  // [C, H, R, D]
+    bool* history_merged;               // [C, H, R]
+    float* history_omega;               // [C, H, R]
+    float *mean, *weight;               // [C, H, 2 D], [C, H]
+    int64_t* seen;                      // [S, H]
+    void *recent_key, *recent_value;    // [S, H, W, D]
+    bool* recent_exists;                // [S, W]
+};
+
+namespace {
+
+// The head of one sequence that a new token enters.
+template <class T>
+class Head {
+  public:
+    Head(const Append& a, int64_t sequence, int64_t head)
+        : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), row_(a.rows[sequence] * a.heads + head),
+          now_(a.positions[sequence * a.position_step]), entering_(now_ - a.delay) {}
+
+    // Whether the token that enters the stream takes a slot of its own.
+    bool appends() const { return exists() && !(a_.gated && merged(entering_)); }
+
+    // Makes room and returns nothing but the new length; heads must come in order, for they share the free list.
+    void grow() {
+        int32_t& length = a_.lengths[row_];
+        if (appends()) {
+            if (length % a_.block == 0)
+                a_.tables[a_.rows[sequence_] * a_.table_row_step + head_ * a_.table_head_step + length / a_.block] =
+                    a_.free_blocks[--*a_.num_free];
+            length++;
+        }
+        a_.seen[sequence_ * a_.heads + head_] = length;
+    }
+
+    void write() {
+        if (exists() && (appends() || a_.merges)) {
+            float key[MAX_DIM], value[MAX_DIM];
+            state(key, value);
+            const int64_t slot = a_.lengths[row_] - 1;
+            const int64_t block =
+                a_.tables[a_.rows[sequence_] * a_.table_row_step + head_ * a_.table_head_step + slot / a_.block];
+            const int64_t place = (block * a_.block + slot % a_.block) * dim_;
+            if (a_.gated) rotate(key, 0);
+            copy(key, static_cast<T*>(a_.key_pages) + place);
+            copy(value, static_cast<T*>(a_.value_pages) + place);
+        } else if (a_.mean) {
+            std::fill_n(a_.mean + row_ * 2 * dim_, 2 * dim_, 0.0f);
+            a_.weight[row_] = 0;
+        }
+        if (a_.history > 0) remember();
+        if (a_.delay > 0) recall();
+    }
+
+  private:
+    bool exists() const { return entering_ >= 0; }
+    int64_t place(int64_t position) const { return row_ * a_.history + position % a_.history; }
+    const T* key(int64_t position) const {
+        if (position < now_) return static_cast<const T*>(a_.history_key) + place(position) * dim_;
+        return static_cast<const T*>(a_.key) + sequence_ * a_.key_sequence_step + head_ * a_.key_head_step;
+    }
+    const T* value(int64_t position) const {
+        if (position < now_) return static_cast<const T*>(a_.history_value) + place(position) * dim_;
+        return static_cast<const T*>(a_.value) + sequence_ * a_.value_sequence_step + head_ * a_.value_head_step;
+    }
+    bool decision(int64_t position) const {
+        if (position < now_) return a_.history_merged[place(position)];
+        return a_.merged[sequence_ * a_.merged_sequence_step + head_ * a_.merged_head_step];
+    }
+    bool merged(int64_t position) const { return position > 0 && decision(position); }  // nothing precedes the first
+    float omega(int64_t position) const {
+        if (position < now_) return a_.history_omega[place(position)];
+        return a_.omega[sequence_ * a_.omega_sequence_step + head_ * a_.omega_head_step];
+    }
+
+    template <class From, class To>
+    void copy(const From* from, To* to) const {
+        for (int d = 0; d < dim_; d += LANES) store(to + d, load(from + d));
+    }
+
+    // sums = old * sums + fresh * from
+    void blend(float* sums, float old, float fresh, const T* from) const {
+        for (int d = 0; d < dim_; d += LANES) store(sums + d, old * load(sums + d) + fresh * load(from + d));
+    }
+
+    // The open slot's key, unrotated, and value.
+    void state(float* key_sum, float* value_sum) {
+        if (!a_.merges) {
+            copy(key(entering_), key_sum);
+            copy(value(entering_), value_sum);
+        } else if (a_.window > 0) {
+            int64_t oldest = entering_;
+            float total = omega(entering_);
+            while (merged(oldest) && entering_ - oldest + 1 < a_.window) total += omega(--oldest);
+            std::fill_n(key_sum, dim_, 0.0f);
+            std::fill_n(value_sum, dim_, 0.0f);
+            for (int64_t position = oldest; position <= entering_; position++) {
+                blend(key_sum, 1, omega(position) / total, key(position));
+                blend(value_sum, 1, omega(position) / total, value(position));
+            }
+        } else {
+            float* mean = a_.mean + row_ * 2 * dim_;
+            float& weight = a_.weight[row_];
+            const float before = merged(entering_) ? weight : 0;
+            weight = before + omega(entering_);
+            if (before == 0) std::fill_n(mean, 2 * dim_, 0.0f);
+            blend(mean, before / weight, omega(entering_) / weight, key(entering_));
+            blend(mean + dim_, before / weight, omega(entering_) / weight, value(entering_));
+            copy(mean, key_sum);
+            copy(mean + dim_, value_sum);
+        }
+    }
+
+    void rotate(float* key, int64_t entry) const {
+        const int half = dim_ / 2;
+        const float* cos = a_.cos + (sequence_ * (1 + a_.delay) + entry) * dim_;
+        const float* sin = a_.sin + (sequence_ * (1 + a_.delay) + entry) * dim_;
+        for (int d = 0; d < half; d++) {
+            const float first = key[d], second = key[d + half];
+            key[d] = first * cos[d] - second * sin[d];
+            key[d + half] = second * cos[d + half] + first * sin[d + half];
+        }
+    }
+
+    void remember() {
+        const int64_t to = place(now_);
+        copy(key(now_), static_cast<T*>(a_.history_key) + to * dim_);
+        copy(value(now_), static_cast<T*>(a_.history_value) + to * dim_);
+        a_.history_merged[to] = decision(now_);
+        a_.history_omega[to] = omega(now_);
+    }
+
+    void recall() {
+        for (int64_t entry = 1; entry <= a_.delay; entry++) {
+            const int64_t position = entering_ + entry, to = (sequence_ * a_.heads + head_) * a_.delay + entry - 1;
+            const bool existed = position >= 0;
+            if (head_ == 0) a_.recent_exists[sequence_ * a_.delay + entry - 1] = existed;
+            float rotated[MAX_DIM] = {};
+            if (existed) {
+                copy(key(position), rotated);
+                rotate(rotated, entry);
+            }
+            copy(rotated, static_cast<T*>(a_.recent_key) + to * dim_);
+            copy(value(std::max<int64_t>(position, 0)), static_cast<T*>(a_.recent_value) + to * dim_);
+        }
+    }
+
+    const Append& a_;
+    const int dim_;
+    const int64_t sequence_, head_, row_, now_, entering_;
+};
+
+template <class T>
+void append(const Append& a) {
+    const int64_t num_heads = a.sequences * a.heads;
+    for (int64_t i = 0; i < num_heads; i++) Head<T>(a, i / a.heads, i % a.heads).grow();
+    const int64_t work = num_heads * a.dim * (1 + a.history);
+    std::atomic<int64_t> taken{0};
+    on_threads(work < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
+        for (int64_t i; (i = taken++) < num_heads;) Head<T>(a, i / a.heads, i % a.heads).write();
+    });
+}
+
+}  // namespace
+
+extern "C" {
+void use_fork_join(ForkJoin function) { fork_join = function; }
+void attend_float32(const Attention* arguments) { attend<float>(*arguments); }
+void attend_bfloat16(const Attention* arguments) { attend<BFloat16>(*arguments); }
+void append_float32(const Append* arguments) { append<float>(*arguments); }
+void append_bfloat16(const Append* arguments) { append<BFloat16>(*arguments); }
+}

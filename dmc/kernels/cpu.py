@@ -1,0 +1,256 @@
+"""The CPU backend: decode steps and attention in compiled code, everything else as the reference does it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import reference
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.cpu_build import load_library
+
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DIM_STEP, MAX_DIM = 16, 256
+"""Compiled head sizes: multiples of the one up to the other."""
+
+
+def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
+    """Return why this backend cannot serve such a cache, or None.
+
+    Any dtype, head size and block size is served; in compiled code float32 and bfloat16 with a head size that is a
+    multiple of 16, up to 256.
+    """
+    return None if device.type == "cpu" else f"kernels.cpu works on the CPU, not on {device}"
+
+
+# Fields of the structures of the same names in cpu.cpp, in their order.
+_ATTENTION = """
+    sequences kv_heads group queries dim block threads scaling
+    query query_sequence_step query_head_step query_step key_pages value_pages
+    rows tables table_row_step table_head_step slots slots_by_row slots_sequence_step slots_head_step
+    top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
+"""
+_APPEND = """
+    sequences heads dim block history delay threads gated merges window rows positions position_step
+    key value key_sequence_step key_head_step value_sequence_step value_head_step
+    merged merged_sequence_step merged_head_step omega omega_sequence_step omega_head_step cos sin
+    key_pages value_pages free_blocks num_free tables table_row_step table_head_step lengths
+    history_key history_value history_merged history_omega mean weight seen
+    recent_key recent_value recent_exists
+"""
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in _ATTENTION.split()]
+
+
+class _Append(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _APPEND.split()]
+
+
+def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
+    """See `reference.append_or_merge`; compiled for single tokens."""
+    sequences, heads, num_new, dim = tokens.key.shape
+    library = _library(cache.key_pages) if num_new == 1 else None
+    if library is None:
+        return reference.append_or_merge(cache, tokens, config)
+    key, value = _rows_of_channels(tokens.key), _rows_of_channels(tokens.value)
+    seen = Seen(torch.empty(sequences, heads, 1, dtype=torch.int64))
+    merged = omega = cos = sin = None
+    delay = 0 if config is None else config.delay
+    if config is not None:
+        assert tokens.cos is not None and tokens.sin is not None
+        merged, omega = tokens.merged, tokens.omega
+        cos, sin = tokens.cos.float().contiguous(), tokens.sin.float().contiguous()
+    if delay > 0:
+        recent = torch.empty(2, sequences, heads, delay, dim, dtype=key.dtype)
+        seen.recent = Recent(recent[0], recent[1], torch.empty(sequences, delay, dtype=torch.bool))
+    arguments = _Append(
+        sequences,
+        heads,
+        dim,
+        cache.block_size,
+        history_size(config),
+        delay,
+        torch.get_num_threads(),
+        config is not None,
+        config is not None and config.action == "merge",
+        0 if config is None else config.window_size or 0,
+        tokens.rows.data_ptr(),
+        tokens.positions.data_ptr(),
+        tokens.positions.stride(0),
+        key.data_ptr(),
+        value.data_ptr(),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        _address(merged),
+        *(merged.stride()[:2] if merged is not None else (0, 0)),
+        _address(omega),
+        *(omega.stride()[:2] if omega is not None else (0, 0)),
+        _address(cos),
+        _address(sin),
+        cache.key_pages.data_ptr(),
+        cache.value_pages.data_ptr(),
+        cache.free_blocks.data_ptr(),
+        cache.num_free.data_ptr(),
+        cache.block_tables.data_ptr(),
+        *cache.block_tables.stride()[:2],
+        cache.lengths.data_ptr(),
+        cache.history_key.data_ptr(),
+        cache.history_value.data_ptr(),
+        cache.history_merged.data_ptr(),
+        cache.history_omega.data_ptr(),
+        _address(cache.mean),
+        _address(cache.weight),
+        seen.slots.data_ptr(),
+        *_addresses(seen.recent),
+    )
+    getattr(library, "append_" + SUFFIXES[key.dtype])(ctypes.byref(arguments))
+    return seen
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    *,
+    rows: Tensor | None = None,
+    recent: Recent | None = None,
+    return_scores: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`."""
+    library = _library(key_pages, query)
+    if library is None:
+        return reference.paged_attention(
+            query,
+            key_pages,
+            value_pages,
+            block_tables,
+            lengths,
+            scaling,
+            rows=rows,
+            recent=recent,
+            return_scores=return_scores,
+        )
+    scores = None
+    if return_scores:
+        scores = torch.zeros(*query.shape[:2], block_tables.shape[-1] * key_pages.shape[1])
+    seen = Seen(lengths[..., None], recent=recent)
+    pages = key_pages, value_pages, block_tables
+    attended = _attend(library, query[:, :, None], *pages, seen, scaling, rows, scores, slots_by_row=True)[:, :, 0]
+    return attended if scores is None else (attended, scores)
+
+
+def prefill_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    seen: Seen,
+    scaling: float,
+    *,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """See `reference.prefill_attention`."""
+    library = _library(key_pages, query)
+    if library is None:
+        return reference.prefill_attention(query, key_pages, value_pages, block_tables, seen, scaling, rows=rows)
+    return _attend(library, query, key_pages, value_pages, block_tables, seen, scaling, rows)
+
+
+def _attend(
+    library: ctypes.CDLL,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    seen: Seen,
+    scaling: float,
+    rows: Tensor | None,
+    scores: Tensor | None = None,
+    slots_by_row: bool = False,
+) -> Tensor:
+    """Attend from queries [S, H_q, n, D]; with `slots_by_row` the slots seen are [C, H, 1] by cache row."""
+    query = _rows_of_channels(query)
+    sequences, heads, num_new, dim = query.shape
+    kv_heads = block_tables.shape[1]
+    slots = seen.slots.int().contiguous()
+    tables = block_tables.int().contiguous()
+    key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
+    out = torch.empty(query.shape, dtype=query.dtype)
+    top, recent = _contiguous(seen.top), _contiguous(seen.recent)
+    arguments = _Attention(
+        sequences,
+        kv_heads,
+        heads // kv_heads,
+        num_new,
+        dim,
+        key_pages.shape[1],
+        torch.get_num_threads(),
+        scaling,
+        query.data_ptr(),
+        *query.stride()[:3],
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        _address(rows),
+        tables.data_ptr(),
+        *tables.stride()[:2],
+        slots.data_ptr(),
+        slots_by_row,
+        *slots.stride()[:2],
+        *_addresses(top),
+        *_addresses(recent),
+        0 if recent is None else recent.key.shape[2] - num_new + 1,
+        out.data_ptr(),
+        _address(scores),
+        0 if scores is None else scores.shape[-1],
+    )
+    getattr(library, "attend_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
+    return out
+
+
+def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
+    """Return the compiled kernels, None where the reference has to serve."""
+    dim = pages.shape[-1]
+    alike = query is None or query.dtype == pages.dtype
+    if alike and pages.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
+        return load_library()
+    _warn_once(
+        f"kernels.cpu has no compiled code for {pages.dtype} with head_dim={dim}"
+        + ("" if query is None else f" and {query.dtype} queries")
+        + f": the slower reference backend serves; compiled are {' and '.join(map(str, SUFFIXES))}, query and pages "
+        f"alike, with head_dim a multiple of {DIM_STEP} up to {MAX_DIM}"
+    )
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def _rows_of_channels(states: Tensor) -> Tensor:
+    """Make the channels of each head contiguous; the kernels follow all other strides."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _contiguous(raw: Top | Recent | None) -> Top | Recent | None:
+    if raw is None:
+        return None
+    return type(raw)(raw.key.contiguous(), raw.value.contiguous(), raw.exists.contiguous())
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _addresses(raw: Top | Recent | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if raw is None else (raw.key.data_ptr(), raw.value.data_ptr(), raw.exists.data_ptr())

@@ -1,0 +1,90 @@
+"""Compile the CPU kernels on first use, with the system's compiler, into a cache of the user's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fPIC", "-shared")
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Return the compiled kernels; None, with a warning, where they cannot be built."""
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"the CPU kernels could not be built ({error}); the slower reference backend serves instead: install a "
+            "C++ compiler (g++ or clang++), or name one in CXX, and see that the cache folder can be written",
+            stacklevel=2,
+        )
+        return None
+    openmp = _openmp_of_torch()
+    if openmp is not None:
+        library.use_fork_join(ctypes.cast(ctypes.CDLL(openmp).GOMP_parallel, ctypes.c_void_p))
+    return library
+
+
+def cache_folder() -> Path:
+    """Where built kernels are kept: `dmc/kernels` under XDG_CACHE_HOME, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmc" / "kernels"
+
+
+def _build() -> Path:
+    """Return the shared object for this source, compiler and processor, compiling if there is none yet."""
+    compiler = _compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = (SOURCE.read_bytes(), shlex.join(compiler).encode(), version.encode(), " ".join(FLAGS).encode(), _cpu())
+    target = cache_folder() / f"cpu_{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed: {result.stderr.strip()[-500:]}")
+        built.replace(target)  # atomic: whoever builds at the same time finds either nothing or all of it
+    return target
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX")
+    for candidate in [named] if named else COMPILERS:
+        command = shlex.split(candidate)
+        if shutil.which(command[0]):
+            return command
+    raise RuntimeError(f"no C++ compiler: {named or ', '.join(COMPILERS)} not found")
+
+
+def _cpu() -> bytes:
+    """Tell processors with different instruction sets apart."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor().encode()
+    lines = info.read_bytes().splitlines()
+    return b"".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
+
+
+def _openmp_of_torch() -> str | None:
+    """Return the path of the OpenMP runtime in this process, torch's own if there are several; None: there is none."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    found = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")))
+    beside_torch = [path for path in found if path.startswith(str(Path(torch.__file__).parent))]
+    return next(iter(beside_torch or found), None)

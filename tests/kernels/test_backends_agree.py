@@ -1,0 +1,302 @@
+"""Every backend that runs here against the reference, over one matrix of shapes, dtypes, gates and page sizes."""
+
+import copy
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import BACKENDS, load_backend, reference
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Of outputs about 1 large: one rounding of the result to the dtype."""
+HEAD_DIM = 32
+
+
+def runs_here(name: str) -> bool:
+    try:
+        backend = load_backend(name)
+    except ImportError:
+        return False
+    return backend.supports(torch.float32, HEAD_DIM, 16, torch.device("cpu")) is None
+
+
+@pytest.fixture(params=[name for name in BACKENDS if name != "reference" and runs_here(name)])
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    return load_backend(request.param)
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_pages(
+    heads: tuple[int, int], capacity: int, block: int, dtype: torch.dtype, head_dim: int = HEAD_DIM
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make pages of noise and tables that scatter each head's blocks over them."""
+    num_blocks = heads[0] * heads[1] * capacity + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))[:-3]
+    key, value = (noise(num_blocks, block, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    return key, value, order.int().view(*heads, capacity)
+
+
+def ragged_lengths(block: int) -> Tensor:
+    return torch.tensor([[0, 1], [block - 1, block], [block + 1, 2 * block + 3]], dtype=torch.int32)
+
+
+def assert_agree(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_paged_attention_agrees_for_ragged_heads(
+    backend: ModuleType, block: int, group: int, dtype: torch.dtype
+) -> None:
+    pages = random_pages((3, 2), 3, block, dtype)
+    query, lengths = noise(3, 2 * group, HEAD_DIM, seed=3, dtype=dtype), ragged_lengths(block)
+    out = backend.paged_attention(query, *pages, lengths, HEAD_DIM**-0.5)
+    assert_agree(out, reference.paged_attention(query, *pages, lengths, HEAD_DIM**-0.5), dtype)
+    assert not out[0, :group].any()
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+def test_paged_attention_agrees_for_every_head_size(backend: ModuleType, head_dim: int) -> None:
+    if backend.supports(torch.float32, head_dim, 16, torch.device("cpu")) is not None:
+        pytest.skip("not supported")
+    pages = random_pages((3, 2), 3, 16, torch.float32, head_dim)
+    query, lengths = noise(3, 6, head_dim, seed=3), ragged_lengths(16)
+    out = backend.paged_attention(query, *pages, lengths, head_dim**-0.5)
+    assert_agree(out, reference.paged_attention(query, *pages, lengths, head_dim**-0.5), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recents", [0, 1, 4, 16])
+def test_paged_attention_agrees_with_permuted_rows_recent_tokens_and_scores(
+    backend: ModuleType, recents: int, dtype: torch.dtype
+) -> None:
+    pages = random_pages((3, 2), 3, 16, dtype)
+    query = noise(2, 4, HEAD_DIM, seed=3, dtype=dtype)
+    key, value = (noise(2, 2, recents, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
+    exists = torch.arange(recents) >= torch.tensor([[recents // 2], [0]])
+    options = {
+        "rows": torch.tensor([2, 0]),
+        "recent": Recent(key, value, exists) if recents else None,
+        "return_scores": True,
+    }
+    out, scores = backend.paged_attention(query, *pages, ragged_lengths(16), 0.3, **options)
+    expected, expected_scores = reference.paged_attention(query, *pages, ragged_lengths(16), 0.3, **options)
+    assert_agree(out, expected, dtype)
+    assert_agree(scores, expected_scores, torch.float32)
+
+
+def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:
+    pages = random_pages((1, 2), 40, 64, torch.float32)
+    query, lengths = noise(1, 4, HEAD_DIM, seed=3), torch.tensor([[2560, 700]], dtype=torch.int32)
+    expected, expected_scores = reference.paged_attention(query, *pages, lengths, 0.3, return_scores=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        out, scores = backend.paged_attention(query, *pages, lengths, 0.3, return_scores=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert_agree(out, expected, torch.float32)
+    assert_agree(scores, expected_scores, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("delay", [0, 1, 16])
+@pytest.mark.parametrize(("num_new", "group"), [(1, 2), (5, 1), (70, 2), (70, 8)])
+@pytest.mark.parametrize("with_top", [False, True])
+def test_prefill_attention_agrees(
+    backend: ModuleType, with_top: bool, num_new: int, group: int, delay: int, dtype: torch.dtype
+) -> None:
+    pages = random_pages((3, 2), 8, 16, dtype)
+    generator = torch.Generator().manual_seed(6)
+    slots = torch.randint(0, 8 * 16 + 1, (2, 2, num_new), generator=generator).sort(-1).values
+    slots[0, 0, 0] = 0
+    seen = Seen(slots)
+    if with_top:
+        key, value = (noise(2, 2, num_new, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
+        seen.top = Top(key, value, torch.arange(num_new) >= torch.tensor([[num_new // 2], [0]]))
+    if delay:
+        key, value = (noise(2, 2, num_new + delay - 1, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
+        seen.recent = Recent(key, value, torch.arange(num_new + delay - 1) >= torch.tensor([[0], [delay - 1]]))
+    query, rows = noise(2, 2 * group, num_new, HEAD_DIM, seed=3, dtype=dtype), torch.tensor([2, 1])
+    out = backend.prefill_attention(query, *pages, seen, 0.3, rows=rows)
+    assert_agree(out, reference.prefill_attention(query, *pages, seen, 0.3, rows=rows), dtype)
+
+
+def test_noncontiguous_queries_agree(backend: ModuleType) -> None:
+    pages = random_pages((2, 2), 2, 16, torch.float32)
+    lengths = torch.tensor([[20, 3], [32, 16]], dtype=torch.int32)
+    expected = reference.paged_attention(noise(2, 4, HEAD_DIM, seed=3), *pages, lengths, 0.3)
+    by_head = noise(2, 4, HEAD_DIM, seed=3).transpose(0, 1).contiguous().transpose(0, 1)
+    by_channel = noise(2, 4, HEAD_DIM, seed=3).transpose(1, 2).contiguous().transpose(1, 2)
+    for query in (by_head, by_channel):
+        assert_agree(backend.paged_attention(query, *pages, lengths, 0.3), expected, torch.float32)
+
+
+def test_what_lies_beyond_the_length_is_never_read(backend: ModuleType) -> None:
+    key, value, tables = random_pages((1, 2), 2, 16, torch.float32)
+    lengths = torch.tensor([[5, 20]], dtype=torch.int32)
+    expected = reference.paged_attention(noise(1, 4, HEAD_DIM, seed=3), key, value, tables, lengths, 0.3)
+    for pages in (key, value):
+        pages[tables[0, 0, 0], 5:] = torch.nan
+        pages[tables[0, 1, 1], 4:] = torch.nan
+    tables[0, 0, 1] = 1 << 30
+    out = backend.paged_attention(noise(1, 4, HEAD_DIM, seed=3), key, value, tables, lengths, 0.3)
+    assert_agree(out, expected, torch.float32)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish(backend: ModuleType) -> None:
+    pages = random_pages((3, 2), 3, 16, torch.float32)
+    query = 1e3 * noise(3, 4, HEAD_DIM, seed=3)
+    out = backend.paged_attention(query, *pages, ragged_lengths(16), 1.0)
+    # Scores of some thousands carry float32 errors of about 1e-3 each.
+    expected = reference.paged_attention(query, *pages, ragged_lengths(16), 1.0)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-2)
+
+
+ROWS, HEADS, TIME = 3, 2, 37
+GATES = [
+    None,
+    *({"window_size": window, "delay": delay} for window in (None, 1, 3, 12) for delay in (0, 1, 4, 16)),
+    *({"action": "drop", "delay": delay} for delay in (1, 4, 16)),
+]
+
+
+def empty_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int) -> LayerCache:
+    """Make an empty layer; its pages and rings are full of garbage."""
+    capacity, size = -(-TIME // block), history_size(config)
+    num_blocks = ROWS * HEADS * capacity
+    exact = config is not None and config.action == "merge" and config.window_size is None
+    return LayerCache(
+        key_pages=torch.full((num_blocks, block, HEAD_DIM), 7.0, dtype=dtype),
+        value_pages=torch.full((num_blocks, block, HEAD_DIM), -7.0, dtype=dtype),
+        free_blocks=torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).int(),
+        num_free=torch.tensor([num_blocks], dtype=torch.int32),
+        block_tables=torch.zeros(ROWS, HEADS, capacity, dtype=torch.int32),
+        lengths=torch.zeros(ROWS, HEADS, dtype=torch.int32),
+        history_key=torch.full((ROWS, HEADS, size, HEAD_DIM), 9.0, dtype=dtype),
+        history_value=torch.full((ROWS, HEADS, size, HEAD_DIM), -9.0, dtype=dtype),
+        history_merged=torch.ones(ROWS, HEADS, size, dtype=torch.bool),
+        history_omega=torch.full((ROWS, HEADS, size), 3.0),
+        mean=torch.zeros(ROWS, HEADS, 2 * HEAD_DIM) if exact else None,
+        weight=torch.zeros(ROWS, HEADS) if exact else None,
+    )
+
+
+class Stream:
+    """Random tokens of two sequences, the second one five tokens behind the first."""
+
+    def __init__(self, config: CompressionConfig | None, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.config, self.dtype, shape = config, dtype, (2, HEADS, TIME)
+        self.key, self.value = (noise(*shape, HEAD_DIM, seed=seed, dtype=dtype) for seed in (1, 2))
+        self.merged = torch.rand(shape, generator=generator) < 0.6
+        self.omega = torch.rand(shape, generator=generator) + 0.01
+
+    def tokens(self, rows: list[int], positions: list[int]) -> NewTokens:
+        """Return one token of each of these cache rows (2 is the first sequence, 0 the second)."""
+        sequences, time = torch.tensor([0 if row == 2 else 1 for row in rows]), torch.tensor(positions)
+        key, value = (each[sequences, :, time][:, :, None] for each in (self.key, self.value))
+        if self.config is None:
+            return NewTokens(torch.tensor(rows), time[:, None], key, value)
+        around = time[:, None] + torch.arange(-self.config.delay, 1)
+        angles = around.clamp_min(0)[..., None] * 100.0 ** -(torch.arange(HEAD_DIM) % (HEAD_DIM // 2) / HEAD_DIM)
+        return NewTokens(
+            rows=torch.tensor(rows),
+            positions=around[:, self.config.delay :],
+            key=key,
+            value=value,
+            merged=self.merged[sequences, :, time][..., None],
+            omega=self.omega[sequences, :, time][..., None],
+            cos=angles.cos().to(self.dtype),
+            sin=angles.sin().to(self.dtype),
+        )
+
+
+def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtype) -> None:
+    for name in ("free_blocks", "num_free", "lengths", "history_key", "history_value", "history_merged"):
+        assert torch.equal(getattr(layer, name), getattr(expected, name)), name
+    assert torch.equal(layer.history_omega, expected.history_omega)
+    owned = torch.arange(layer.block_tables.shape[-1]) < -(-layer.lengths[..., None] // layer.block_size)
+    assert torch.equal(layer.block_tables[owned], expected.block_tables[owned])
+    capacity = layer.block_tables.shape[-1] * layer.block_size
+    held = torch.arange(capacity) < layer.lengths[..., None]
+    for name in ("key_pages", "value_pages"):
+        got, wanted = (
+            reference.gather_pages(getattr(each, name), each.block_tables, capacity)[held] for each in (layer, expected)
+        )
+        assert_agree(got, wanted, dtype)
+    for name in ("mean", "weight"):
+        if getattr(expected, name) is not None:
+            torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+def assert_same_seen(seen: Seen, expected: Seen, dtype: torch.dtype) -> None:
+    assert torch.equal(seen.slots.long(), expected.slots.long())
+    assert (seen.top is None) == (expected.top is None) and (seen.recent is None) == (expected.recent is None)
+    if seen.recent is not None and expected.recent is not None:
+        assert torch.equal(seen.recent.exists, expected.recent.exists)
+        exists = expected.recent.exists[:, None].expand(-1, HEADS, -1)
+        assert_agree(seen.recent.key[exists], expected.recent.key[exists], dtype)
+        assert torch.equal(seen.recent.value[exists], expected.recent.value[exists])
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 32)], ids=str)
+@pytest.mark.parametrize("gates", GATES, ids=str)
+def test_single_tokens_leave_the_same_state(
+    backend: ModuleType, gates: dict | None, dtype: torch.dtype, block: int
+) -> None:
+    config = None if gates is None else CompressionConfig(**gates)
+    stream, layer = Stream(config, dtype), empty_layer(config, dtype, block)
+    expected = copy.deepcopy(layer)
+    for step in range(TIME):
+        rows, positions = ([2, 0], [step, step - 5]) if step >= 5 else ([2], [step])
+        seen = backend.append_or_merge(layer, stream.tokens(rows, positions), config)
+        wanted = reference.append_or_merge(expected, stream.tokens(rows, positions), config)
+        assert_same_seen(seen, wanted, dtype)
+        assert_same_state(layer, expected, dtype)
+    assert layer.lengths[2].min() > 1 and not layer.lengths[1].any()
+
+
+@pytest.mark.parametrize(
+    "gates", [None, {"delay": 0}, {"delay": 4, "window_size": None}, {"action": "drop", "delay": 4}], ids=str
+)
+def test_a_piece_between_single_tokens_leaves_the_same_state(backend: ModuleType, gates: dict | None) -> None:
+    config = None if gates is None else CompressionConfig(**gates)
+    stream, layer = Stream(config, torch.float32), empty_layer(config, torch.float32, 16)
+    expected = copy.deepcopy(layer)
+    delay = 0 if config is None else config.delay
+    begin = 0
+    for count in (3, 1, 20, 1, 1):
+        singles = [stream.tokens([2], [position]) for position in range(begin, begin + count)]
+        piece = {name: torch.cat([getattr(each, name) for each in singles], dim=2) for name in ("key", "value")}
+        tokens = NewTokens(singles[0].rows, torch.cat([each.positions for each in singles], dim=1), **piece)
+        if config is not None:
+            tokens.merged, tokens.omega = (
+                torch.cat([getattr(each, name) for each in singles], dim=2) for name in ("merged", "omega")
+            )
+            tokens.cos, tokens.sin = (
+                torch.cat(
+                    (getattr(singles[0], name)[:, :delay], *(getattr(each, name)[:, delay:] for each in singles)), dim=1
+                )
+                for name in ("cos", "sin")
+            )
+        seen = backend.append_or_merge(layer, tokens, config)
+        wanted = reference.append_or_merge(expected, tokens, config)
+        assert_same_state(layer, expected, torch.float32)
+        query = noise(1, 2 * HEADS, count, HEAD_DIM, seed=begin)
+        out = backend.prefill_attention(
+            query, layer.key_pages, layer.value_pages, layer.block_tables, seen, 0.3, rows=tokens.rows
+        )
+        pages = expected.key_pages, expected.value_pages, expected.block_tables
+        assert_agree(out, reference.prefill_attention(query, *pages, wanted, 0.3, rows=tokens.rows), torch.float32)
+        begin += count
