@@ -31,3 +31,19 @@ def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
     if name == "triton" and not has_triton:
         raise ImportError("kernels='triton' needs triton: pip install triton, or use kernels='reference'")
     return importlib.import_module(f"dmc.kernels.{name}")
+
+
+def choose_backend(name: str, dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> ModuleType:
+    """Return a backend that can serve such a cache; "auto" falls back to the reference.
+
+    Raises:
+        ValueError: there is no such backend, or it cannot serve this cache.
+        ImportError: it needs a package that is not installed.
+    """
+    backend = load_backend(name, device)
+    reason = backend.supports(dtype, head_dim, block_size, device)
+    if reason is None:
+        return backend
+    if name == "auto":
+        return load_backend("reference")
+    raise ValueError(f"kernels={name!r} cannot serve this cache: {reason}")

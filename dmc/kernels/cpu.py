@@ -114,6 +114,9 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
     return seen
 
 
+compact = reference.compact
+
+
 def paged_attention(
     query: Tensor,
     key_pages: Tensor,

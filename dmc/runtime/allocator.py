@@ -69,3 +69,8 @@ class BlockAllocator:
         stack[free : free + added.numel()] = added
         self.height += added.numel()
         self.num_blocks, self.stack = num_blocks, stack
+
+    def reset(self) -> None:
+        """Take every block back, whoever holds it."""
+        self.stack.copy_(torch.arange(self.num_blocks - 1, -1, -1))
+        self.height.fill_(self.num_blocks)

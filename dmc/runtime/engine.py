@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmc.budget import achieved_ratio
-from dmc.compression import CompressionConfig
-from dmc.kernels import load_backend
-from dmc.ranks import ALONE
+from dmc.runtime.generation import FinishReason, Generation, GenerationStats
+from dmc.runtime.memory import pool_bytes
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
-from dmc.runtime.sampling import SamplingParams, sample_token
+from dmc.runtime.progress import advance_bar, open_bar
+from dmc.runtime.prompt import encode
+from dmc.runtime.request import Request, TokenEvent
+from dmc.runtime.runner import Runner, layout_of
+from dmc.runtime.sampling import SamplingParams, choose_tokens
 from dmc.runtime.scheduler import Scheduler, Segment
-from dmc.runtime.sequence import Generation, GenerationStats, Sequence
-from dmc.runtime.step import Step
-from dmc.runtime.stock_attention import use_stock_attention
+from dmc.runtime.sequence import Sequence
+from dmc.runtime.session import Session
+from dmc.runtime.text_stream import TextStream
 
 
-def layout_of(model: Any) -> CacheLayout:
-    """Read a cache's shape off a model; a compressed one carries its gates' configuration."""
-    config = model.config
-    compression = getattr(config, "compression", None)
-    parameter = next(model.parameters())
-    ranks = getattr(model, "ranks", ALONE)
-    return CacheLayout(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads // ranks.size,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        dtype=parameter.dtype,
-        device=parameter.device,
-        compression=None if compression is None else CompressionConfig.from_dict(compression),
-        ranks=ranks,
-    )
+def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
+    """Blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
+    return -(-num_tokens // block_size) * layout.num_layers * layout.num_kv_heads
 
 
 class Engine:
     """Serves a compressed or stock causal LM from a paged cache, many sequences at once.
 
+    `generate` and `score` run to the end; `submit`, `step` and `abort` are what they are made of, `stream` hands out
+    tokens as they come, `session` keeps the cache between turns. One thread at a time.
+
     Args:
         model: from `retrofit`, `load_model` or `AutoModelForCausalLM`, in eval mode.
-        tokenizer: needed for prompts given as text.
+        tokenizer: needed for prompts given as text, and for stop strings.
         policy: training-free compression policy; None: what the model's own gates do (full cache for a stock model).
         block_size: entries per page.
-        memory: bytes for the cache's pages; None: grow as needed.
+        memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
+            what is free, no more than `max_batch_size` sequences of the model's full length); None: grow as needed.
         kernels: backend name, "auto" picks.
-        max_batch_size: sequences that run at the same time.
+        max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
+        token_budget: most tokens in one forward pass, over all sequences; None: no limit.
     Raises:
         ValueError: an option is out of range.
         NotImplementedError: a policy is given (none exists yet).
@@ -61,171 +56,282 @@ class Engine:
         tokenizer: Any = None,
         policy: None = None,
         block_size: int = 16,
-        memory: int | None = None,
+        memory: int | float | str | None = None,
         kernels: str = "auto",
         max_batch_size: int = 32,
         prefill_chunk_size: int | None = None,
+        token_budget: int | None = 2048,
     ) -> None:
         if policy is not None:
             raise NotImplementedError(f"policy={policy!r}: training-free policies do not exist yet; use policy=None")
-        for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size)):
+        options = {
+            "max_batch_size": max_batch_size,
+            "prefill_chunk_size": prefill_chunk_size,
+            "token_budget": token_budget,
+        }
+        for name, value in options.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a whole number >= 1")
-        if memory is not None and memory < 0:
-            raise ValueError(f"memory={memory}: expected a number of bytes >= 0")
         self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model)
-        self._backend = load_backend(kernels, layout.device)
-        num_blocks = None if memory is None else memory // layout.block_bytes(block_size)
+        longest = max_batch_size * blocks_of(layout, block_size, model.config.max_position_embeddings)
+        limit = pool_bytes(memory, layout.device, most=longest * layout.block_bytes(block_size))
+        num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
-        if layout.compression is None:
-            use_stock_attention(model)
-        self._rotary = None if layout.compression is None else model.rotary_tables
-        self._scheduler = Scheduler(self.cache, prefill_chunk_size)
+        self._runner = Runner(model, self.cache, kernels)
+        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget)
+        self._requests: dict[Sequence, Request] = {}
+        self._scores: dict[Sequence, list[Tensor]] = {}
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks held by sequences; 0 when nothing runs."""
+        """Blocks held by sequences; 0 when nothing runs and no session rests."""
         return self.cache.allocator.num_in_use
 
     def generate(
-        self, prompts: Collection[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self,
+        prompts: Collection[str | list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        progress: bool | None = None,
     ) -> list[Generation]:
         """Continue prompts; each as if it ran alone.
 
         Args:
             prompts: texts or token ids, not empty.
             params: for all prompts, or one each.
+            progress: whether to show a bar on stderr; None: if that is a terminal and it takes more than a few seconds.
         Raises:
-            ValueError: a prompt is empty, can never fit the memory, or is text without a tokenizer.
+            ValueError: see `submit`; nothing has run.
         """
         params = params or SamplingParams()
         every = params if isinstance(params, list) else [params] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        sequences = [Sequence(self._encode(prompt), each) for prompt, each in zip(prompts, every, strict=True)]
-        for sequence in sequences:
-            self._check_fits(len(sequence.prompt) + sequence.params.max_new_tokens - 1)
-            if sequence.params.seed is not None:
-                sequence.generator = torch.Generator().manual_seed(sequence.params.seed)
-        for sequence in sequences:
-            self._scheduler.submit(sequence)
+        requests = [self._request(prompt, each) for prompt, each in zip(prompts, every, strict=True)]
         try:
-            while segments := self._scheduler.next_segments():
-                self._advance(segments)
+            for request in requests:
+                self._start(request)
         except BaseException:
-            self._scheduler.abort_all()
+            self._abort_all(requests)
             raise
-        return [self._generation(sequence) for sequence in sequences]
+        self.run(requests, progress)
+        return [request.generation for request in requests if request.generation is not None]
+
+    def submit(
+        self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
+    ) -> Request:
+        """Queue a request; `step` brings its tokens.
+
+        Args:
+            prompt: text or token ids, not empty.
+            params: how to continue it.
+            session: whose next turn this is.
+        Raises:
+            ValueError: the prompt is empty, names unknown tokens or can never fit the memory; text or stop strings are
+                given without a tokenizer; the session is closed or its last turn has not finished.
+        """
+        request = self._request(prompt, params or SamplingParams(), session, streams_text=True)
+        self._start(request)
+        return request
+
+    def step(self) -> list[TokenEvent]:
+        """Run one forward pass.
+
+        Returns:
+            The new tokens of all requests; empty where the pass only fed parts of prompts, or nothing is to be done.
+        Raises:
+            BaseException: whatever the pass raises. Every request has then been aborted and all blocks are free;
+                sessions keep their tokens and are computed again.
+        """
+        try:
+            segments = self._scheduler.next_segments()
+            return self._advance(segments) if segments else []
+        except BaseException:
+            self._scheduler.reset()
+            self._abort_all(list(self._requests.values()))
+            raise
+
+    def run(self, requests: Collection[Request], progress: bool | None = None) -> None:
+        """Step until these requests have finished; an exception or Ctrl-C aborts them."""
+        pending = {request for request in requests if request.generation is None}
+        try:
+            with open_bar(pending, progress) as bar:
+                while pending:
+                    events = [event for event in self.step() if event.request in pending]
+                    pending -= {event.request for event in events if event.finish_reason is not None}
+                    advance_bar(bar, events, len(self._scheduler.running), len(self._scheduler.waiting))
+        except BaseException:
+            self._abort_all(requests)
+            raise
+
+    def abort(self, request: Request) -> None:
+        """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it."""
+        if request.generation is None:
+            self._finish(request, "abort")
+
+    def stream(
+        self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
+    ) -> Iterator[TokenEvent]:
+        """Continue one prompt, token by token; other requests go on beside it.
+
+        The request starts with the first `next()`. Closing the iterator aborts it.
+
+        Raises:
+            ValueError: see `submit`.
+        """
+        return self._events(self._request(prompt, params or SamplingParams(), session, streams_text=True))
+
+    def session(self) -> Session:
+        """Start a conversation whose cache stays between turns."""
+        return Session(self)
+
+    def end_session(self, session: Session) -> None:
+        """Abort what a session runs and take its blocks back; `Session.close` calls it."""
+        session.is_closed, session.sequence.kept = True, False
+        if (request := self._requests.get(session.sequence)) is not None:
+            self._finish(request, "abort")
+        self._scheduler.forget(session.sequence)
 
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
-        """Teacher-force continuations through the compressed cache.
+        """Teacher-force continuations through the compressed cache, many at once.
 
         Feeds prompt + continuation[:-1]; the cache acts exactly as while generating.
 
         Returns:
             For each prompt the float32 log-probabilities [len(continuation), vocab].
         Raises:
-            ValueError: as `generate`, or a continuation is empty.
+            ValueError: as `submit`, or a continuation is empty.
         """
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
-        pairs = [(self._encode(p), self._encode(c)) for p, c in zip(prompts, continuations, strict=True)]
-        for prompt, continuation in pairs:
-            self._check_fits(len(prompt) + len(continuation) - 1)
-        scores = []
-        for prompt, continuation in pairs:
-            fed = prompt + continuation[:-1]
-            sequence = Sequence(fed, SamplingParams(max_new_tokens=1))
-            self._scheduler.submit(sequence)
-            rows = []
-            try:
-                while sequence.num_fed < len(fed):
-                    (segment,) = self._scheduler.next_segments()
-                    first = max(0, len(prompt) - 1 - sequence.num_fed)  # rows before it would only cost memory
-                    rows.append(self._forward([segment], torch.arange(len(segment.tokens))[first:]))
-            finally:
-                self._scheduler.abort_all()
-            scores.append(torch.cat(rows))
-        return scores
+        sequences = []
+        for prompt, continuation in zip(prompts, continuations, strict=True):
+            tokens, targets = self._encode(prompt), self._encode(continuation, begins_text=False)
+            sequences.append(Sequence(tokens + targets[:-1], wanted=len(tokens) - 1))
+            self._check_fits(len(sequences[-1].tokens))
+        try:
+            for sequence in sequences:
+                self._scores[sequence] = []
+                self._scheduler.submit(sequence)
+            while any(sequence.wanted < len(sequence.tokens) for sequence in sequences):
+                self.step()
+            return [torch.cat(self._scores[sequence]) for sequence in sequences]
+        finally:
+            for sequence in sequences:
+                self._scores.pop(sequence, None)
+                self._scheduler.finish(sequence)
 
-    def _encode(self, text: str | list[int]) -> list[int]:
-        if isinstance(text, str):
-            if self.tokenizer is None:
-                raise ValueError("a text was given, but the engine has no tokenizer: pass tokenizer=, or token ids")
-            text = self.tokenizer(text)["input_ids"]
-        if not len(text):
-            raise ValueError("a prompt or continuation is empty: give at least one token")
-        return [int(token) for token in text]
+    def _request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        session: Session | None = None,
+        streams_text: bool = False,
+    ) -> Request:
+        """Check a request and put it together; nothing is queued or appended yet."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
+        if session is not None and session.is_closed:
+            raise ValueError("the session is closed: start another one")
+        sequence = Sequence([], wanted=0) if session is None else session.sequence
+        needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
+        request = Request(
+            sequence,
+            prompt=self._encode(prompt, begins_text=not sequence.tokens),
+            params=params,
+            stop_ids=self._stop_ids(params),
+            generator=self._generator(params),
+            text_stream=TextStream(self.tokenizer, params.stop) if needs_text else None,
+        )
+        self._check_can_start(request)
+        return request
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        end = None if params.ignore_eos else self.model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [] if end is None else [end]
+        return frozenset((*params.stop_token_ids, *ends))
+
+    def _generator(self, params: SamplingParams) -> torch.Generator | None:
+        if params.temperature == 0:
+            return None
+        seed = params.seed
+        if seed is None:
+            seed = self.cache.layout.ranks.minimum(int(torch.randint(2**62, ())))  # all ranks must draw alike
+        return torch.Generator().manual_seed(seed)
+
+    def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
+        return encode(text, self.tokenizer, self.model.get_input_embeddings().num_embeddings, begins_text)
+
+    def _check_can_start(self, request: Request) -> None:
+        if request.sequence in self._requests:
+            raise ValueError("the session's last turn has not finished: run it to its end, or abort it")
+        self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
 
     def _check_fits(self, num_tokens: int) -> None:
         cache = self.cache
-        blocks = -(-num_tokens // cache.block_size) * cache.layout.num_layers * cache.layout.num_kv_heads
+        blocks = blocks_of(cache.layout, cache.block_size, num_tokens)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
-                f"a sequence of {num_tokens} tokens may need {blocks} blocks, "
-                f"memory= holds {cache.allocator.num_blocks}: "
+                f"a sequence of {num_tokens} tokens may need {blocks} blocks (the worst case: nothing is merged or "
+                f"dropped), memory= holds {cache.allocator.num_blocks}: "
                 f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
             )
 
-    @torch.no_grad()
-    def _forward(self, segments: list[Segment], keep: Tensor | None = None) -> Tensor:
-        """Feed segments and return float32 log-probabilities after the tokens at `keep`, or each segment's last."""
-        rows = [segment.sequence.row for segment in segments]
-        num_new = [len(segment.tokens) for segment in segments]
-        step = Step(self.cache, self._backend, [row for row in rows if row is not None], num_new, self._rotary)
-        flat = torch.tensor(
-            [[token for segment in segments for token in segment.tokens]], device=self.cache.layout.device
-        )
-        if keep is None:
-            keep = torch.tensor(num_new).cumsum(0) - 1
-        output = self.model(
-            flat,
-            position_ids=step.position_ids,
-            paged_cache=step,
-            use_cache=False,
-            logits_to_keep=keep.to(flat.device),
-        )
-        step.finish()
+    def _start(self, request: Request) -> None:
+        self._check_can_start(request)
+        request.begin()
+        self._requests[request.sequence] = request
+        self._scheduler.submit(request.sequence)
+
+    def _events(self, request: Request) -> Iterator[TokenEvent]:
+        self._start(request)
+        inbox = request.inbox = deque()
+        try:
+            while request.generation is None or inbox:
+                while inbox:
+                    yield inbox.popleft()
+                if request.generation is None:
+                    self.step()
+        finally:
+            self.abort(request)
+
+    def _advance(self, segments: list[Segment]) -> list[TokenEvent]:
+        logits = self._runner.forward(segments)
+        asking, rows, begin = [], [], 0
         for segment in segments:
-            segment.sequence.num_fed += len(segment.tokens)
-        return output.logits[0].float().log_softmax(-1)
+            end = begin + segment.num_wanted
+            if segment.sequence in self._scores:
+                self._keep_scores(segment.sequence, logits[begin:end])
+            elif segment.num_wanted:
+                asking.append(self._requests[segment.sequence])
+                rows.append(begin)
+            begin = end
+        return self._sample(asking, logits if len(rows) == len(logits) else logits[rows]) if asking else []
 
-    def _advance(self, segments: list[Segment]) -> None:
-        log_probs = self._forward(segments)
-        for segment, row in zip(segments, log_probs, strict=True):
-            sequence = segment.sequence
-            if sequence.num_waiting:
-                continue  # more of the prompt is to come
-            token = sample_token(row, sequence.params, sequence.generator)
-            sequence.generated.append(token)
-            sequence.logprobs.append(float(row[token]))
-            if self._is_finished(sequence, token):
-                sequence.stats = self._stats(sequence)
-                self._scheduler.finish(sequence)
-
-    def _is_finished(self, sequence: Sequence, token: int) -> bool:
-        params = sequence.params
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            end = self.model.generation_config.eos_token_id
-            stops |= set() if end is None else set(end) if isinstance(end, list) else {end}
-        return len(sequence.generated) >= params.max_new_tokens or token in stops
-
-    def _stats(self, sequence: Sequence) -> GenerationStats:
-        assert sequence.row is not None
-        slots = self.cache.slots(sequence.row)
-        return GenerationStats(
-            tokens_seen=sequence.num_fed,
-            slots=slots,
-            achieved_ratio=achieved_ratio(sequence.num_fed, slots.shape[0], slots.shape[1], int(slots.sum())),
-            bytes_used=self.cache.bytes_used(sequence.row),
-            bytes_allocated=self.cache.bytes_allocated(sequence.row),
-            num_preemptions=sequence.num_preemptions,
+    def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
+        tokens, logprobs = choose_tokens(
+            logits, [request.params for request in requests], [request.generator for request in requests]
         )
+        events = []
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            events.append(request.accept(token, logprob))
+            if (reason := events[-1].finish_reason) is not None:
+                self._finish(request, reason)
+        return events
 
-    def _generation(self, sequence: Sequence) -> Generation:
-        assert sequence.stats is not None
-        text = None if self.tokenizer is None else self.tokenizer.decode(sequence.generated, skip_special_tokens=True)
-        stats = dataclasses.replace(sequence.stats, num_preemptions=sequence.num_preemptions)
-        return Generation(sequence.generated, text, sequence.logprobs, stats)
+    def _keep_scores(self, sequence: Sequence, logits: Tensor) -> None:
+        self._scores[sequence].append(logits.float().log_softmax(-1))
+        sequence.wanted += len(logits)
+        if not sequence.num_waiting:
+            self._scheduler.finish(sequence)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        sequence = request.sequence
+        request.finish(reason, GenerationStats.of(sequence, self.cache), self.tokenizer)
+        self._requests.pop(sequence, None)
+        self._scheduler.finish(sequence)
+        sequence.num_preemptions = 0
+
+    def _abort_all(self, requests: Collection[Request]) -> None:
+        for request in requests:
+            self.abort(request)

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import Cache
 
 from dmc.compression import GateOutput
-from dmc.kernels import load_backend
-from dmc.runtime.engine import layout_of
+from dmc.kernels import choose_backend
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.runner import layout_of
 from dmc.runtime.step import Step
 
 
@@ -26,7 +26,8 @@ class PagedGenerationCache(Cache):
     def __init__(self, model: Any, block_size: int = 16) -> None:
         super().__init__(layers=[])
         self._layout, self._rotary, self._block_size = layout_of(model), model.rotary_tables, block_size
-        self._backend = load_backend("auto", self._layout.device)
+        layout = self._layout
+        self._backend = choose_backend("auto", layout.dtype, layout.head_dim, block_size, layout.device)
         self._step: Step | None = None
         self._real: Tensor | None = None
         self._num_columns = 0

@@ -114,6 +114,15 @@ class PagedCache:
         self._free_rows.append(row)
         self._count_free()
 
+    def reset(self) -> None:
+        """End every sequence, whatever state an interrupted forward pass has left behind."""
+        self.allocator.reset()
+        self.lengths.zero_()
+        self.tokens_seen.zero_()
+        self._free_rows = list(range(len(self.tokens_seen) - 1, -1, -1))
+        self._known_free = self.allocator.num_blocks  # not asked of the other ranks: this one may have failed alone
+        self._fed_since_known.zero_()
+
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
         """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
         order = torch.tensor(sources)

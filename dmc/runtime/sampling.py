@@ -1,7 +1,8 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p."""
+"""From logits to the next token: greedy, temperature, top-k, top-p; all rows of a step at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +22,17 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int | None = None
-    """Sample among the k most likely tokens."""
+    """Sample among the k most likely tokens, and those as likely as the k-th."""
     top_p: float = 1.0
-    """Sample among the fewest tokens whose probabilities reach this sum, in (0, 1]."""
+    """Sample among the most likely tokens whose probabilities reach this sum, in (0, 1]."""
     seed: int | None = None
-    """Seed of this request's own generator; None: torch's default generator."""
+    """Seed of this request's own generator; None: torch's default generator draws one."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop after one of these, besides the model's own end of sequence."""
     ignore_eos: bool = False
     """Go on after the model's end of sequence."""
+    stop: tuple[str, ...] = ()
+    """Stop when the text contains one of these; the text ends before it. Needs a tokenizer."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -40,17 +43,53 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k}: expected a whole number >= 1, or None")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: expected a number in (0, 1]")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop={self.stop!r}: expected a tuple of strings that are not empty")
 
 
-def sample_token(log_probs: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
-    """Choose a token id from log-probabilities [vocab]."""
-    if params.temperature == 0:
-        return int(log_probs.argmax())
-    scores, tokens = (log_probs / params.temperature).sort(descending=True, stable=True)
-    if params.top_k is not None:
-        scores, tokens = scores[: params.top_k], tokens[: params.top_k]
-    probabilities = scores.softmax(-1)
-    if params.top_p < 1:
+def choose_tokens(
+    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
+) -> tuple[Tensor, Tensor]:
+    """Choose the next token of every row; a row's choice does not depend on the others.
+
+    Args:
+        logits: [R, vocab].
+        params: of each row.
+        generators: of each row, on the CPU; a sampled row takes one number. None: torch's default generator.
+    Returns:
+        Token ids, int64 [R], and their natural-log probabilities in the unmodified distribution, float32 [R].
+    """
+    logits = logits.float()
+    tokens = logits.argmax(-1)
+    sampled = [row for row, each in enumerate(params) if each.temperature > 0]
+    if sampled:
+        uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in sampled])
+        every = len(sampled) == len(params)
+        chosen = _draw(logits if every else logits[sampled], [params[row] for row in sampled], uniform)
+        tokens = chosen if every else tokens.index_put((torch.tensor(sampled, device=logits.device),), chosen)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution at `uniform`, float64 [R] in [0, 1)."""
+    temperature = torch.tensor([max(each.temperature, 1e-30) for each in params], device=logits.device)
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    for limits in {(each.top_k, each.top_p) for each in params}:
+        rows = torch.tensor([row for row, each in enumerate(params) if (each.top_k, each.top_p) == limits])
+        scores[rows] = _truncate(scores[rows.to(scores.device)], *limits)
+    # float32 sums over a large vocabulary would misplace unlikely tokens
+    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+
+
+def _truncate(scores: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Leave the most likely tokens, ties included so that the order of a sort has no say."""
+    if top_k is None and top_p == 1:
+        return scores
+    best = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1])).values
+    if top_p < 1:
+        probabilities = best.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.where(before < params.top_p, 0.0)
-    return int(tokens[torch.multinomial(probabilities.cpu(), 1, generator=generator).to(tokens.device)])
+        best = best.where(before < top_p, torch.inf)
+    return scores.masked_fill(scores < best.amin(-1, keepdim=True), -torch.inf)

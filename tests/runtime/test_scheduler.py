@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from dmc import SamplingParams
 from dmc.kernels.reference import take_blocks
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.scheduler import Scheduler, Segment
@@ -10,13 +9,15 @@ from dmc.runtime.sequence import Sequence
 HEADS = 2  # of one layer: a block each for every 16 tokens
 
 
-def make(num_blocks: int | None = None, rows: int = 3, chunk: int | None = None) -> Scheduler:
+def make(
+    num_blocks: int | None = None, rows: int = 3, chunk: int | None = None, budget: int | None = None
+) -> Scheduler:
     layout = CacheLayout(1, HEADS, 4, torch.float32, torch.device("cpu"))
-    return Scheduler(PagedCache(layout, rows, 16, num_blocks), chunk)
+    return Scheduler(PagedCache(layout, rows, 16, num_blocks), chunk, budget)
 
 
 def submit(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
-    sequences = [Sequence(list(range(length)), SamplingParams()) for length in lengths]
+    sequences = [Sequence(list(range(length)), wanted=length - 1) for length in lengths]
     for sequence in sequences:
         scheduler.submit(sequence)
     return sequences
@@ -34,7 +35,8 @@ def feed(scheduler: Scheduler, segments: list[Segment]) -> None:
         cache.tokens_seen[row] += count
         segment.sequence.num_fed += count
         if not segment.sequence.num_waiting:
-            segment.sequence.generated.append(0)
+            segment.sequence.tokens.append(0)
+            segment.sequence.wanted += 1
 
 
 def sizes(segments: list[Segment]) -> list[int]:
@@ -99,28 +101,146 @@ def test_youngest_gives_way_and_comes_back_with_what_it_has_generated() -> None:
     assert old.num_preemptions == 0
 
 
-def test_abort_returns_every_block_and_row() -> None:
-    scheduler = make(rows=2)
-    submit(scheduler, 20, 30, 40)
+def test_an_interrupted_step_leaves_no_block_in_use() -> None:
+    scheduler = make(rows=3)
+    sequences = submit(scheduler, 20, 30, 40, 50)
+    sequences[0].kept = True
     feed(scheduler, scheduler.next_segments())
-    assert scheduler.cache.allocator.num_in_use > 0
-    scheduler.abort_all()
-    assert scheduler.cache.allocator.num_in_use == 0
-    assert scheduler.cache.num_free_rows == 2
+    scheduler.finish(sequences[0])
+    cache = scheduler.cache
+    cache.allocator.height -= 2  # blocks that a kernel took and had no time to enter in a table
+    scheduler.reset()
+    assert cache.allocator.num_in_use == 0
+    assert sorted(cache.allocator.stack.tolist()) == list(range(cache.allocator.num_blocks))
+    assert cache.num_free_rows == 3
+    assert all((sequence.row, sequence.num_fed) == (None, 0) for sequence in sequences)
     assert scheduler.next_segments() == []
 
 
+def test_wherever_a_sequence_stands_it_can_be_taken_off() -> None:
+    scheduler = make(rows=2)
+    first, second, third = submit(scheduler, 20, 30, 40)
+    feed(scheduler, scheduler.next_segments())
+    for sequence in (third, first, second):
+        scheduler.finish(sequence)
+        scheduler.finish(sequence)  # once more does no harm
+    assert scheduler.cache.allocator.num_in_use == 0
+    assert scheduler.next_segments() == []
+
+
+def test_decoding_comes_first_and_prompts_share_what_the_budget_leaves() -> None:
+    scheduler = make(rows=4, budget=8)
+    sequences = submit(scheduler, 3, 12, 6)
+    seen = []
+    for _ in range(5):
+        segments = scheduler.next_segments()
+        seen.append([(sequences.index(segment.sequence), len(segment.tokens)) for segment in segments])
+        feed(scheduler, segments)
+    assert seen == [
+        [(0, 3), (1, 5)],
+        [(0, 1), (1, 7)],
+        [(0, 1), (1, 1), (2, 6)],
+        [(0, 1), (1, 1), (2, 1)],
+        [(0, 1), (1, 1), (2, 1)],
+    ]
+
+
+def test_a_budget_below_the_number_of_running_sequences_serves_the_oldest() -> None:
+    scheduler = make(rows=3, budget=2)
+    sequences = submit(scheduler, 1, 1, 1)
+    for _ in range(3):
+        segments = scheduler.next_segments()
+        assert [segment.sequence for segment in segments] == sequences[:2]
+        feed(scheduler, segments)
+    scheduler.finish(sequences[0])
+    assert [segment.sequence for segment in scheduler.next_segments()] == sequences[1:]
+
+
+def test_only_logits_that_are_wanted_are_asked_for() -> None:
+    scheduler = make(chunk=4)
+    (sequence,) = submit(scheduler, 10)
+    sequence.wanted = 6
+    seen = []
+    for _ in range(4):
+        (segment,) = scheduler.next_segments()
+        seen.append((segment.first_wanted, segment.num_wanted))
+        feed(scheduler, [segment])
+        sequence.wanted = max(6, sequence.num_fed)
+    assert seen == [(4, 0), (2, 2), (0, 2), (0, 1)]
+
+
+def rest(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
+    """Let kept sequences run to their end."""
+    sequences = submit(scheduler, *lengths)
+    for sequence in sequences:
+        sequence.kept = True
+    feed(scheduler, scheduler.next_segments())
+    for sequence in sequences:
+        scheduler.finish(sequence)
+    return sequences
+
+
+def test_a_kept_sequence_goes_on_where_it_stopped() -> None:
+    scheduler = make(num_blocks=8)
+    (sequence,) = rest(scheduler, 20)
+    assert scheduler.cache.allocator.num_in_use == 4
+    assert scheduler.next_segments() == []
+    sequence.tokens += [1, 2, 3]
+    scheduler.submit(sequence)
+    (segment,) = scheduler.next_segments()
+    assert segment.tokens == [0, 1, 2, 3]
+    scheduler.forget(sequence)
+    assert scheduler.cache.allocator.num_in_use == 0
+
+
+@pytest.mark.parametrize("lack", ["rows", "blocks"])
+def test_the_longest_unused_rests_no_longer_when_others_need_its_place(lack: str) -> None:
+    scheduler = make(rows=2) if lack == "rows" else make(num_blocks=6)
+    old, recent = rest(scheduler, 16, 16)
+    (sequence,) = submit(scheduler, 30)
+    assert [segment.sequence for segment in scheduler.next_segments()] == [sequence]
+    assert (old.row, old.num_fed, old.num_preemptions) == (None, 0, 1)
+    assert recent.row is not None
+    assert scheduler.resting == [recent]
+
+
+def test_those_who_rest_give_way_before_those_who_run() -> None:
+    scheduler = make(num_blocks=6)
+    first, second = submit(scheduler, 16, 15)
+    second.kept = True
+    feed(scheduler, scheduler.next_segments())
+    scheduler.finish(second)
+    (third,) = submit(scheduler, 16)
+    feed(scheduler, scheduler.next_segments())
+    assert [segment.sequence for segment in scheduler.next_segments()] == [first]
+    assert (first.num_preemptions, second.num_preemptions, third.num_preemptions) == (0, 1, 1)
+
+
+def test_a_turn_that_waits_cannot_block_those_before_it() -> None:
+    scheduler = make(num_blocks=4)
+    (kept,) = rest(scheduler, 30)
+    (first,) = submit(scheduler, 20)
+    kept.tokens += [1]
+    scheduler.submit(kept)
+    assert [segment.sequence for segment in scheduler.next_segments()] == [first]
+    assert kept.row is None
+    scheduler.finish(first)
+    (segment,) = scheduler.next_segments()
+    assert segment.tokens == kept.tokens
+
+
+@pytest.mark.parametrize("budget", [None, 2, 9])
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_blocks_never_run_out_inside_a_step(chunk: int | None) -> None:
-    scheduler = make(num_blocks=8, rows=3, chunk=chunk)
-    sequences = submit(scheduler, 30, 17, 40, 3, 25)
+def test_blocks_never_run_out_inside_a_step(chunk: int | None, budget: int | None) -> None:
+    scheduler = make(num_blocks=8, rows=3, chunk=chunk, budget=budget)
+    goal = {sequence: len(sequence.tokens) + 12 for sequence in submit(scheduler, 30, 17, 40, 3, 25)}
     for _ in range(500):
         segments = scheduler.next_segments()
         if not segments:
             break
         feed(scheduler, segments)  # raises OutOfBlocksError if the scheduler promised too much
         for segment in segments:
-            if len(segment.sequence.generated) == 12 and segment.sequence.row is not None:
+            if len(segment.sequence.tokens) == goal[segment.sequence]:
                 scheduler.finish(segment.sequence)
-    assert all(len(sequence.generated) == 12 for sequence in sequences)
+    assert all(len(sequence.tokens) == length for sequence, length in goal.items())
     assert scheduler.cache.allocator.num_in_use == 0

@@ -1,0 +1,65 @@
+"""What comes out of the engine: continuations and honest memory figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dmc.budget import achieved_ratio
+from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.sequence import Sequence
+
+FinishReason = Literal["length", "stop", "abort"]
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Memory of one sequence at its last step, before release; all zero if it never ran."""
+
+    tokens_seen: int
+    """Tokens fed, earlier turns of a session included: all but the last one generated, which is not fed."""
+    slots: Tensor
+    """Entries held per layer and KV head, raw recent tokens included, int64 [L, H]."""
+    achieved_ratio: float
+    """tokens_seen * L * H / sum(slots), >= 1 for a compressed cache."""
+    bytes_used: int
+    """Slots and state: ring, means and tables included."""
+    bytes_allocated: int
+    """The same with whole pages."""
+    num_preemptions: int
+    """Times the sequence lost its cache to others and was computed again."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, cache: PagedCache) -> GenerationStats:
+        """Measure a sequence's place in the cache."""
+        layout, row = cache.layout, sequence.row
+        if row is None:
+            slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
+            return cls(0, slots, 0.0, 0, 0, sequence.num_preemptions)
+        slots = cache.slots(row)
+        return cls(
+            tokens_seen=sequence.num_fed,
+            slots=slots,
+            achieved_ratio=achieved_ratio(sequence.num_fed, slots.shape[0], slots.shape[1], int(slots.sum())),
+            bytes_used=cache.bytes_used(row),
+            bytes_allocated=cache.bytes_allocated(row),
+            num_preemptions=sequence.num_preemptions,
+        )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The continuation of one prompt."""
+
+    token_ids: list[int]
+    """Every generated token, those of a stop string included."""
+    text: str | None
+    """Without special tokens, cut before a stop string; None without a tokenizer."""
+    logprobs: list[float]
+    """Natural-log probability of each chosen token under the unmodified distribution."""
+    stats: GenerationStats
+    finish_reason: FinishReason
+    """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off."""

@@ -1,0 +1,31 @@
+"""Prompts to tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int, begins_text: bool) -> list[int]:
+    """Turn a prompt into token ids that the model knows.
+
+    Args:
+        prompt: text or token ids.
+        tokenizer: for text; None: there is none.
+        vocab_size: ids are below it.
+        begins_text: whether the tokenizer adds its special tokens.
+    Raises:
+        ValueError: the prompt is empty, text without a tokenizer, or names tokens out of range.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text was given, but the engine has no tokenizer: pass tokenizer=, or token ids")
+        prompt = tokenizer(prompt, add_special_tokens=begins_text)["input_ids"]
+    tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("a prompt or continuation is empty: give at least one token")
+    # an index out of range in the embedding ends the process's use of a GPU
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError(
+            f"tokens from {min(tokens)} to {max(tokens)} were given: the model knows 0 to {vocab_size - 1}"
+        )
+    return tokens

@@ -1,0 +1,69 @@
+"""Several turns on one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from dmc.runtime.generation import Generation
+from dmc.runtime.request import TokenEvent
+from dmc.runtime.sampling import SamplingParams
+from dmc.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from dmc.runtime.engine import Engine
+
+
+class Session:
+    """A conversation whose cache stays between turns: `with engine.session() as session: ...`.
+
+    A further turn feeds its prompt and the last token generated before it, nothing else. While the session rests, the
+    engine may take its blocks for others; the next turn then computes them again from the tokens.
+
+    Args:
+        engine: that serves it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.sequence = Sequence([], wanted=0, kept=True)
+        """All turns so far, and their place in the cache."""
+        self.is_closed = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompts and continuations of all turns so far."""
+        return list(self.sequence.tokens)
+
+    def generate(self, prompt: str | list[int], params: SamplingParams | None = None) -> Generation:
+        """Continue the conversation with another prompt.
+
+        Args:
+            prompt: text or token ids, not empty; a special token at its start is only added in the first turn.
+            params: of this turn.
+        Returns:
+            The continuation; its `stats` are those of the whole conversation.
+        Raises:
+            ValueError: see `Engine.submit`.
+        """
+        request = self._engine.submit(prompt, params, self)
+        self._engine.run([request])
+        assert request.generation is not None
+        return request.generation
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """Continue the conversation, token by token: see `Engine.stream`."""
+        return self._engine.stream(prompt, params, self)
+
+    def close(self) -> None:
+        """End the session: a turn that runs is aborted, the blocks return. May be called twice."""
+        self._engine.end_session(self)
