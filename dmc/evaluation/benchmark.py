@@ -15,6 +15,7 @@ from transformers import StaticCache
 
 from dmc.evaluation.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
+from dmc.runtime.generation import GenerationStats
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class EngineContestant:
     def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
         self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
         self._engine = make_engine(model, len(prompts), config)
-        self._params = SamplingParams(max_new_tokens=2 + config.new_tokens, temperature=0.0, ignore_eos=True)
+        self._params = SamplingParams(max_new_tokens=3 + config.new_tokens, temperature=0.0, ignore_eos=True)
         self._requests: list[Any] = []
 
     def prefill(self) -> None:
@@ -137,12 +138,10 @@ class EngineContestant:
 
     def memory(self) -> tuple[int, float]:
         """See `Contestant`."""
-        cache = self._engine.cache
-        rows = [request.sequence.row for request in self._requests]
-        held = sum(int(cache.slots(row).sum()) for row in rows)
-        heads = cache.layout.num_layers * cache.layout.num_kv_heads
-        seen = int(cache.tokens_seen[rows].sum())
-        return sum(cache.bytes_allocated(row) for row in rows), seen * heads / held
+        stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
+        seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
+        entries = sum(int(each.slots.sum()) for each in stats)
+        return sum(each.bytes_allocated for each in stats), seen / entries
 
 
 class HuggingFaceContestant:

@@ -52,7 +52,7 @@ def set_synthetic_gates(model: Any, ratio: float, seed: int = 0) -> None:
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
-        share = 1 + SPREAD * (2 * (torch.arange(kv_heads) + 0.5) / kv_heads - 1)
-        keep = (share[torch.randperm(kv_heads, generator=generator)] / ratio).clamp_max(1.0)
+        share = 1 + min(SPREAD, ratio - 1) * (2 * (torch.arange(kv_heads) + 0.5) / kv_heads - 1)
+        keep = share[torch.randperm(kv_heads, generator=generator)] / ratio
         keep = keep.to(attention.k_proj.weight.device)
         attention.compressor = SyntheticCompressor(config, attention.head_dim, keep, seed + index)
