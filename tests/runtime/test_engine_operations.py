@@ -1,0 +1,284 @@
+"""Random operations on an engine that is short of memory, against requests that ran alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from dmc import Engine, SamplingParams
+from dmc.runtime import Request, Session
+
+BLOCK = 16
+NUM_BLOCKS = 12
+MOST_TOKENS = NUM_BLOCKS // 2 * BLOCK  # one layer, two heads, nothing merged
+METHODS: dict[str, dict[str, Any] | None] = {
+    "full cache": None,
+    "merge": {},
+    "merge, exact": {"window_size": None},
+    "drop": {"action": "drop", "delay": 4},
+}
+PROMPT_LENGTHS = (1, 3, 9, 16, 24, 40)
+PARAMS = [
+    SamplingParams(max_new_tokens=1, temperature=0),
+    SamplingParams(max_new_tokens=6, temperature=0),
+    SamplingParams(max_new_tokens=18, temperature=0),
+    SamplingParams(max_new_tokens=12, seed=5),
+    SamplingParams(max_new_tokens=9, seed=6, top_k=9, top_p=0.9),
+    SamplingParams(max_new_tokens=25, seed=7, temperature=0.7, stop_token_ids=tuple(range(0, 83, 9))),
+    SamplingParams(max_new_tokens=100, temperature=0),
+]
+LENGTH, PARAM = st.sampled_from(PROMPT_LENGTHS), st.sampled_from(PARAMS)
+ENGINES = [
+    {"token_budget": None},
+    {"prefill_chunk_size": 5, "token_budget": 12},
+    {"prefill_chunk_size": 16, "token_budget": 4},
+    {"max_batch_size": 2},
+]
+
+
+class Alone:
+    """The naive model: what a request brings on an engine of its own, remembered."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.known: dict[tuple, Any] = {}
+
+    def __call__(self, tokens: list[int], params: SamplingParams) -> Any:
+        key = (tuple(tokens), params)
+        if key not in self.known:
+            (self.known[key],) = Engine(self.model, max_batch_size=1).generate([tokens], params)
+        return self.known[key]
+
+
+class Turn:
+    """A request in flight and what the naive model says of it."""
+
+    def __init__(self, request: Request, expected: Any, session: Session | None) -> None:
+        self.request, self.expected, self.session = request, expected, session
+        self.tokens: list[int] = []
+
+
+class Operations(RuleBasedStateMachine):
+    """Every rule is one operation; the naive model follows."""
+
+    def __init__(self, model: Any, alone: Alone, prompts: dict[int, list[int]], count: Counter) -> None:
+        super().__init__()
+        self.model, self.alone, self.prompts, self.count = model, alone, prompts, count
+        self.engine: Any = None
+        self.turns: list[Turn] = []
+        self.histories: dict[Session, list[int]] = {}
+
+    @precondition(lambda self: self.engine is None)
+    @rule(options=st.sampled_from(ENGINES))
+    def start(self, options: dict) -> None:
+        memory = NUM_BLOCKS * BLOCK * 2 * 16 * 4
+        self.engine = Engine(self.model, memory=memory, **{"max_batch_size": 4, **options})
+
+    def begin(self, prompt: list[int], params: SamplingParams, session: Session | None) -> None:
+        history = [] if session is None else self.histories[session]
+        if len(history) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS:
+            self.count["refused"] += 1
+            with pytest.raises(ValueError, match="worst case"):
+                self.engine.submit(prompt, params, session)
+            return
+        request = self.engine.submit(prompt, params, session)
+        self.turns.append(Turn(request, self.alone(history + prompt, params), session))
+        history += prompt
+
+    @precondition(lambda self: self.engine is not None and len(self.turns) < 8)
+    @rule(
+        requests=st.lists(st.tuples(st.sampled_from(PROMPT_LENGTHS), st.sampled_from(PARAMS)), min_size=1, max_size=4)
+    )
+    def submit(self, requests: list[tuple[int, SamplingParams]]) -> None:
+        for length, params in requests:
+            self.count["submit"] += 1
+            self.begin(self.prompts[length], params, None)
+
+    @precondition(lambda self: self.engine is not None and len(self.histories) < 3)
+    @rule()
+    def open_session(self) -> None:
+        self.count["open session"] += 1
+        self.histories[self.engine.session()] = []
+
+    @precondition(lambda self: self.histories)
+    @rule(which=st.integers(0, 2), length=LENGTH, params=PARAM)
+    def take_turn(self, which: int, length: int, params: SamplingParams) -> None:
+        self.count["turn"] += 1
+        session = list(self.histories)[which % len(self.histories)]
+        if any(turn.session is session for turn in self.turns):
+            with pytest.raises(ValueError, match="last turn has not finished"):
+                self.engine.submit(self.prompts[length], params, session)
+        else:
+            self.begin(self.prompts[length], params, session)
+
+    @precondition(lambda self: len(self.histories) > 1)
+    @rule(which=st.integers(0, 2))
+    def close_session(self, which: int) -> None:
+        self.count["close session"] += 1
+        session = list(self.histories)[which % len(self.histories)]
+        session.close()
+        for turn in [turn for turn in self.turns if turn.session is session]:
+            self.check_aborted(turn)
+        del self.histories[session]
+
+    @precondition(lambda self: self.turns)
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.count["step"] += 1
+            self.check_events(self.engine.step())
+            self.blocks_are_what_the_slots_need()
+
+    @precondition(lambda self: self.turns)
+    @rule(which=st.integers(0, 10))
+    def finish(self, which: int) -> None:
+        turn = self.turns[which % len(self.turns)]
+        while turn in self.turns:
+            self.count["step"] += 1
+            self.check_events(self.engine.step())
+
+    @precondition(lambda self: self.turns)
+    @rule(which=st.integers(0, 10))
+    def abort(self, which: int) -> None:
+        self.count["abort"] += 1
+        turn = self.turns[which % len(self.turns)]
+        self.engine.abort(turn.request)
+        self.check_aborted(turn)
+
+    @precondition(lambda self: self.engine is not None and len(self.engine._scheduler.running) > 1)
+    @rule()
+    def preempt(self) -> None:
+        self.count["preempt"] += 1
+        self.engine._scheduler._preempt_youngest()
+
+    @precondition(lambda self: self.engine is not None and self.engine._scheduler.resting)
+    @rule()
+    def evict(self) -> None:
+        self.count["evict"] += 1
+        self.engine._scheduler._evict(self.engine._scheduler.resting[0])
+
+    @precondition(lambda self: self.turns)
+    @rule(length=st.sampled_from(PROMPT_LENGTHS[:4]))
+    def score(self, length: int) -> None:
+        """Scoring runs beside the requests; their tokens come all the same."""
+        self.count["score"] += 1
+        generation = self.alone(self.prompts[length], PARAMS[1])
+        engine, accepted = self.engine, []
+        step = engine.step
+        engine.step = lambda: accepted.extend(step())
+        (scores,) = engine.score([self.prompts[length]], [generation.token_ids])
+        del engine.step
+        assert scores.argmax(-1).tolist() == generation.token_ids
+        self.check_events(accepted)
+
+    @precondition(lambda self: self.turns and len(self.turns) % 4 == 3)
+    @rule()
+    def interrupt(self) -> None:
+        """An exception between the last layer and the end of the pass."""
+        self.count["interrupt"] += 1
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = self.model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.step()
+        hook.remove()
+        assert self.engine.blocks_in_use == 0
+        for turn in list(self.turns):
+            self.check_aborted(turn)
+
+    def check_events(self, events: list[Any]) -> None:
+        of = {turn.request: turn for turn in self.turns}
+        for event in events:
+            turn = of[event.request]
+            turn.tokens.append(event.token_id)
+            if event.finish_reason is None:
+                continue
+            generation, expected = turn.request.generation, turn.expected
+            assert generation is not None
+            assert generation.token_ids == turn.tokens == expected.token_ids
+            assert generation.finish_reason == event.finish_reason == expected.finish_reason
+            assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+            assert torch.equal(generation.stats.slots, expected.stats.slots)
+            assert generation.stats.tokens_seen == expected.stats.tokens_seen
+            self.count["preempted"] += generation.stats.num_preemptions
+            self.leave(turn)
+
+    def check_aborted(self, turn: Turn) -> None:
+        generation = turn.request.generation
+        assert generation is not None
+        assert generation.finish_reason == "abort"
+        assert generation.token_ids == turn.tokens == turn.expected.token_ids[: len(turn.tokens)]
+        self.leave(turn)
+
+    def leave(self, turn: Turn) -> None:
+        self.turns.remove(turn)
+        if turn.session is not None:
+            self.histories[turn.session] += turn.tokens
+            assert turn.session.tokens == self.histories[turn.session]
+
+    @invariant()
+    def blocks_are_what_the_slots_need(self) -> None:
+        if self.engine is None:
+            return
+        cache, scheduler = self.engine.cache, self.engine._scheduler
+        counts = -(-cache.lengths // BLOCK)
+        assert self.engine.blocks_in_use == int(counts.sum())
+        owned = torch.arange(cache.block_tables.shape[-1]) < counts[..., None]
+        everything = torch.cat((cache.block_tables[owned], cache.allocator.stack[: cache.allocator.num_free]))
+        assert sorted(everything.tolist()) == list(range(NUM_BLOCKS))  # none lost, none held twice
+        rows = [sequence.row for sequence in (*scheduler.running, *scheduler.resting)]
+        assert len({*rows}) == len(rows) == len(cache.tokens_seen) - cache.num_free_rows
+
+    def teardown(self) -> None:
+        while self.turns:
+            self.check_events(self.engine.step())
+        for session in self.histories:
+            session.close()
+        assert self.engine is None or self.engine.blocks_in_use == 0
+
+
+def run(model: Any, make_prompts: Any, **profile: Any) -> Counter:
+    alone, count = Alone(model), Counter()
+    prompts = dict(zip(PROMPT_LENGTHS, make_prompts(*PROMPT_LENGTHS), strict=True))
+    chosen = settings(
+        derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), **profile
+    )
+    run_state_machine_as_test(lambda: Operations(model, alone, prompts, count), settings=chosen)
+    return count
+
+
+def build(method: str, make_stock: Any, make_compressed: Any) -> Any:
+    gates = METHODS[method]
+    return make_stock(num_layers=1) if gates is None else make_compressed(gates=gates, num_layers=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_some_operations_agree_with_requests_alone(
+    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    model = build(method, make_stock, make_compressed)
+    run(model, make_prompts, max_examples=4, stateful_step_count=30)
+
+
+@pytest.mark.slow
+def test_ten_thousand_operations_agree_with_requests_alone(
+    make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    total: Counter = Counter()
+    for method in METHODS:
+        model = build(method, make_stock, make_compressed)
+        total += run(model, make_prompts, max_examples=45, stateful_step_count=40)
+
+    done = {name: number for name, number in total.items() if name not in ("refused", "preempted")}
+    assert sum(done.values()) >= 10_000, total
+    assert all(number >= 20 for number in done.values()), total
+    assert total["preempted"] >= 50, total
+    assert total["refused"] >= 20, total

@@ -1,0 +1,295 @@
+"""Submit, step, abort, stream and sessions."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+BLOCK_BYTES = 16 * 2 * 16 * 4  # block size, key and value, head_dim, float32
+METHODS = [None, {}, {"window_size": None}, {"action": "drop", "delay": 4}]
+
+
+class Letters:
+    """One token for each character; a special one at the start of a text."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [82] * add_special_tokens + [ord(letter) - 33 for letter in text]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(token + 33) for token in tokens if token != 82)
+
+
+def build(gates: dict | None, make_stock: Any, make_compressed: Any) -> Any:
+    return make_stock() if gates is None else make_compressed(gates=gates)
+
+
+def run(engine: Engine, request: Any) -> Any:
+    while request.generation is None:
+        engine.step()
+    return request.generation
+
+
+def test_steps_bring_the_tokens_of_generate(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed(), tokenizer=Letters(), prefill_chunk_size=8), make_prompts(5, 20, 9)
+    expected = engine.generate(prompts, GREEDY)
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    assert engine.blocks_in_use == 0
+    events = []
+    while any(request.generation is None for request in requests):
+        events += engine.step()
+    assert engine.step() == []
+    for request, generation in zip(requests, expected, strict=True):
+        mine = [event for event in events if event.request is request]
+        assert [event.token_id for event in mine] == request.generation.token_ids == generation.token_ids
+        assert [event.logprob for event in mine] == request.generation.logprobs
+        assert "".join(event.text for event in mine) == request.generation.text == generation.text
+        assert [event.finish_reason for event in mine] == [None] * 11 + ["length"]
+        assert generation.finish_reason == "length"
+
+
+def test_a_request_may_come_while_others_run(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed()), make_prompts(5, 20, 9)
+    expected = engine.generate(prompts, GREEDY)
+    requests = []
+    for prompt in prompts:
+        requests.append(engine.submit(prompt, GREEDY))
+        engine.step()
+    for request, generation in zip(requests, expected, strict=True):
+        assert run(engine, request).token_ids == generation.token_ids
+
+
+def test_generate_and_score_run_beside_submitted_requests(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed(), max_batch_size=2), make_prompts(5, 20, 9)
+    expected = [generation.token_ids for generation in engine.generate(prompts, GREEDY)]
+    request = engine.submit(prompts[0], GREEDY)
+    engine.step()
+    assert [generation.token_ids for generation in engine.generate(prompts[1:], GREEDY)] == expected[1:]
+    (score,) = engine.score(prompts[1:2], expected[1:2])
+    assert score.argmax(-1).tolist() == expected[1]
+    assert run(engine, request).token_ids == expected[0]
+
+
+def test_abort_returns_the_blocks_and_keeps_what_there_is(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed(), tokenizer=Letters(), max_batch_size=2), make_prompts(5, 20, 9)
+    expected = engine.generate(prompts, GREEDY)
+    running, other, waiting = (engine.submit(prompt, GREEDY) for prompt in prompts)
+    for _ in range(4):
+        engine.step()
+    for request in (running, waiting, running):
+        engine.abort(request)
+    assert running.generation.token_ids == expected[0].token_ids[:4]
+    assert running.generation.text == Letters().decode(expected[0].token_ids[:4], True)
+    assert running.generation.stats.tokens_seen == 5 + 3
+    assert waiting.generation.token_ids == []
+    assert (waiting.generation.stats.tokens_seen, waiting.generation.stats.bytes_used) == (0, 0)
+    assert running.generation.finish_reason == waiting.generation.finish_reason == "abort"
+    assert run(engine, other).token_ids == expected[1].token_ids
+    engine.abort(other)
+    assert other.generation.finish_reason == "length"
+    assert engine.blocks_in_use == 0
+
+
+def test_streams_interleave_and_lose_nothing(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed(), tokenizer=Letters()), make_prompts(5, 20)
+    expected = engine.generate(prompts, GREEDY)
+    streams = [engine.stream(prompt, GREEDY) for prompt in prompts]
+    seen = list(zip(*streams, strict=True))
+    for index, generation in enumerate(expected):
+        assert [events[index].token_id for events in seen] == generation.token_ids
+        assert "".join(events[index].text for events in seen) == generation.text
+        assert seen[-1][index].finish_reason == "length"
+    assert engine.blocks_in_use == 0
+
+
+def test_a_stream_that_is_closed_is_aborted(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed())
+    never_begun = engine.stream(make_prompts(5)[0], GREEDY)
+    stream = engine.stream(make_prompts(5)[0], GREEDY)
+    first, _ = itertools.islice(stream, 2)
+    assert engine.blocks_in_use > 0
+    stream.close()
+    never_begun.close()
+    assert engine.blocks_in_use == 0
+    assert len(first.request.generation.token_ids) == 2
+    assert first.request.generation.finish_reason == "abort"
+    assert engine.step() == []
+
+
+def test_bad_requests_are_refused_when_they_are_made(make_compressed: Any) -> None:
+    engine = Engine(make_compressed(), memory=4 * 2 * BLOCK_BYTES)
+    with pytest.raises(ValueError, match=r"a sequence of 40 tokens may need 12 blocks \(the worst case"):
+        engine.stream([1] * 29, GREEDY)
+    with pytest.raises(ValueError, match=r"stop=\('a',\) was given, but the engine has no tokenizer"):
+        engine.submit([1], SamplingParams(stop=("a",)))
+    assert engine.step() == []
+
+
+def test_stop_strings_cut_the_text(make_compressed: Any, make_prompts: Any) -> None:
+    model, (prompt,) = make_compressed(), make_prompts(9)
+    engine = Engine(model, tokenizer=Letters())
+    (free,) = engine.generate([prompt], GREEDY)
+    stop = free.text[5:8]
+    end = free.text.find(stop)
+    count = next(n for n in range(12) if stop in Letters().decode(free.token_ids[:n], True))
+    params = SamplingParams(max_new_tokens=12, temperature=0, stop=("never", stop))
+    (generation,) = engine.generate([prompt], params)
+    events = list(engine.stream(prompt, params))
+    assert generation.text == "".join(event.text for event in events) == free.text[:end]
+    assert generation.token_ids == [event.token_id for event in events] == free.token_ids[:count]
+    assert generation.finish_reason == events[-1].finish_reason == "stop"
+    assert generation.stats.tokens_seen == 9 + count - 1
+
+
+def test_stop_tokens_are_a_reason(make_compressed: Any, make_prompts: Any) -> None:
+    engine, (prompt,) = Engine(make_compressed()), make_prompts(9)
+    (free,) = engine.generate([prompt], GREEDY)
+    params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(free.token_ids[3],))
+    (generation,) = engine.generate([prompt], params)
+    assert generation.finish_reason == "stop"
+
+
+def test_unseeded_requests_follow_torchs_default_generator(make_compressed: Any, make_prompts: Any) -> None:
+    engine, prompts = Engine(make_compressed()), make_prompts(5, 9)
+
+    def draw(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return [generation.token_ids for generation in engine.generate(prompts, SamplingParams(max_new_tokens=8))]
+
+    assert draw(0) == draw(0) != draw(1)
+
+
+@pytest.mark.parametrize("gates", METHODS, ids=str)
+def test_turns_of_a_session_equal_the_whole_conversation(
+    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    model = build(gates, make_stock, make_compressed)
+    engine, history = Engine(model, prefill_chunk_size=7), []
+    params = [GREEDY, SamplingParams(max_new_tokens=15, seed=3), GREEDY]
+    with engine.session() as session:
+        for prompt, each in zip(make_prompts(20, 1, 33), params, strict=True):
+            history += prompt
+            (expected,) = Engine(model).generate([history], each)
+            generation = session.generate(prompt, each)
+            assert generation.token_ids == expected.token_ids
+            assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            assert torch.equal(generation.stats.slots, expected.stats.slots)
+            assert generation.stats.tokens_seen == expected.stats.tokens_seen == len(history) + each.max_new_tokens - 1
+            history += generation.token_ids
+            assert session.tokens == history
+            assert engine.blocks_in_use > 0
+    assert engine.blocks_in_use == 0
+
+
+def test_a_further_turn_feeds_the_prompt_and_one_token(
+    make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, fed = Engine(make_compressed()), []
+    forward = engine._runner.forward
+    monkeypatch.setattr(
+        engine._runner, "forward", lambda segments: fed.append(len(segments[0].tokens)) or forward(segments)
+    )
+    session = engine.session()
+    for prompt in make_prompts(20, 6):
+        session.generate(prompt, SamplingParams(max_new_tokens=3, temperature=0))
+    assert fed == [20, 1, 1, 7, 1, 1]
+
+
+@pytest.mark.parametrize("gates", METHODS, ids=str)
+def test_sessions_that_lost_their_cache_answer_the_same(
+    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    model = build(gates, make_stock, make_compressed)
+    prompts = make_prompts(40, 40, 9, 9)
+    free = Engine(model)
+    free_sessions = [free.session() for _ in range(2)]
+    tight = Engine(model, max_batch_size=1)  # each session takes the other's row
+    tight_sessions = [tight.session() for _ in range(2)]
+    for turn in (prompts[:2], prompts[2:]):
+        for prompt, mine, theirs in zip(turn, tight_sessions, free_sessions, strict=True):
+            generation, expected = mine.generate(prompt, GREEDY), theirs.generate(prompt, GREEDY)
+            assert generation.token_ids == expected.token_ids
+            assert torch.equal(generation.stats.slots, expected.stats.slots)
+            assert generation.stats.num_preemptions == (turn is not prompts[:2] and len(prompt) == 9)
+    for session in tight_sessions:
+        session.close()
+    assert tight.blocks_in_use == 0
+
+
+def test_a_session_survives_an_exception_and_an_abort(make_compressed: Any, make_prompts: Any) -> None:
+    model, prompts = make_compressed(), make_prompts(20, 9, 5)
+    engine = Engine(model)
+    session = engine.session()
+    first = session.generate(prompts[0], GREEDY)
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(prompts[1], GREEDY)
+    hook.remove()
+    assert engine.blocks_in_use == 0
+    assert session.tokens == prompts[0] + first.token_ids + prompts[1]
+    stream = session.stream(prompts[2], GREEDY)
+    begun = [next(stream).token_id, next(stream).token_id]
+    with pytest.raises(ValueError, match="last turn has not finished"):
+        session.generate(prompts[2], GREEDY)
+    stream.close()
+    history = prompts[0] + first.token_ids + prompts[1] + prompts[2] + begun
+    assert session.tokens == history
+    (expected,) = Engine(model).generate([history + prompts[0]], GREEDY)
+    assert session.generate(prompts[0], GREEDY).token_ids == expected.token_ids
+    session.close()
+    session.close()
+    assert engine.blocks_in_use == 0
+    with pytest.raises(ValueError, match="the session is closed"):
+        session.generate(prompts[0], GREEDY)
+
+
+def test_a_running_turn_ends_with_its_session(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed())
+    with engine.session() as session:
+        stream = session.stream(make_prompts(5)[0], GREEDY)
+        next(stream)
+    assert engine.blocks_in_use == 0
+    assert list(stream) == []
+
+
+def test_special_tokens_begin_a_conversation_once(make_compressed: Any) -> None:
+    engine = Engine(make_compressed(), tokenizer=Letters())
+    session = engine.session()
+    answer = session.generate("HI", GREEDY)
+    session.generate("BYE", GREEDY)
+    ids = Letters()("BYE", False)["input_ids"]
+    assert session.tokens[:3] == Letters()("HI", True)["input_ids"]
+    assert session.tokens[3 + 12 :][:3] == ids
+    assert len(answer.text or "") <= 12
+    (score,) = engine.score(["HI"], ["BYE"])
+    torch.testing.assert_close(score, engine.score([session.tokens[:3]], [ids])[0])
+
+
+def test_the_worst_case_of_a_turn_counts_the_turns_before(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed(), memory=4 * 3 * BLOCK_BYTES)
+    session, prompts = engine.session(), make_prompts(20, 6, 5)
+    session.generate(prompts[0], GREEDY)
+    before = session.tokens
+    with pytest.raises(ValueError, match="a sequence of 49 tokens may need 16 blocks"):
+        session.generate(prompts[1], GREEDY)
+    assert session.tokens == before
+    session.generate(prompts[2], GREEDY)
+
+
+def test_a_bar_shows_tokens_and_what_waits(
+    make_compressed: Any, make_prompts: Any, capsys: pytest.CaptureFixture
+) -> None:
+    engine, prompts = Engine(make_compressed(), max_batch_size=2), make_prompts(5, 9, 3)
+    params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=tuple(range(0, 83, 7)))
+    generations = engine.generate(prompts, params, progress=True)
+    count = sum(len(generation.token_ids) for generation in generations)
+    shown = capsys.readouterr().err
+    assert count < 36
+    assert f"{count}/{count}" in shown.splitlines()[-1]
+    assert "running=" in shown
+    assert "waiting=" in shown
+    engine.generate(prompts, params)
+    assert capsys.readouterr().err == ""
