@@ -1,38 +1,60 @@
-"""Continue a prompt from the compressed cache: python scripts/generate.py model.path=DIR prompt='import os'."""
+"""Continue a prompt from the compressed cache: python scripts/generate.py model.path=DIR prompt='import os'.
+
+A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.py model.path=DIR prompt='import os'.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import hydra
+import torch
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model
+from dmc.models.tensor_parallel import load_shard
+
+
+def load(settings: DictConfig) -> Any:
+    """Load the model, or this process's share of it under torchrun."""
+    path, dtype = settings.model.path, settings.model.dtype
+    if torch.distributed.is_torchelastic_launched():
+        return load_shard(path, None if dtype == "auto" else getattr(torch, dtype))
+    return load_model(path, dtype=dtype, revision=settings.model.revision)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
 def main(settings: DictConfig) -> None:
     try:
-        model = load_model(settings.model.path, dtype=settings.model.dtype, revision=settings.model.revision)
-        tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False)
+        engine = Engine(
+            load(settings),
+            AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False),
+            block_size=settings.block_size,
+            memory=settings.memory,
+            kernels=settings.kernels,
+        )
         params = SamplingParams(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
             seed=settings.seed,
+            stop=tuple(settings.stop),
         )
-        engine = Engine(model, tokenizer, block_size=settings.block_size, memory=settings.memory)
-        (generation,) = engine.generate([settings.prompt], params)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        out = sys.stdout if engine.cache.layout.ranks.rank == 0 else open(os.devnull, "w")
+        print(settings.prompt, end="", file=out)
+        for event in engine.stream(settings.prompt, params):
+            print(event.text, end="", file=out, flush=True)
+    except (ValueError, FileNotFoundError, NotImplementedError, ImportError) as error:
         sys.exit(f"error: {error}")
-    stats = generation.stats
-    print(settings.prompt + (generation.text or ""))
+    stats = event.request.generation.stats
     print(
-        f"\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {stats.bytes_used:,} bytes used, "
+        f"\n\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {stats.bytes_used:,} bytes used, "
         f"{stats.bytes_allocated:,} allocated]",
-        file=sys.stderr,
+        file=sys.stderr if out is sys.stdout else out,
     )
 
 
