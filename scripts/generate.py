@@ -5,7 +5,6 @@ A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.p
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -44,18 +43,20 @@ def main(settings: DictConfig) -> None:
             seed=settings.seed,
             stop=tuple(settings.stop),
         )
-        out = sys.stdout if engine.cache.layout.ranks.rank == 0 else open(os.devnull, "w")
-        print(settings.prompt, end="", file=out)
+        speaks = engine.cache.layout.ranks.rank == 0
+        print(settings.prompt if speaks else "", end="")
         for event in engine.stream(settings.prompt, params):
-            print(event.text, end="", file=out, flush=True)
+            print(event.text if speaks else "", end="", flush=True)
     except (ValueError, FileNotFoundError, NotImplementedError, ImportError) as error:
         sys.exit(f"error: {error}")
-    stats = event.request.generation.stats
-    print(
-        f"\n\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {stats.bytes_used:,} bytes used, "
-        f"{stats.bytes_allocated:,} allocated]",
-        file=sys.stderr if out is sys.stdout else out,
-    )
+    generation = event.request.generation
+    if speaks and generation is not None:
+        stats = generation.stats
+        print(
+            f"\n\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {stats.bytes_used:,} bytes used, "
+            f"{stats.bytes_allocated:,} allocated]",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
