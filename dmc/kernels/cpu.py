@@ -224,14 +224,15 @@ def _attend(
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
     """Return the compiled kernels, None where the reference has to serve."""
     dim = pages.shape[-1]
-    alike = query is None or query.dtype == pages.dtype
+    query_dtype = pages.dtype if query is None else query.dtype
+    alike = query_dtype == pages.dtype
     if alike and pages.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
         return load_library()
+    given = f"{pages.dtype} with head_dim={dim}" + ("" if alike else f" and {query_dtype} queries")
     _warn_once(
-        f"kernels.cpu has no compiled code for {pages.dtype} with head_dim={dim}"
-        + ("" if query is None else f" and {query.dtype} queries")
-        + f": the slower reference backend serves; compiled are {' and '.join(map(str, SUFFIXES))}, query and pages "
-        f"alike, with head_dim a multiple of {DIM_STEP} up to {MAX_DIM}"
+        f"kernels.cpu has no compiled code for {given}: the slower reference backend serves; compiled are "
+        f"{' and '.join(map(str, SUFFIXES))}, pages and queries alike, with head_dim a multiple of {DIM_STEP} up to "
+        f"{MAX_DIM}"
     )
     return None
 
