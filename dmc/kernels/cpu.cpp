@@ -30,7 +30,7 @@ constexpr int BAND_QUERIES = 16;
 constexpr int LINE = 64;         // bytes of a cache line
 constexpr int MIN_CHUNK = 256;  // slots worth a task of their own
 constexpr int CHUNKS_PER_THREAD = 8;
-constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // elements; below it, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications; below it, waking threads costs more than it saves
 
 // -ffast-math knows no infinity. A masked score lies so far below the lowest maximum that its weight is exactly 0.
 constexpr float MASKED = -1e30f, LOWEST_MAXIMUM = -1e20f;
@@ -83,16 +83,51 @@ inline void scale(float* values, int dim, float factor) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-inline float sum_of(Vec values) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += values[i];
-    return sum;
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+template <int STEP, int... I>
+inline Vec exchanged(Vec values, std::integer_sequence<int, I...>) {
+    return SHUFFLE(values, values, (I ^ STEP)...);
 }
 
+template <int STEP = LANES / 2>
 inline float max_of(Vec values) {
-    float highest = values[0];
-    for (int i = 1; i < LANES; i++) highest = std::max(highest, values[i]);
-    return highest;
+    if constexpr (STEP == 0)
+        return values[0];
+    else
+        return max_of<STEP / 2>(larger(values, exchanged<STEP>(values, std::make_integer_sequence<int, LANES>())));
+}
+
+template <int STEP = LANES / 2>
+inline float sum_of(Vec values) {
+    if constexpr (STEP == 0)
+        return values[0];
+    else
+        return sum_of<STEP / 2>(values + exchanged<STEP>(values, std::make_integer_sequence<int, LANES>()));
+}
+
+// Lane i: a[i] + a[i ^ STEP] where i & STEP is 0, the same of b elsewhere.
+template <int STEP, int... I>
+inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLE(a, b, (I & STEP ? LANES + I : I)...) +
+           SHUFFLE(a, b, (I & STEP ? LANES + (I ^ STEP) : (I ^ STEP))...);
+}
+
+// Lane i: the sum of values[i].
+template <int STEP = 1>
+inline Vec sums_of(const Vec* values) {
+    if constexpr (STEP == LANES) {
+        return values[0];
+    } else {
+        Vec halved[LANES / STEP / 2];
+        for (int i = 0; i < LANES / STEP / 2; i++)
+            halved[i] = add_neighbours<STEP>(values[2 * i], values[2 * i + 1], std::make_integer_sequence<int, LANES>());
+        return sums_of<2 * STEP>(halved);
+    }
 }
 
 // 2^x for x <= 0, to a few ulp; exactly 0 from -127 down.
@@ -100,11 +135,10 @@ inline Vec exp2_of(Vec x) {
     x = larger(x, Vec{} - 127.0f);
     Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // truncation makes this round to nearest
     Vec f = x - __builtin_convertvector(whole, Vec);
-    Vec power = 1.54035304e-4f * f + 1.33335581e-3f;
-    power = power * f + 9.61812911e-3f;
-    power = power * f + 5.55041087e-2f;
-    power = power * f + 2.40226507e-1f;
-    power = power * f + 6.93147181e-1f;
+    Vec power = 1.32764713e-3f * f + 9.67554189e-3f;  // minimax on [-1/2, 1/2]
+    power = power * f + 5.55071309e-2f;
+    power = power * f + 2.40221202e-1f;
+    power = power * f + 6.93146944e-1f;
     power = power * f + 1.0f;
     return power * (Vec)((whole + 127) << 23);
 }
@@ -180,32 +214,6 @@ template <class T>
 void prefetch(const T* const* rows, int count, int dim) {
     for (int j = 0; j < count; j++)
         for (int i = 0; i < dim; i += LINE / sizeof(T)) __builtin_prefetch(rows[j] + i);
-}
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
-#endif
-
-// Lane i: a[i] + a[i ^ STEP] where i & STEP is 0, the same of b elsewhere.
-template <int STEP, int... I>
-inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
-    return SHUFFLE(a, b, (I & STEP ? LANES + I : I)...) +
-           SHUFFLE(a, b, (I & STEP ? LANES + (I ^ STEP) : (I ^ STEP))...);
-}
-
-// Lane i: the sum of values[i].
-template <int STEP = 1>
-inline Vec sums_of(const Vec* values) {
-    if constexpr (STEP == LANES) {
-        return values[0];
-    } else {
-        Vec halved[LANES / STEP / 2];
-        for (int i = 0; i < LANES / STEP / 2; i++)
-            halved[i] = add_neighbours<STEP>(values[2 * i], values[2 * i + 1], std::make_integer_sequence<int, LANES>());
-        return sums_of<2 * STEP>(halved);
-    }
 }
 
 // scores[r][j] = query[r] . keys[j]
@@ -500,8 +508,10 @@ void attend(const Attention& a) {
     const std::unique_ptr<float[]> partials(new float[num_partials * stride]);
     std::vector<std::atomic<int>> waiting(num_tasks);  // by unit: its tasks that have not finished
     for (const Task& task : tasks) waiting[task.unit]++;
+    int64_t work = 0;
+    for (const Task& task : tasks) work += (task.end - task.begin + a.delay + 1) * task.queries * a.group * a.dim;
     std::atomic<int64_t> taken{0};
-    on_threads(num_tasks > 1 ? a.threads : 1, [&] {
+    on_threads(work < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
         Rows<T> rows(a, block_queries);
         for (int64_t i; (i = taken++) < num_tasks;) {
             const Task& task = tasks[i];
@@ -520,99 +530,94 @@ void attend(const Attention& a) {
 
 }  // namespace
 
-// One new token of each sequence. Mirrored in cpu.py.
+// The next n tokens of each sequence. Mirrored in cpu.py.
 struct Append {
-    int64_t sequences, heads, dim, block, history, delay, threads;
+    int64_t sequences, heads, tokens, dim, block, history, delay, threads;
     int64_t gated, merges, window;  // window 0: exact accumulation
     const int64_t* rows;            // [S]
-    const int64_t* positions;       // [S]
+    const int64_t* positions;       // [S, n], each row counts up
     int64_t position_step;
-    const void *key, *value;  // [S, H, 1, D]
-    int64_t key_sequence_step, key_head_step, value_sequence_step, value_head_step;
-    const bool* merged;  // [S, H, 1]
-    int64_t merged_sequence_step, merged_head_step;
-    const float* omega;  // [S, H, 1]
-    int64_t omega_sequence_step, omega_head_step;
-    const float *cos, *sin;  // [S, 1 + W, D]
+    const void *key, *value;  // [S, H, n, D]
+    int64_t key_sequence_step, key_head_step, key_step, value_sequence_step, value_head_step, value_step;
+    const bool* merged;  // [S, H, n]
+    int64_t merged_sequence_step, merged_head_step, merged_step;
+    const float* omega;  // [S, H, n]
+    int64_t omega_sequence_step, omega_head_step, omega_step;
+    const float *cos, *sin;  // [S, n + W, D]
     void *key_pages, *value_pages;
     const int32_t* free_blocks;
     int32_t* num_free;
     int32_t* tables;  // [C, H, M]
     int64_t table_row_step, table_head_step;
-    int32_t* lengths;  // [C, H]
-    void *history_key, *history_value;  // [C, H, R, D]
-    bool* history_merged;               // [C, H, R]
-    float* history_omega;               // [C, H, R]
-    float *mean, *weight;               // [C, H, 2 D], [C, H]
-    int64_t* seen;                      // [S, H]
-    void *recent_key, *recent_value;    // [S, H, W, D]
-    bool* recent_exists;                // [S, W]
+    int32_t* lengths;                    // [C, H]
+    void *history_key, *history_value;   // [C, H, R, D]
+    bool* history_merged;                // [C, H, R]
+    float* history_omega;                // [C, H, R]
+    float *mean, *weight;                // [C, H, 2 D], [C, H]
+    int64_t* seen;                       // [S, H, n]
+    void *top_key, *top_value;           // [S, H, n, D] or null
+    bool* top_exists;                    // [S, n]
+    void *recent_key, *recent_value;     // [S, H, n + W - 1, D] or null
+    bool* recent_exists;                 // [S, n + W - 1]
 };
 
 namespace {
 
-// The head of one sequence that a new token enters.
+// The head of one sequence that new tokens enter.
 template <class T>
 class Head {
   public:
     Head(const Append& a, int64_t sequence, int64_t head)
-        : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), row_(a.rows[sequence] * a.heads + head),
-          now_(a.positions[sequence * a.position_step]), entering_(now_ - a.delay) {}
+        : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), place_(sequence * a.heads + head),
+          row_(a.rows[sequence] * a.heads + head), first_(a.positions[sequence * a.position_step]),
+          table_(a.tables + a.rows[sequence] * a.table_row_step + head * a.table_head_step) {}
 
-    // Whether the token that enters the stream takes a slot of its own.
-    bool appends() const { return exists() && !(a_.gated && merged(entering_)); }
-
-    // Makes room and returns nothing but the new length; heads must come in order, for they share the free list.
+    // Takes blocks and says what is seen; heads come in order, for they share the free list.
     void grow() {
-        int32_t& length = a_.lengths[row_];
-        if (appends()) {
-            if (length % a_.block == 0)
-                a_.tables[a_.rows[sequence_] * a_.table_row_step + head_ * a_.table_head_step + length / a_.block] =
-                    a_.free_blocks[--*a_.num_free];
-            length++;
+        int32_t length = a_.lengths[row_];
+        for (int64_t i = 0; i < a_.tokens; i++) {
+            if (appends(first_ + i - a_.delay)) {
+                if (length % a_.block == 0) table_[length / a_.block] = a_.free_blocks[--*a_.num_free];
+                length++;
+            }
+            a_.seen[place_ * a_.tokens + i] = a_.top_key ? std::max(length - 1, 0) : length;
         }
-        a_.seen[sequence_ * a_.heads + head_] = length;
+        a_.lengths[row_] = length;
     }
 
+    // Heads are independent of each other.
     void write() {
-        if (exists() && (appends() || a_.merges)) {
-            float key[MAX_DIM], value[MAX_DIM];
-            state(key, value);
-            const int64_t slot = a_.lengths[row_] - 1;
-            const int64_t block =
-                a_.tables[a_.rows[sequence_] * a_.table_row_step + head_ * a_.table_head_step + slot / a_.block];
-            const int64_t place = (block * a_.block + slot % a_.block) * dim_;
-            if (a_.gated) rotate(key, 0);
-            copy(key, static_cast<T*>(a_.key_pages) + place);
-            copy(value, static_cast<T*>(a_.value_pages) + place);
-        } else if (a_.mean) {
-            std::fill_n(a_.mean + row_ * 2 * dim_, 2 * dim_, 0.0f);
-            a_.weight[row_] = 0;
-        }
-        if (a_.history > 0) remember();
+        for (int64_t i = 0; i < a_.tokens; i++) enter(i);
         if (a_.delay > 0) recall();
+        const int64_t end = first_ + a_.tokens;  // the history is needed up to here
+        for (int64_t position = std::max(first_, end - a_.history); position < end; position++) remember(position);
     }
 
   private:
-    bool exists() const { return entering_ >= 0; }
-    int64_t place(int64_t position) const { return row_ * a_.history + position % a_.history; }
+    bool is_new(int64_t position) const { return position >= first_; }
+    int64_t ring(int64_t position) const { return row_ * a_.history + position % a_.history; }
     const T* key(int64_t position) const {
-        if (position < now_) return static_cast<const T*>(a_.history_key) + place(position) * dim_;
-        return static_cast<const T*>(a_.key) + sequence_ * a_.key_sequence_step + head_ * a_.key_head_step;
+        if (!is_new(position)) return static_cast<const T*>(a_.history_key) + ring(position) * dim_;
+        return static_cast<const T*>(a_.key) + sequence_ * a_.key_sequence_step + head_ * a_.key_head_step +
+               (position - first_) * a_.key_step;
     }
     const T* value(int64_t position) const {
-        if (position < now_) return static_cast<const T*>(a_.history_value) + place(position) * dim_;
-        return static_cast<const T*>(a_.value) + sequence_ * a_.value_sequence_step + head_ * a_.value_head_step;
+        if (!is_new(position)) return static_cast<const T*>(a_.history_value) + ring(position) * dim_;
+        return static_cast<const T*>(a_.value) + sequence_ * a_.value_sequence_step + head_ * a_.value_head_step +
+               (position - first_) * a_.value_step;
     }
     bool decision(int64_t position) const {
-        if (position < now_) return a_.history_merged[place(position)];
-        return a_.merged[sequence_ * a_.merged_sequence_step + head_ * a_.merged_head_step];
+        if (!is_new(position)) return a_.history_merged[ring(position)];
+        return a_.merged[sequence_ * a_.merged_sequence_step + head_ * a_.merged_head_step +
+                         (position - first_) * a_.merged_step];
+    }
+    float omega(int64_t position) const {
+        if (!is_new(position)) return a_.history_omega[ring(position)];
+        return a_.omega[sequence_ * a_.omega_sequence_step + head_ * a_.omega_head_step +
+                        (position - first_) * a_.omega_step];
     }
     bool merged(int64_t position) const { return position > 0 && decision(position); }  // nothing precedes the first
-    float omega(int64_t position) const {
-        if (position < now_) return a_.history_omega[place(position)];
-        return a_.omega[sequence_ * a_.omega_sequence_step + head_ * a_.omega_head_step];
-    }
+    bool appends(int64_t position) const { return position >= 0 && !(a_.gated && merged(position)); }
 
     template <class From, class To>
     void copy(const From* from, To* to) const {
@@ -624,29 +629,50 @@ class Head {
         for (int d = 0; d < dim_; d += LANES) store(sums + d, old * load(sums + d) + fresh * load(from + d));
     }
 
-    // The open slot's key, unrotated, and value.
-    void state(float* key_sum, float* value_sum) {
+    // Lets the i-th token that leaves the delay into the stream.
+    void enter(int64_t i) {
+        const int64_t position = first_ + i - a_.delay;
+        float key[MAX_DIM] = {}, value[MAX_DIM] = {};
+        if (position < 0 && a_.mean) {
+            std::fill_n(a_.mean + row_ * 2 * dim_, 2 * dim_, 0.0f);
+            a_.weight[row_] = 0;
+        }
+        const bool stays = position >= 0 && (a_.merges || appends(position));
+        if (stays) {
+            state(position, key, value);
+            if (a_.gated) rotate(key, i);
+            const int64_t slot = a_.seen[place_ * a_.tokens + i] - (a_.top_key ? 0 : 1);
+            const int64_t to = (table_[slot / a_.block] * a_.block + slot % a_.block) * dim_;
+            copy(key, static_cast<T*>(a_.key_pages) + to);
+            copy(value, static_cast<T*>(a_.value_pages) + to);
+        }
+        if (a_.top_key) {
+            copy(key, static_cast<T*>(a_.top_key) + (place_ * a_.tokens + i) * dim_);
+            copy(value, static_cast<T*>(a_.top_value) + (place_ * a_.tokens + i) * dim_);
+            if (head_ == 0) a_.top_exists[sequence_ * a_.tokens + i] = position >= 0;
+        }
+    }
+
+    // The open slot after the token at this position: key, unrotated, and value.
+    void state(int64_t position, float* key_sum, float* value_sum) {
         if (!a_.merges) {
-            copy(key(entering_), key_sum);
-            copy(value(entering_), value_sum);
+            copy(key(position), key_sum);
+            copy(value(position), value_sum);
         } else if (a_.window > 0) {
-            int64_t oldest = entering_;
-            float total = omega(entering_);
-            while (merged(oldest) && entering_ - oldest + 1 < a_.window) total += omega(--oldest);
-            std::fill_n(key_sum, dim_, 0.0f);
-            std::fill_n(value_sum, dim_, 0.0f);
-            for (int64_t position = oldest; position <= entering_; position++) {
-                blend(key_sum, 1, omega(position) / total, key(position));
-                blend(value_sum, 1, omega(position) / total, value(position));
+            int64_t oldest = position;
+            float total = omega(position);
+            while (merged(oldest) && position - oldest + 1 < a_.window) total += omega(--oldest);
+            for (int64_t p = oldest; p <= position; p++) {
+                blend(key_sum, 1, omega(p) / total, key(p));
+                blend(value_sum, 1, omega(p) / total, value(p));
             }
         } else {
             float* mean = a_.mean + row_ * 2 * dim_;
-            float& weight = a_.weight[row_];
-            const float before = merged(entering_) ? weight : 0;
-            weight = before + omega(entering_);
+            const float fresh = omega(position), before = merged(position) ? a_.weight[row_] : 0;
+            a_.weight[row_] = before + fresh;
             if (before == 0) std::fill_n(mean, 2 * dim_, 0.0f);
-            blend(mean, before / weight, omega(entering_) / weight, key(entering_));
-            blend(mean + dim_, before / weight, omega(entering_) / weight, value(entering_));
+            blend(mean, before / (before + fresh), fresh / (before + fresh), key(position));
+            blend(mean + dim_, before / (before + fresh), fresh / (before + fresh), value(position));
             copy(mean, key_sum);
             copy(mean + dim_, value_sum);
         }
@@ -654,8 +680,8 @@ class Head {
 
     void rotate(float* key, int64_t entry) const {
         const int half = dim_ / 2;
-        const float* cos = a_.cos + (sequence_ * (1 + a_.delay) + entry) * dim_;
-        const float* sin = a_.sin + (sequence_ * (1 + a_.delay) + entry) * dim_;
+        const float* cos = a_.cos + (sequence_ * (a_.tokens + a_.delay) + entry) * dim_;
+        const float* sin = a_.sin + (sequence_ * (a_.tokens + a_.delay) + entry) * dim_;
         for (int d = 0; d < half; d++) {
             const float first = key[d], second = key[d + half];
             key[d] = first * cos[d] - second * sin[d];
@@ -663,39 +689,41 @@ class Head {
         }
     }
 
-    void remember() {
-        const int64_t to = place(now_);
-        copy(key(now_), static_cast<T*>(a_.history_key) + to * dim_);
-        copy(value(now_), static_cast<T*>(a_.history_value) + to * dim_);
-        a_.history_merged[to] = decision(now_);
-        a_.history_omega[to] = omega(now_);
+    void recall() {
+        const int64_t count = a_.tokens + a_.delay - 1;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t position = first_ + i + 1 - a_.delay, to = (place_ * count + i) * dim_;
+            float rotated[MAX_DIM] = {}, plain[MAX_DIM] = {};
+            if (position >= 0) {
+                copy(key(position), rotated);
+                rotate(rotated, i + 1);
+                copy(value(position), plain);
+            }
+            copy(rotated, static_cast<T*>(a_.recent_key) + to);
+            copy(plain, static_cast<T*>(a_.recent_value) + to);
+            if (head_ == 0) a_.recent_exists[sequence_ * count + i] = position >= 0;
+        }
     }
 
-    void recall() {
-        for (int64_t entry = 1; entry <= a_.delay; entry++) {
-            const int64_t position = entering_ + entry, to = (sequence_ * a_.heads + head_) * a_.delay + entry - 1;
-            const bool existed = position >= 0;
-            if (head_ == 0) a_.recent_exists[sequence_ * a_.delay + entry - 1] = existed;
-            float rotated[MAX_DIM] = {};
-            if (existed) {
-                copy(key(position), rotated);
-                rotate(rotated, entry);
-            }
-            copy(rotated, static_cast<T*>(a_.recent_key) + to * dim_);
-            copy(value(std::max<int64_t>(position, 0)), static_cast<T*>(a_.recent_value) + to * dim_);
-        }
+    void remember(int64_t position) {
+        const int64_t to = ring(position);
+        copy(key(position), static_cast<T*>(a_.history_key) + to * dim_);
+        copy(value(position), static_cast<T*>(a_.history_value) + to * dim_);
+        a_.history_merged[to] = decision(position);
+        a_.history_omega[to] = omega(position);
     }
 
     const Append& a_;
     const int dim_;
-    const int64_t sequence_, head_, row_, now_, entering_;
+    const int64_t sequence_, head_, place_, row_, first_;
+    int32_t* table_;
 };
 
 template <class T>
 void append(const Append& a) {
     const int64_t num_heads = a.sequences * a.heads;
     for (int64_t i = 0; i < num_heads; i++) Head<T>(a, i / a.heads, i % a.heads).grow();
-    const int64_t work = num_heads * a.dim * (1 + a.history);
+    const int64_t work = num_heads * a.dim * (a.tokens + a.history);
     std::atomic<int64_t> taken{0};
     on_threads(work < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
         for (int64_t i; (i = taken++) < num_heads;) Head<T>(a, i / a.heads, i % a.heads).write();

@@ -1,4 +1,4 @@
-"""The CPU backend: decode steps and attention in compiled code, everything else as the reference does it."""
+"""The CPU backend: compiled code (`cpu.cpp`), or the reference where that cannot be had."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _ATTENTION = """
     top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
 """
 _APPEND = """
-    sequences heads dim block history delay threads gated merges window rows positions position_step
-    key value key_sequence_step key_head_step value_sequence_step value_head_step
-    merged merged_sequence_step merged_head_step omega omega_sequence_step omega_head_step cos sin
+    sequences heads tokens dim block history delay threads gated merges window rows positions position_step
+    key value key_sequence_step key_head_step key_step value_sequence_step value_head_step value_step
+    merged merged_sequence_step merged_head_step merged_step omega omega_sequence_step omega_head_step omega_step
+    cos sin
     key_pages value_pages free_blocks num_free tables table_row_step table_head_step lengths
     history_key history_value history_merged history_omega mean weight seen
-    recent_key recent_value recent_exists
+    top_key top_value top_exists recent_key recent_value recent_exists
 """
 
 
@@ -54,44 +55,46 @@ class _Append(ctypes.Structure):
 
 
 def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
-    """See `reference.append_or_merge`; compiled for single tokens."""
-    sequences, heads, num_new, dim = tokens.key.shape
-    library = _library(cache.key_pages) if num_new == 1 else None
+    """See `reference.append_or_merge`."""
+    library = _library(cache.key_pages)
     if library is None:
         return reference.append_or_merge(cache, tokens, config)
-    key, value = _rows_of_channels(tokens.key), _rows_of_channels(tokens.value)
-    seen = Seen(torch.empty(sequences, heads, 1, dtype=torch.int64))
-    merged = omega = cos = sin = None
+    sequences, heads, num_new, dim = tokens.key.shape
+    key, value, positions = (_rows_of_channels(each) for each in (tokens.key, tokens.value, tokens.positions))
+    merges = config is not None and config.action == "merge"
     delay = 0 if config is None else config.delay
+    cos = sin = None
     if config is not None:
         assert tokens.cos is not None and tokens.sin is not None
-        merged, omega = tokens.merged, tokens.omega
         cos, sin = tokens.cos.float().contiguous(), tokens.sin.float().contiguous()
+    seen = Seen(torch.empty(sequences, heads, num_new, dtype=torch.int64))
+    if merges and num_new > 1:
+        seen.top = Top(*_raw(key, num_new))
     if delay > 0:
-        recent = torch.empty(2, sequences, heads, delay, dim, dtype=key.dtype)
-        seen.recent = Recent(recent[0], recent[1], torch.empty(sequences, delay, dtype=torch.bool))
+        seen.recent = Recent(*_raw(key, num_new + delay - 1))
     arguments = _Append(
         sequences,
         heads,
+        num_new,
         dim,
         cache.block_size,
         history_size(config),
         delay,
         torch.get_num_threads(),
         config is not None,
-        config is not None and config.action == "merge",
+        merges,
         0 if config is None else config.window_size or 0,
         tokens.rows.data_ptr(),
-        tokens.positions.data_ptr(),
-        tokens.positions.stride(0),
+        positions.data_ptr(),
+        positions.stride(0),
         key.data_ptr(),
         value.data_ptr(),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        _address(merged),
-        *(merged.stride()[:2] if merged is not None else (0, 0)),
-        _address(omega),
-        *(omega.stride()[:2] if omega is not None else (0, 0)),
+        *key.stride()[:3],
+        *value.stride()[:3],
+        _address(tokens.merged),
+        *_strides(tokens.merged),
+        _address(tokens.omega),
+        *_strides(tokens.omega),
         _address(cos),
         _address(sin),
         cache.key_pages.data_ptr(),
@@ -108,6 +111,7 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
         _address(cache.mean),
         _address(cache.weight),
         seen.slots.data_ptr(),
+        *_addresses(seen.top),
         *_addresses(seen.recent),
     )
     getattr(library, "append_" + SUFFIXES[key.dtype])(ctypes.byref(arguments))
@@ -223,14 +227,15 @@ def _attend(
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
     """Return the compiled kernels, None where the reference has to serve."""
     dim = pages.shape[-1]
-    alike = query is None or query.dtype == pages.dtype
+    query_dtype = pages.dtype if query is None else query.dtype
+    alike = query_dtype == pages.dtype
     if alike and pages.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
         return load_library()
+    given = f"{pages.dtype} with head_dim={dim}" + ("" if alike else f" and {query_dtype} queries")
     _warn_once(
-        f"kernels.cpu has no compiled code for {pages.dtype} with head_dim={dim}"
-        + ("" if query is None else f" and {query.dtype} queries")
-        + f": the slower reference backend serves; compiled are {' and '.join(map(str, SUFFIXES))}, query and pages "
-        f"alike, with head_dim a multiple of {DIM_STEP} up to {MAX_DIM}"
+        f"kernels.cpu has no compiled code for {given}: the slower reference backend serves; compiled are "
+        f"{' and '.join(map(str, SUFFIXES))}, pages and queries alike, with head_dim a multiple of {DIM_STEP} up to "
+        f"{MAX_DIM}"
     )
     return None
 
@@ -249,6 +254,17 @@ def _contiguous(raw: Top | Recent | None) -> Top | Recent | None:
     if raw is None:
         return None
     return type(raw)(raw.key.contiguous(), raw.value.contiguous(), raw.exists.contiguous())
+
+
+def _raw(like: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make room for the key, value and exists of tokens, for heads like those of `like` [S, H, n, D]."""
+    sequences, heads, _, dim = like.shape
+    both = torch.empty(2, sequences, heads, num_tokens, dim, dtype=like.dtype)
+    return both[0], both[1], torch.empty(sequences, num_tokens, dtype=torch.bool)
+
+
+def _strides(gate: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if gate is None else gate.stride()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,0 +1,128 @@
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmc.kernels import cpu, load_backend, reference
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+    import torch
+    from dmc.kernels import cpu, reference
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(*shape, generator=generator) for shape in ((1, 4, 32), (6, 16, 32), (6, 16, 32)))
+    tables = torch.tensor([[[4, 0, 2], [1, 5, 3]]], dtype=torch.int32)
+    lengths = torch.tensor([[40, 17]], dtype=torch.int32)
+    expected = reference.paged_attention(query, key, value, tables, lengths, 0.2)
+    for _ in range(3):
+        out = cpu.paged_attention(query, key, value, tables, lengths, 0.2)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
+    print("compiled" if cpu.load_library() else "reference")
+"""
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen:
+    """Run the program in a process of its own, with an empty cache of built kernels."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "always", "-c", textwrap.dedent(PROGRAM)],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_that_build_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    if cpu.load_library() is None:
+        pytest.skip("no C++ compiler")
+    for process in [start(tmp_path) for _ in range(2)]:
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-2000:]
+        assert printed.strip() == "compiled" and "could not be built" not in errors
+    (built,) = (tmp_path / "dmc" / "kernels").iterdir()
+    assert built.suffix == ".so"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/nonexistent/g++", "/nonexistent/g++ not found"), ("false", "returned non-zero exit status")],
+)
+def test_without_a_compiler_the_reference_serves_after_one_warning(compiler: str, reason: str, tmp_path: Path) -> None:
+    process = start(tmp_path, CXX=compiler)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors[-2000:]
+    assert printed.strip() == "reference"
+    assert errors.count("could not be built") == 1
+    assert reason in errors and "install a C++ compiler" in errors and "CXX" in errors
+
+
+def test_a_compiler_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such instruction >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    process = start(tmp_path / "cache", CXX=str(compiler))
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and printed.strip() == "reference", errors[-2000:]
+    assert errors.count("no such instruction") == 1
+    assert not list((tmp_path / "cache" / "dmc" / "kernels").iterdir())
+
+
+def openmp_runtimes() -> set[str]:
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return {path for path in paths if "omp" in Path(path).name and ".so" in path}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_no_second_openmp_runtime_is_loaded() -> None:
+    before = openmp_runtimes()
+    if cpu.load_library() is None:
+        pytest.skip("no C++ compiler")
+    assert openmp_runtimes() == before
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 24), (torch.float32, 272), (torch.float16, 32)])
+def test_what_is_not_compiled_is_served_by_the_reference_after_one_warning(dtype: torch.dtype, head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, head_dim, generator=generator).to(dtype)
+    key, value = (torch.randn(3, 16, head_dim, generator=generator).to(dtype) for _ in range(2))
+    pages = key, value, torch.tensor([[[2, 0], [1, 0]]], dtype=torch.int32), torch.tensor([[20, 9]], dtype=torch.int32)
+    cpu._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"no compiled code for {dtype} with head_dim={head_dim}") as caught:
+        outs = [cpu.paged_attention(query, *pages, 0.2) for _ in range(3)]
+    assert len(caught) == 1
+    torch.testing.assert_close(outs[-1], reference.paged_attention(query, *pages, 0.2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_attention_equals_loops_over_slots(group: int) -> None:
+    lengths = torch.tensor([[0, 1, 15], [16, 17, 48]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(20, 16, 32, generator=generator) for _ in range(2))
+    tables = torch.randperm(20, generator=generator)[:18].int().view(2, 3, 3)
+    query = torch.randn(2, 3 * group, 32, generator=generator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = cpu.paged_attention(query, key, value, tables, lengths, 32**-0.5)
+    for row in range(2):
+        for head in range(3 * group):
+            slots = range(int(lengths[row, head // group]))
+            place = [(int(tables[row, head // group, slot // 16]), slot % 16) for slot in slots]
+            scores = [float(query[row, head].double() @ key[each].double()) / math.sqrt(32) for each in place]
+            weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+            expected = sum((w * value[each].double() for w, each in zip(weights, place)), torch.zeros(32).double())
+            torch.testing.assert_close(out[row, head].double(), expected, rtol=0, atol=2e-5)
+
+
+def test_the_cpu_backend_is_picked_for_the_cpu() -> None:
+    assert load_backend("auto", "cpu") is cpu
+    assert load_backend("auto", torch.device("cuda", 0)) is not cpu
+    assert cpu.supports(torch.float16, 24, 16, torch.device("cpu")) is None
+    assert "not on cuda" in str(cpu.supports(torch.float32, 64, 16, torch.device("cuda")))
