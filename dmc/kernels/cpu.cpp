@@ -26,8 +26,8 @@ constexpr int SPAN = VECTORS * LANES;
 constexpr int TILE = 64;        // slots between two updates of the softmax
 constexpr int MAX_DIM = 256;    // stated in cpu.py too
 constexpr int BLOCK_ROWS = 64;  // query rows that share a tile: the queries of a block times the group
-constexpr int BAND_QUERIES = 16;
-constexpr int LINE = 64;         // bytes of a cache line
+constexpr int BAND_QUERIES = 16;  // that share a tile of a band
+constexpr int LINE = 64;        // bytes of a cache line
 constexpr int MIN_CHUNK = 256;  // slots worth a task of their own
 constexpr int CHUNKS_PER_THREAD = 8;
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications; below it, waking threads costs more than it saves
@@ -469,7 +469,7 @@ class Rows {
     float* raw_scores_ = nullptr;
 };
 
-// Cuts the work into tasks: the longest first within a head, long heads into chunks so that every thread has some.
+// Cuts the work into tasks: late queries, which see most, come first; long heads are cut so that every thread has some.
 template <class T>
 std::vector<Task> plan(const Attention& a, int64_t block_queries) {
     std::vector<Task> units, tasks;
