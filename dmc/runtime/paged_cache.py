@@ -84,6 +84,7 @@ class PagedCache:
         self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
         self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
         self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
         self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
 
@@ -193,7 +194,8 @@ class PagedCache:
         Raises:
             OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
         """
-        if self.grows and max(num_new) > 1:
+        self._grows_by_layer = self.grows and max(num_new) > 1
+        if self._grows_by_layer:
             self._known_free = 0
         else:
             missing = self._missing_blocks(list(rows), num_new)
@@ -207,8 +209,11 @@ class PagedCache:
             self.block_tables = torch.nn.functional.pad(self.block_tables, (0, max(wanted, 2 * capacity) - capacity))
 
     def make_room(self, num_sequences: int, num_new: int) -> None:
-        """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer."""
-        if self.grows and num_new > 1:
+        """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer.
+
+        Decoding sequences ask too where they share a pass with a prompt.
+        """
+        if self._grows_by_layer:
             wanted = num_sequences * self.layout.num_kv_heads * -(-num_new // self.block_size)
             missing = wanted - self.allocator.num_free
             if missing > 0:

@@ -59,34 +59,34 @@ def choose_tokens(
     Returns:
         Token ids, int64 [R], and their natural-log probabilities in the unmodified distribution, float32 [R].
     """
-    logits = logits.float()
-    tokens = logits.argmax(-1)
+    log_probs = logits.float().log_softmax(-1)
     sampled = [row for row, each in enumerate(params) if each.temperature > 0]
+    if len(sampled) < len(params):
+        tokens = log_probs.argmax(-1)
+    else:
+        tokens = torch.empty(len(params), dtype=torch.long, device=logits.device)
     if sampled:
         uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in sampled])
-        every = len(sampled) == len(params)
-        chosen = _draw(logits if every else logits[sampled], [params[row] for row in sampled], uniform)
-        tokens = chosen if every else tokens.index_put((torch.tensor(sampled, device=logits.device),), chosen)
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        rows = log_probs if len(sampled) == len(params) else log_probs[sampled]
+        tokens[sampled] = _draw(rows, [params[row] for row in sampled], uniform)
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+def _draw(log_probs: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution at `uniform`, float64 [R] in [0, 1)."""
-    temperature = torch.tensor([max(each.temperature, 1e-30) for each in params], device=logits.device)
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    for limits in {(each.top_k, each.top_p) for each in params}:
-        rows = torch.tensor([row for row, each in enumerate(params) if (each.top_k, each.top_p) == limits])
-        scores[rows] = _truncate(scores[rows.to(scores.device)], *limits)
+    temperature = torch.tensor([max(each.temperature, 1e-30) for each in params], device=log_probs.device)
+    scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature[:, None])
+    for limits in {(each.top_k, each.top_p) for each in params} - {(None, 1)}:
+        rows = [row for row, each in enumerate(params) if (each.top_k, each.top_p) == limits]
+        scores[rows] = _truncate(scores[rows], *limits)
     # float32 sums over a large vocabulary would misplace unlikely tokens
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+    target = uniform.to(log_probs.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(log_probs.shape[-1] - 1)
 
 
 def _truncate(scores: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Leave the most likely tokens, ties included so that the order of a sort has no say."""
-    if top_k is None and top_p == 1:
-        return scores
     best = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1])).values
     if top_p < 1:
         probabilities = best.softmax(-1)

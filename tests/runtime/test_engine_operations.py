@@ -39,6 +39,7 @@ ENGINES = [
     {"prefill_chunk_size": 5, "token_budget": 12},
     {"prefill_chunk_size": 16, "token_budget": 4},
     {"max_batch_size": 2},
+    {"memory": None},  # grows
 ]
 
 
@@ -78,11 +79,12 @@ class Operations(RuleBasedStateMachine):
     @rule(options=st.sampled_from(ENGINES))
     def start(self, options: dict) -> None:
         memory = NUM_BLOCKS * BLOCK * 2 * 16 * 4
-        self.engine = Engine(self.model, memory=memory, **{"max_batch_size": 4, **options})
+        self.engine = Engine(self.model, **{"max_batch_size": 4, "memory": memory, **options})
 
     def begin(self, prompt: list[int], params: SamplingParams, session: Session | None) -> None:
         history = [] if session is None else self.histories[session]
-        if len(history) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS:
+        too_long = len(history) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS
+        if too_long and not self.engine.cache.grows:
             self.count["refused"] += 1
             with pytest.raises(ValueError, match="worst case"):
                 self.engine.submit(prompt, params, session)
@@ -233,7 +235,7 @@ class Operations(RuleBasedStateMachine):
         assert self.engine.blocks_in_use == int(counts.sum())
         owned = torch.arange(cache.block_tables.shape[-1]) < counts[..., None]
         everything = torch.cat((cache.block_tables[owned], cache.allocator.stack[: cache.allocator.num_free]))
-        assert sorted(everything.tolist()) == list(range(NUM_BLOCKS))  # none lost, none held twice
+        assert sorted(everything.tolist()) == list(range(cache.allocator.num_blocks))  # none lost, none held twice
         rows = [sequence.row for sequence in (*scheduler.running, *scheduler.resting)]
         assert len({*rows}) == len(rows) == len(cache.tokens_seen) - cache.num_free_rows
 
@@ -253,6 +255,11 @@ def run(model: Any, make_prompts: Any, **profile: Any) -> Counter:
     )
     run_state_machine_as_test(lambda: Operations(model, alone, prompts, count), settings=chosen)
     return count
+
+
+@pytest.fixture(autouse=True)
+def small_first_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)
 
 
 def build(method: str, make_stock: Any, make_compressed: Any) -> Any:

@@ -62,6 +62,21 @@ def test_a_request_may_come_while_others_run(make_compressed: Any, make_prompts:
         assert run(engine, request).token_ids == generation.token_ids
 
 
+@pytest.mark.parametrize("length", [1024, 1023, 1025])
+def test_a_prompt_that_joins_others_leaves_them_their_blocks(length: int, make_stock: Any, make_prompts: Any) -> None:
+    """The pool of 256 blocks is full when the second prompt comes: 64 blocks in each of 2 layers and 2 heads."""
+    model, prompts = make_stock(), make_prompts(length, 5)
+    expected = Engine(model, memory=2**23).generate(prompts, GREEDY)
+    engine = Engine(model)
+    requests = [engine.submit(prompts[0], GREEDY)]
+    engine.step()
+    requests.append(engine.submit(prompts[1], GREEDY))
+    engine.step()
+    assert engine.blocks_in_use == int((-(-engine.cache.lengths // 16)).sum())
+    for request, generation in zip(requests, expected, strict=True):
+        assert run(engine, request).token_ids == generation.token_ids
+
+
 def test_generate_and_score_run_beside_submitted_requests(make_compressed: Any, make_prompts: Any) -> None:
     engine, prompts = Engine(make_compressed(), max_batch_size=2), make_prompts(5, 20, 9)
     expected = [generation.token_ids for generation in engine.generate(prompts, GREEDY)]
