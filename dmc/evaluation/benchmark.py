@@ -17,6 +17,9 @@ from dmc.evaluation.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.generation import GenerationStats
 
+CHUNK = 2048
+"""Prompt tokens that the engine feeds at once."""
+
 
 @dataclass(frozen=True)
 class BenchmarkedModel:
@@ -122,8 +125,10 @@ class EngineContestant:
 
     def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
         self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
-        self._engine = make_engine(model, len(prompts), config)
-        self._params = SamplingParams(max_new_tokens=3 + config.new_tokens, temperature=0.0, ignore_eos=True)
+        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK)
+        beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens that the first get while the last are fed
+        most = 3 + config.new_tokens + beside
+        self._params = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
         self._requests: list[Any] = []
 
     def prefill(self) -> None:
