@@ -145,6 +145,23 @@ def test_decoding_comes_first_and_prompts_share_what_the_budget_leaves() -> None
     ]
 
 
+def test_an_older_prompt_comes_after_those_who_decode() -> None:
+    scheduler = make(chunk=16)
+    sequences = submit(scheduler, 40, 5)
+    feed(scheduler, scheduler.next_segments())
+    assert [segment.sequence for segment in scheduler.next_segments()] == sequences[::-1]
+
+
+def test_who_gave_way_does_not_come_back_in_the_same_step() -> None:
+    scheduler = make(num_blocks=8, chunk=16)
+    old, young = submit(scheduler, 32, 20)
+    for _ in range(2):
+        feed(scheduler, scheduler.next_segments())
+    assert scheduler.cache.allocator.num_free == 0
+    assert [segment.sequence for segment in scheduler.next_segments()] == [old]
+    assert list(scheduler.waiting) == [young]
+
+
 def test_a_budget_below_the_number_of_running_sequences_serves_the_oldest() -> None:
     scheduler = make(rows=3, budget=2)
     sequences = submit(scheduler, 1, 1, 1)
