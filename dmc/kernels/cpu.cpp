@@ -732,10 +732,77 @@ void append(const Append& a) {
 
 }  // namespace
 
+// out = x W^T for few rows: a BLAS reads the weights of such a product at a fraction of the memory's speed.
+struct Linear {
+    int64_t rows, inputs, outputs, threads;
+    const void *x, *weight;  // [rows, inputs], [outputs, inputs]
+    float* out;              // [rows, outputs]
+};
+
+namespace {
+
+constexpr int LINEAR_ROWS = 8;        // rows that share a pass over a row of weights
+constexpr int LINEAR_OUTPUTS = 32;    // rows of weights in a task
+
+inline void widen(const float* from, Vec* to) {
+    to[0] = load(from);
+    to[1] = load(from + LANES);
+}
+inline void widen(const BFloat16* from, Vec* to) {  // in the order of unpack
+    const Bits pairs = *reinterpret_cast<const Bits*>(from);
+    to[0] = (Vec)(pairs << 16);
+    to[1] = (Vec)(pairs & 0xffff0000u);
+}
+
+template <class T, int M>
+inline void project(const float* x, int64_t inputs, const T* weight, float* sums) {
+    Vec sum[M] = {};
+    for (int64_t i = 0; i < inputs; i += 2 * LANES) {
+        Vec w[2];
+        widen(weight + i, w);
+        for (int m = 0; m < M; m++) {
+            const float* row = x + m * inputs + i;
+            sum[m] += load(row) * w[0];
+            sum[m] += load(row + LANES) * w[1];
+        }
+    }
+    for (int m = 0; m < M; m++) sums[m] = sum_of(sum[m]);
+}
+
+template <class T, int M = LINEAR_ROWS>
+inline void project_rows(int64_t rows, const float* x, int64_t inputs, const T* weight, float* sums) {
+    if constexpr (M > 1) {
+        if (rows < M) return project_rows<T, M - 1>(rows, x, inputs, weight, sums);
+    }
+    project<T, M>(x, inputs, weight, sums);
+    if (rows > M) project_rows<T>(rows - M, x + M * inputs, inputs, weight, sums + M);
+}
+
+template <class T>
+void linear(const Linear& a) {
+    std::vector<float> x(a.rows * a.inputs);
+    for (int64_t row = 0; row < a.rows; row++)
+        unpack(static_cast<const T*>(a.x) + row * a.inputs, static_cast<int>(a.inputs), x.data() + row * a.inputs);
+    std::atomic<int64_t> taken{0};
+    on_threads(a.rows * a.inputs * a.outputs < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
+        std::vector<float> sums(a.rows);
+        for (int64_t begin; (begin = LINEAR_OUTPUTS * taken++) < a.outputs;) {
+            for (int64_t i = begin; i < std::min(begin + LINEAR_OUTPUTS, a.outputs); i++) {
+                project_rows<T>(a.rows, x.data(), a.inputs, static_cast<const T*>(a.weight) + i * a.inputs, sums.data());
+                for (int64_t row = 0; row < a.rows; row++) a.out[row * a.outputs + i] = sums[row];
+            }
+        }
+    });
+}
+
+}  // namespace
+
 extern "C" {
 void use_fork_join(ForkJoin function) { fork_join = function; }
 void attend_float32(const Attention* arguments) { attend<float>(*arguments); }
 void attend_bfloat16(const Attention* arguments) { attend<BFloat16>(*arguments); }
+void linear_float32(const Linear* arguments) { linear<float>(*arguments); }
+void linear_bfloat16(const Linear* arguments) { linear<BFloat16>(*arguments); }
 void append_float32(const Append* arguments) { append<float>(*arguments); }
 void append_bfloat16(const Append* arguments) { append<BFloat16>(*arguments); }
 }

@@ -18,6 +18,9 @@ SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
 """Compiled head sizes: multiples of the one up to the other."""
 
+LINEAR_ROWS, LINEAR_STEP = 16, 32
+"""Most rows of a compiled linear layer, and what its inputs must be a multiple of."""
+
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
     """Return why this backend cannot serve such a cache, or None.
@@ -45,6 +48,8 @@ _APPEND = """
     top_key top_value top_exists recent_key recent_value recent_exists
 """
 
+_LINEAR = "rows inputs outputs threads x weight out"
+
 
 class _Attention(ctypes.Structure):
     _fields_ = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in _ATTENTION.split()]
@@ -52,6 +57,10 @@ class _Attention(ctypes.Structure):
 
 class _Append(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _APPEND.split()]
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _LINEAR.split()]
 
 
 def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
@@ -171,6 +180,27 @@ def prefill_attention(
     if library is None:
         return reference.prefill_attention(query, key_pages, value_pages, block_tables, seen, scaling, rows=rows)
     return _attend(library, query, key_pages, value_pages, block_tables, seen, scaling, rows)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b; compiled for up to 16 rows, where a BLAS is slow, and else as torch does.
+
+    Args:
+        x: [..., inputs].
+        weight: [outputs, inputs].
+        bias: [outputs] or None.
+    """
+    rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
+    fits = 1 <= rows <= LINEAR_ROWS and inputs % LINEAR_STEP == 0 and x.dtype == weight.dtype and weight.is_contiguous()
+    library = load_library() if fits and x.dtype in SUFFIXES else None
+    if library is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    x = x.contiguous()
+    out = torch.empty(*x.shape[:-1], outputs)
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    arguments = _Linear(rows, inputs, outputs, torch.get_num_threads(), *pointers)
+    getattr(library, "linear_" + SUFFIXES[x.dtype])(ctypes.byref(arguments))
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _attend(

@@ -10,6 +10,7 @@ from torch import Tensor
 from dmc.compression import CompressionConfig
 from dmc.kernels import choose_backend
 from dmc.ranks import ALONE
+from dmc.runtime.backend_linear import use_linear_of
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.scheduler import Segment
 from dmc.runtime.step import Step
@@ -37,7 +38,7 @@ class Runner:
     """Feeds segments to a model, compressed or stock, in one row without padding.
 
     Args:
-        model: causal LM; a stock one is made to ask the paged cache.
+        model: causal LM; its linear layers are made to ask the backend, a stock one's attention the paged cache.
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
     Raises:
@@ -49,6 +50,7 @@ class Runner:
         self.model, self.cache = model, cache
         layout = cache.layout
         self._backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
+        use_linear_of(self._backend, model)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
         if is_stock:

@@ -126,3 +126,18 @@ def test_the_cpu_backend_is_picked_for_the_cpu() -> None:
     assert load_backend("auto", torch.device("cuda", 0)) is not cpu
     assert cpu.supports(torch.float16, 24, 16, torch.device("cpu")) is None
     assert "not on cuda" in str(cpu.supports(torch.float32, 64, 16, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [32, 96, 100])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, 17])
+def test_linear_layers_compute_what_torch_computes(rows: int, inputs: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, rows, inputs, generator=generator).to(dtype)
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, inputs), (70,)))
+    for given in (None, bias):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
+        got = cpu.linear(x, weight, given)
+        assert (got.shape, got.dtype) == ((1, rows, 70), dtype)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.02 * float(expected.abs().max()) if rows else 0.0
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)

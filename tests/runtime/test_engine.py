@@ -1,3 +1,4 @@
+import copy
 import math
 from typing import Any
 
@@ -376,3 +377,19 @@ def test_a_long_prompt_never_holds_all_layers_uncompressed(make_compressed: Any,
     compressed = int((-(-generation.stats.slots // 16)).sum())
     assert engine.cache.allocator.num_blocks <= 2 * (compressed + layer)  # the pool grows by doubling
     assert engine.cache.allocator.num_blocks < 0.7 * 8 * layer
+
+
+def test_a_served_model_still_trains_and_copies(make_stock: Any, make_prompts: Any) -> None:
+    model = make_stock(hidden_size=64, intermediate_size=96)
+    tokens = torch.tensor(make_prompts(9))
+    before = model(tokens).logits.detach()
+    (generation,) = Engine(model).generate(tokens.tolist(), SamplingParams(max_new_tokens=4, temperature=0.0))
+    torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=0)
+    model(tokens, labels=tokens).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        torch.testing.assert_close(other(tokens).logits, before, rtol=0, atol=1e-4)
+    (again,) = Engine(other).generate(tokens.tolist(), SamplingParams(max_new_tokens=4, temperature=0.0))
+    assert again.token_ids == generation.token_ids
