@@ -296,15 +296,14 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str
     chunk = 8 * config.block_size  # a chunk asks for the room of its tokens uncompressed
     engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)
     prompts = random_prompts(model, most, config).tolist()
-    params = SamplingParams(max_new_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=config.prompt_length, temperature=0.0, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in prompts]
-    largest = 0
-    while any(request.generation is None for request in requests):
+    largest = steady = 0
+    while steady < config.new_tokens and not any(request.generation for request in requests):
         engine.step()
-        decoding = [request for request in requests if request.logprobs and request.generation is None]
-        largest = max(largest, sum(request.sequence.row is not None for request in decoding))
-        if any(request.generation is not None for request in requests):
-            break
+        held = [request for request in requests if request.sequence.row is not None]
+        if all(request.logprobs for request in held):  # nobody is being fed: all of them decode
+            largest, steady = max(largest, len(held)), steady + 1
     for request in requests:
         engine.abort(request)
     return {"name": f"largest batch, CR {ratio:g}", "ratio": ratio, "memory": config.memory, "batch_size": largest}
