@@ -49,13 +49,11 @@ def main(settings: DictConfig) -> None:
             print(event.text if speaks else "", end="", flush=True)
     except (ValueError, FileNotFoundError, NotImplementedError, ImportError) as error:
         sys.exit(f"error: {error}")
-    generation = event.request.generation
-    if speaks and generation is not None:
+    if speaks and (generation := event.request.generation):
         stats = generation.stats
+        ratio, used = f"CR {stats.achieved_ratio:.2f}", f"{stats.bytes_used:,} bytes used"
         print(
-            f"\n\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {stats.bytes_used:,} bytes used, "
-            f"{stats.bytes_allocated:,} allocated]",
-            file=sys.stderr,
+            f"\n\n[{stats.tokens_seen} tokens, {ratio}, {used}, {stats.bytes_allocated:,} allocated]", file=sys.stderr
         )
 
 
