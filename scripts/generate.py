@@ -16,13 +16,15 @@ from transformers import AutoTokenizer
 from dmc import Engine, SamplingParams, load_model
 from dmc.models.tensor_parallel import load_shard
 
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+
 
 def load(settings: DictConfig) -> Any:
     """Load the model, or this process's share of it under torchrun."""
-    path, dtype = settings.model.path, settings.model.dtype
+    model = settings.model
     if torch.distributed.is_torchelastic_launched():
-        return load_shard(path, None if dtype == "auto" else getattr(torch, dtype))
-    return load_model(path, dtype=dtype, revision=settings.model.revision)
+        return load_shard(model.path, None if model.dtype == "auto" else getattr(torch, model.dtype))
+    return load_model(model.path, dtype=model.dtype, revision=model.revision)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
@@ -35,22 +37,15 @@ def main(settings: DictConfig) -> None:
             memory=settings.memory,
             kernels=settings.kernels,
         )
-        params = SamplingParams(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=settings.seed,
-            stop=tuple(settings.stop),
-        )
+        params = SamplingParams(**{name: settings[name] for name in SAMPLING}, stop=tuple(settings.stop))
         speaks = engine.cache.layout.ranks.rank == 0
         print(settings.prompt if speaks else "", end="")
         for event in engine.stream(settings.prompt, params):
             print(event.text if speaks else "", end="", flush=True)
     except (ValueError, FileNotFoundError, NotImplementedError, ImportError) as error:
         sys.exit(f"error: {error}")
-    if speaks and (generation := event.request.generation):
-        stats = generation.stats
+    if speaks and event.request.generation:
+        stats = event.request.generation.stats
         ratio, used = f"CR {stats.achieved_ratio:.2f}", f"{stats.bytes_used:,} bytes used"
         print(
             f"\n\n[{stats.tokens_seen} tokens, {ratio}, {used}, {stats.bytes_allocated:,} allocated]", file=sys.stderr
