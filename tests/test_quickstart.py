@@ -57,9 +57,10 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert second.returncode == 0, second.stderr[-2000:]
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
 
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
-    shown = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert shown.returncode == 0, shown.stderr[-2000:]
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S):
+        command = [sys.executable, "-c", example]
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert shown.returncode == 0, shown.stderr[-2000:]
 
     model = "model.path=outputs/quickstart/retrofit/final"
     sample = run_script(tmp_path, "generate.py", model, "prompt=import os", "max_new_tokens=8")

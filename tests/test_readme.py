@@ -16,7 +16,9 @@ def test_every_command_names_a_script_and_settings_that_exist(command):
     script = ROOT / words[0]
     assert script.is_file()
     if script.suffix == ".py":
-        overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in words[1:]]  # of a sweep the first value
+        overrides = words[1:]
+        if "-m" in shlex.split(command):  # of a sweep the first value
+            overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             compose(script.stem, overrides=overrides)
 
