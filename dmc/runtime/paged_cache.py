@@ -14,7 +14,8 @@ from dmc.kernels.base import LayerCache, history_size
 from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
 FIRST_POOL_BLOCKS = 256
 
 

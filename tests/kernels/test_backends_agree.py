@@ -5,11 +5,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from oracles.cache_layers import make_layer, rotary_tables
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import BACKENDS, load_backend, reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of outputs about 1 large: one rounding of the result to the dtype."""
@@ -170,24 +171,15 @@ GATES = [
 ]
 
 
-def empty_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int) -> LayerCache:
-    """Make an empty layer; its pages and rings are full of garbage."""
-    capacity, size = -(-TIME // block), history_size(config)
-    num_blocks = ROWS * HEADS * capacity
-    exact = config is not None and config.action == "merge" and config.window_size is None
-    return LayerCache(
-        key_pages=torch.full((num_blocks, block, HEAD_DIM), 7.0, dtype=dtype),
-        value_pages=torch.full((num_blocks, block, HEAD_DIM), -7.0, dtype=dtype),
-        free_blocks=torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).int(),
-        num_free=torch.tensor([num_blocks], dtype=torch.int32),
-        block_tables=torch.zeros(ROWS, HEADS, capacity, dtype=torch.int32),
-        lengths=torch.zeros(ROWS, HEADS, dtype=torch.int32),
-        history_key=torch.full((ROWS, HEADS, size, HEAD_DIM), 9.0, dtype=dtype),
-        history_value=torch.full((ROWS, HEADS, size, HEAD_DIM), -9.0, dtype=dtype),
-        history_merged=torch.ones(ROWS, HEADS, size, dtype=torch.bool),
-        history_omega=torch.full((ROWS, HEADS, size), 3.0),
-        mean=torch.zeros(ROWS, HEADS, 2 * HEAD_DIM) if exact else None,
-        weight=torch.zeros(ROWS, HEADS) if exact else None,
+def small_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int) -> LayerCache:
+    return make_layer(
+        config,
+        num_rows=ROWS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        block_size=block,
+        max_blocks=-(-TIME // block),
+        dtype=dtype,
     )
 
 
@@ -208,7 +200,7 @@ class Stream:
         if self.config is None:
             return NewTokens(torch.tensor(rows), time[:, None], key, value)
         around = time[:, None] + torch.arange(-self.config.delay, 1)
-        angles = around.clamp_min(0)[..., None] * 100.0 ** -(torch.arange(HEAD_DIM) % (HEAD_DIM // 2) / HEAD_DIM)
+        cos, sin = rotary_tables(around, HEAD_DIM)
         return NewTokens(
             rows=torch.tensor(rows),
             positions=around[:, self.config.delay :],
@@ -216,8 +208,8 @@ class Stream:
             value=value,
             merged=self.merged[sequences, :, time][..., None],
             omega=self.omega[sequences, :, time][..., None],
-            cos=angles.cos().to(self.dtype),
-            sin=angles.sin().to(self.dtype),
+            cos=cos.to(self.dtype),
+            sin=sin.to(self.dtype),
         )
 
 
@@ -255,7 +247,7 @@ def test_single_tokens_leave_the_same_state(
     backend: ModuleType, gates: dict | None, dtype: torch.dtype, block: int
 ) -> None:
     config = None if gates is None else CompressionConfig(**gates)
-    stream, layer = Stream(config, dtype), empty_layer(config, dtype, block)
+    stream, layer = Stream(config, dtype), small_layer(config, dtype, block)
     expected = copy.deepcopy(layer)
     for step in range(TIME):
         rows, positions = ([2, 0], [step, step - 5]) if step >= 5 else ([2], [step])
@@ -271,7 +263,7 @@ def test_single_tokens_leave_the_same_state(
 )
 def test_a_piece_between_single_tokens_leaves_the_same_state(backend: ModuleType, gates: dict | None) -> None:
     config = None if gates is None else CompressionConfig(**gates)
-    stream, layer = Stream(config, torch.float32), empty_layer(config, torch.float32, 16)
+    stream, layer = Stream(config, torch.float32), small_layer(config, torch.float32, 16)
     expected = copy.deepcopy(layer)
     delay = 0 if config is None else config.delay
     begin = 0

@@ -3,14 +3,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from oracles.cache_layers import THETA, make_layer, rotary_tables
 from oracles.step_by_step import HeadOracle
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
-from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
+from dmc.kernels.base import NewTokens, Seen
 from dmc.kernels.reference import append_or_merge, gather_pages, paged_attention, prefill_attention
 
-HEAD_DIM, THETA, BLOCK = 8, 100.0, 16
+HEAD_DIM, BLOCK = 8, 16
 TOLERANCE = 1e-5
 
 
@@ -86,34 +87,6 @@ def test_sixteen_bit_pages_are_attended_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
 
 
-def rotary_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    frequencies = THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = positions.clamp_min(0)[..., None] * torch.cat((frequencies, frequencies))
-    scale = torch.ones(HEAD_DIM)
-    scale[-1] = 0
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def empty_layer(config: CompressionConfig | None, rows: int, heads: int, capacity: int) -> LayerCache:
-    """Make an empty layer whose pages and rings are full of garbage, for `capacity` blocks a head."""
-    num_blocks, size = rows * heads * capacity, history_size(config)
-    exact = config is not None and config.action == "merge" and config.window_size is None
-    return LayerCache(
-        key_pages=torch.full((num_blocks, BLOCK, HEAD_DIM), 7.0),
-        value_pages=torch.full((num_blocks, BLOCK, HEAD_DIM), -7.0),
-        free_blocks=torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).int(),
-        num_free=torch.tensor([num_blocks], dtype=torch.int32),
-        block_tables=torch.zeros(rows, heads, capacity, dtype=torch.int32),
-        lengths=torch.zeros(rows, heads, dtype=torch.int32),
-        history_key=torch.full((rows, heads, size, HEAD_DIM), 9.0),
-        history_value=torch.full((rows, heads, size, HEAD_DIM), -9.0),
-        history_merged=torch.ones(rows, heads, size, dtype=torch.bool),
-        history_omega=torch.full((rows, heads, size), 3.0),
-        mean=torch.zeros(rows, heads, 2 * HEAD_DIM) if exact else None,
-        weight=torch.zeros(rows, heads) if exact else None,
-    )
-
-
 class Stream:
     """Random tokens of some sequences and heads, fed piece by piece as the runtime would, and their oracle."""
 
@@ -126,11 +99,11 @@ class Stream:
         self.merged = torch.rand(shape, generator=generator) < 0.6
         self.omega = torch.rand(shape, generator=generator) + 0.01
         self.rows = torch.tensor([2, 0])  # of a cache with a row that nobody uses
-        self.cache = empty_layer(config, 3, heads, capacity=-(-time // BLOCK))
+        self.cache = make_layer(config, num_rows=3, kv_heads=heads, head_dim=HEAD_DIM, max_blocks=-(-time // BLOCK))
 
     def feed(self, begin: int, end: int) -> Seen:
         positions = torch.arange(begin - self.config.delay, end).expand(self.shape[0], -1)
-        cos, sin = rotary_tables(positions)
+        cos, sin = rotary_tables(positions, HEAD_DIM)
         time = slice(begin, end)
         tokens = NewTokens(
             rows=self.rows,

@@ -24,7 +24,7 @@ def make_layer(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LayerCache:
-    """Make an empty layer whose pages are full of noise and whose free stack is shuffled."""
+    """Make an empty layer whose pages and rings are full of garbage and whose free stack is shuffled."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = num_rows * kv_heads * max_blocks + 2
     heads, size = (num_rows, kv_heads), history_size(config)
@@ -37,10 +37,10 @@ def make_layer(
         num_free=torch.tensor([num_blocks], dtype=torch.int32),
         block_tables=torch.zeros(*heads, max_blocks, dtype=torch.int32),
         lengths=torch.zeros(heads, dtype=torch.int32),
-        history_key=torch.zeros(*heads, size, head_dim, dtype=dtype),
-        history_value=torch.zeros(*heads, size, head_dim, dtype=dtype),
-        history_merged=torch.zeros(*heads, size, dtype=torch.bool),
-        history_omega=torch.zeros(*heads, size),
+        history_key=torch.full((*heads, size, head_dim), 9.0, dtype=dtype),
+        history_value=torch.full((*heads, size, head_dim), -9.0, dtype=dtype),
+        history_merged=torch.ones(*heads, size, dtype=torch.bool),
+        history_omega=torch.full((*heads, size), 3.0),
         mean=torch.zeros(*heads, 2 * head_dim) if keeps_mean else None,
         weight=torch.zeros(heads) if keeps_mean else None,
     )
