@@ -50,6 +50,21 @@ class LayerCache:
 
 
 @dataclass
+class EntryNotes:
+    """What an evicting cache knows of each entry beside key and value: pages like theirs, under the same block tables.
+
+    A head's notes lie in the order of age, oldest first, whatever the order of its keys and values.
+    """
+
+    position: Tensor
+    """The token's place in its sequence, int32 [N, block]."""
+    slot: Tensor | None
+    """Where its key and value lie among the head's slots, int32 [N, block]; None: at its age."""
+    sums: Tensor
+    """Running sums over the queries so far, K of them, float32 [K, N, block]."""
+
+
+@dataclass
 class NewTokens:
     """The next n tokens of S sequences, as their gates see them."""
 

@@ -128,6 +128,7 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
 
 
 compact = reference.compact
+evict = reference.evict
 
 
 def paged_attention(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen
+from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen
 
 FLASH_2_PAGE = 256
 """Flash-attn 2 takes pages of multiples of this many slots."""
@@ -83,6 +83,11 @@ def prefill_attention(
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     """See `dmc.kernels.reference.compact`."""
     load_backend("auto", cache.lengths.device).compact(cache, rows, keep)
+
+
+def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
+    """See `dmc.kernels.reference.evict`."""
+    load_backend("auto", cache.lengths.device).evict(cache, notes, rows, ages)
 
 
 def paged_attention(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
 
 QUERY_BLOCK = 128
 """Queries whose scores are held at once."""
@@ -206,6 +206,40 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
         pages[target_block, target % cache.block_size] = pages[source_block, source % cache.block_size]
     cache.lengths[rows] = lengths.to(cache.lengths.dtype)
     _give_back_blocks(cache, tables, old, lengths)
+
+
+def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
+    """Evict at most one entry of each head after a token was appended to it; in place, nothing but notes is shifted.
+
+    The newest entry's key and value, which lie in the last slot, move to where the evicted ones lay.
+
+    Args:
+        cache: pages, free list and lengths are updated.
+        notes: with slots; the notes of younger entries move up.
+        rows: cache row of each sequence, int64 [S].
+        ages: which entry goes, 0 is the oldest; negative: none; int64 [S, H].
+    """
+    assert notes.slot is not None
+    old = cache.lengths[rows].long()
+    tables = cache.block_tables[rows].long()
+    chosen = ages >= 0
+    age, last, table = ages[chosen], old[chosen] - 1, tables[chosen]  # [E], [E], [E, M]
+    entry = torch.arange(len(age), device=age.device)
+    hole = notes.slot[table].flatten(1)[entry, age].long()
+    for pages in (cache.key_pages, cache.value_pages):
+        newest = pages[table[entry, last // cache.block_size], last % cache.block_size]
+        pages[table[entry, hole // cache.block_size], hole % cache.block_size] = newest
+    notes.slot[table[entry, last // cache.block_size], last % cache.block_size] = hole.to(notes.slot.dtype)
+    place = torch.arange(table.shape[1] * cache.block_size, device=age.device)
+    moves = (place >= age[:, None]) & (place < last[:, None])
+    entry, to = moves.nonzero(as_tuple=True)
+    source = table[entry, (to + 1) // cache.block_size], (to + 1) % cache.block_size
+    target = table[entry, to // cache.block_size], to % cache.block_size
+    for note in (notes.position, notes.slot, *notes.sums):
+        note[target] = note[source]
+    new = old - chosen.long()
+    cache.lengths[rows] = new.to(cache.lengths.dtype)
+    _give_back_blocks(cache, tables, old, new)
 
 
 def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tensor) -> None:

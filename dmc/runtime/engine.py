@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmc.policies import CachePolicy
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats
 from dmc.runtime.memory import pool_bytes
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
-from dmc.runtime.runner import Runner, layout_of
+from dmc.runtime.runner import Runner, check_policy, layout_of
 from dmc.runtime.sampling import SamplingParams, choose_tokens
-from dmc.runtime.scheduler import Scheduler, Segment
+from dmc.runtime.scheduler import Pace, Scheduler, Segment
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
 from dmc.runtime.text_stream import TextStream
@@ -47,14 +48,14 @@ class Engine:
         token_budget: most tokens in one forward pass, over all sequences; None: no limit.
     Raises:
         ValueError: an option is out of range.
-        NotImplementedError: a policy is given (none exists yet).
+        TypeError: the policy is none.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any = None,
-        policy: None = None,
+        policy: CachePolicy | None = None,
         block_size: int = 16,
         memory: int | float | str | None = None,
         kernels: str = "auto",
@@ -63,7 +64,7 @@ class Engine:
         token_budget: int | None = 2048,
     ) -> None:
         if policy is not None:
-            raise NotImplementedError(f"policy={policy!r}: training-free policies do not exist yet; use policy=None")
+            check_policy(model, policy)
         options = {
             "max_batch_size": max_batch_size,
             "prefill_chunk_size": prefill_chunk_size,
@@ -73,13 +74,14 @@ class Engine:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a whole number >= 1")
         self.model, self.tokenizer = model.eval(), tokenizer
-        layout = layout_of(model)
+        layout = layout_of(model, policy)
         longest = max_batch_size * blocks_of(layout, block_size, model.config.max_position_embeddings)
         limit = pool_bytes(memory, layout.device, most=longest * layout.block_bytes(block_size))
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
-        self._runner = Runner(model, self.cache, kernels)
-        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget)
+        self._runner = Runner(model, self.cache, kernels, policy)
+        pace = None if policy is None else Pace(policy.one_by_one, whole_prompts=prefill_chunk_size is None)
+        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
         self._requests: dict[Sequence, Request] = {}
         self._scores: dict[Sequence, list[Tensor]] = {}
 
@@ -207,7 +209,8 @@ class Engine:
         sequences = []
         for prompt, continuation in zip(prompts, continuations, strict=True):
             tokens, targets = self._encode(prompt), self._encode(continuation, begins_text=False)
-            sequences.append(Sequence(tokens + targets[:-1], wanted=len(tokens) - 1))
+            turn = (0, len(tokens))
+            sequences.append(Sequence(tokens + targets[:-1], wanted=len(tokens) - 1, prompts=[turn]))
             self._check_fits(len(sequences[-1].tokens))
         try:
             for sequence in sequences:

@@ -13,6 +13,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, history_size
 from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
+from dmc.runtime.entry_notes import NoteLayout, NoteStore
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
@@ -31,6 +32,8 @@ class CacheLayout:
     compression: CompressionConfig | None = None
     ranks: Ranks = ALONE
     """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
+    notes: NoteLayout | None = None
+    """What a policy that evicts keeps of each entry."""
 
     @property
     def history_size(self) -> int:
@@ -45,8 +48,9 @@ class CacheLayout:
         )
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of keys and values."""
-        return block_size * entry_bytes(self.head_dim, self.dtype.itemsize)
+        """Bytes of one block: keys, values and notes."""
+        notes = 0 if self.notes is None else self.notes.bytes_per_entry
+        return block_size * (entry_bytes(self.head_dim, self.dtype.itemsize) + notes)
 
     @property
     def delay(self) -> int:
@@ -84,6 +88,9 @@ class PagedCache:
         self.history_omega = torch.zeros(*heads, size, **state)
         self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
         self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
+        self.notes: NoteStore | None = None
+        if layout.notes is not None:
+            self.notes = NoteStore(layout.notes, heads[:2], self.allocator.num_blocks, block_size, layout.device)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
@@ -96,7 +103,7 @@ class PagedCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of keys and values."""
+        """Bytes of one block: keys, values and notes."""
         return self.layout.block_bytes(self.block_size)
 
     def open_row(self) -> int:
@@ -106,6 +113,8 @@ class PagedCache:
         self.tokens_seen[row] = 0
         if self.weight is not None:
             self.weight[:, row] = 0
+        if self.notes is not None:
+            self.notes.open_row(row)
         return row
 
     def close_row(self, row: int) -> None:
@@ -127,6 +136,7 @@ class PagedCache:
 
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
         """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
+        assert self.notes is None, "a cache with notes is never reordered"
         order = torch.tensor(sources)
         tables, lengths = self.block_tables[:, order].clone(), self.lengths[:, order].clone()
         needed = int((-(-lengths // self.block_size)).sum())
@@ -254,6 +264,8 @@ class PagedCache:
             grown = pages.new_zeros(total, *pages.shape[1:])
             grown[: pages.shape[0]] = pages
             setattr(self, name, grown)
+        if self.notes is not None:
+            self.notes.grow(total)
         self.allocator.grow(total)
 
     def slots(self, row: int) -> Tensor:
@@ -266,7 +278,8 @@ class PagedCache:
         """Bytes of one sequence beside its pages: raw history, means, lengths and block tables."""
         history = (self.history_key, self.history_value, self.history_merged, self.history_omega)
         parts = (*history, self.mean, self.weight, self.lengths, self.block_tables)
-        return sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
+        beside = 0 if self.notes is None else self.notes.row_bytes
+        return beside + sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
 
     def bytes_allocated(self, row: int) -> int:
         """Bytes held for a sequence on all ranks: whole pages, tables and all state."""

@@ -47,8 +47,10 @@ class Request:
     generation: Generation | None = None
 
     def begin(self) -> None:
-        """Append the prompt to the sequence."""
+        """Append the prompt to the sequence; the token that ended the turn before was not fed and comes with it."""
+        begin = max(len(self.sequence.tokens) - 1, 0)
         self.sequence.tokens += self.prompt
+        self.sequence.prompts.append((begin, len(self.sequence.tokens)))
         self.sequence.wanted = len(self.sequence.tokens) - 1
 
     def accept(self, token: int, logprob: float) -> TokenEvent:

@@ -9,29 +9,64 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import choose_backend
+from dmc.policies import CachePolicy, EvictionPolicy
 from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import use_linear_of
+from dmc.runtime.cache_attention import CacheAttention
+from dmc.runtime.eviction import Eviction, note_layout
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.scheduler import Segment
-from dmc.runtime.step import Step
+from dmc.runtime.step import RotaryTables, Step
 from dmc.runtime.stock_attention import use_stock_attention
 
 
-def layout_of(model: Any) -> CacheLayout:
-    """Read a cache's shape off a model; a compressed one carries its gates' configuration."""
+def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
+    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy asks for notes."""
     config = model.config
     compression = getattr(config, "compression", None)
     parameter = next(model.parameters())
     ranks = getattr(model, "ranks", ALONE)
+    num_kv_heads = config.num_key_value_heads // ranks.size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return CacheLayout(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads // ranks.size,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=parameter.dtype,
         device=parameter.device,
         compression=None if compression is None else CompressionConfig.from_dict(compression),
         ranks=ranks,
+        notes=note_layout(policy, num_kv_heads, head_dim) if isinstance(policy, EvictionPolicy) else None,
     )
+
+
+def check_policy(model: Any, policy: CachePolicy) -> None:
+    """Refuse a policy that the model cannot be served with.
+
+    Raises:
+        TypeError: it is no policy.
+        ValueError: the model is compressed itself, or shared by several processes.
+    """
+    if not isinstance(policy, EvictionPolicy):
+        raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
+    if getattr(model.config, "compression", None) is not None:
+        raise ValueError(
+            f"policy={policy!r}: {type(model).__name__} decides by its own gates what its cache keeps; "
+            "give a stock model, or policy=None"
+        )
+    if getattr(model, "ranks", ALONE).size > 1:
+        raise ValueError("a policy cannot be used with a model that several processes share: use one process")
+
+
+def rotary_of(model: Any) -> RotaryTables:
+    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D]."""
+
+    def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        rotary = model.model.rotary_emb
+        cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
+        return cos / rotary.attention_scaling, sin / rotary.attention_scaling
+
+    return tables
 
 
 class Runner:
@@ -41,20 +76,24 @@ class Runner:
         model: causal LM; its linear layers are made to ask the backend, a stock one's attention the paged cache.
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
+        policy: what a stock model's cache keeps; None: all, or what a compressed model's gates decide.
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, kernels: str) -> None:
+    def __init__(self, model: Any, cache: PagedCache, kernels: str, policy: CachePolicy | None = None) -> None:
         self.model, self.cache = model, cache
         layout = cache.layout
-        self._backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
-        use_linear_of(self._backend, model)
+        backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
+        use_linear_of(backend, model)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
         if is_stock:
             use_stock_attention(model)
+        self._attention = CacheAttention(cache, backend)
+        if isinstance(policy, EvictionPolicy):
+            self._attention = Eviction(cache, backend, policy, rotary_of(model))
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -64,7 +103,8 @@ class Runner:
             OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
         """
         rows = [segment.sequence.row for segment in segments if segment.sequence.row is not None]
-        step = Step(self.cache, self._backend, rows, [len(segment.tokens) for segment in segments], self._rotary)
+        num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
+        step = Step(self._attention, rows, num_new, self._rotary, phases)
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:

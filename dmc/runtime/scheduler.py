@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.sequence import Sequence
+from dmc.runtime.sequence import GENERATED, Phase, Sequence
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,23 @@ class Segment:
     tokens: list[int]
     first_wanted: int
     """Tokens before this one of the segment need no logits."""
+    phase: Phase = GENERATED
+    """What they are to a policy."""
 
     @property
     def num_wanted(self) -> int:
         """Tokens whose logits are of interest."""
         return len(self.tokens) - self.first_wanted
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a policy wants tokens to be fed."""
+
+    one_by_one: bool
+    """Whether each generated token has a pass of its own."""
+    whole_prompts: bool
+    """Whether the token budget leaves a prompt whole, so that its layers are compressed one after the other."""
 
 
 class Scheduler:
@@ -33,12 +45,18 @@ class Scheduler:
         cache: gives rows and says whether blocks suffice.
         prefill_chunk_size: most tokens of one sequence in one step; None: all.
         token_budget: most tokens in one step; None: no limit.
+        pace: what a policy asks for; None: prompts and generated tokens are fed alike.
     """
 
     def __init__(
-        self, cache: PagedCache, prefill_chunk_size: int | None = None, token_budget: int | None = None
+        self,
+        cache: PagedCache,
+        prefill_chunk_size: int | None = None,
+        token_budget: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.cache, self.prefill_chunk_size, self.token_budget = cache, prefill_chunk_size, token_budget
+        self.pace = pace
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order in which they were submitted."""
@@ -122,16 +140,23 @@ class Scheduler:
             segments.append(segment)
 
     def _segment(self, sequence: Sequence, left: int | None) -> Segment:
-        begin = sequence.num_fed
-        limits = (sequence.num_waiting, self.prefill_chunk_size, left)
-        count = min(limit for limit in limits if limit is not None)
+        begin, stretch, phase = sequence.num_fed, sequence.num_waiting, GENERATED
+        if self.pace is not None:
+            stretch, phase = sequence.stretch()
+            if Phase.PROMPT in phase:
+                left = None if self.pace.whole_prompts else left
+            elif self.pace.one_by_one:
+                stretch = 1
+        count = min(limit for limit in (stretch, self.prefill_chunk_size, left) if limit is not None)
+        if Phase.PROMPT in phase and count == stretch:
+            phase |= Phase.LAST
         wanted = min(max(sequence.wanted - begin, 0), count)
-        return Segment(sequence, sequence.tokens[begin : begin + count], wanted)
+        return Segment(sequence, sequence.tokens[begin : begin + count], wanted, phase)
 
     def _budget_left(self, segments: list[Segment]) -> int | None:
         if self.token_budget is None:
             return None
-        return self.token_budget - sum(len(segment.tokens) for segment in segments)
+        return max(self.token_budget - sum(len(segment.tokens) for segment in segments), 0)
 
     def _has_room(self, segments: list[Segment]) -> bool:
         return (segments[-1].sequence.row is not None or self.cache.num_free_rows > 0) and self._fits(segments)

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, field
+
+
+class Phase(enum.Flag):
+    """What tokens that are fed together are to a policy."""
+
+    PROMPT = enum.auto()
+    """Tokens of a prompt; no sign: generated ones."""
+    FIRST = enum.auto()
+    """The prompt's first token is among them."""
+    LAST = enum.auto()
+    """The prompt's last token is among them."""
+
+
+GENERATED = Phase(0)
 
 
 @dataclass(eq=False)
@@ -15,6 +30,8 @@ class Sequence:
     """First position whose logits are still of interest."""
     kept: bool = False
     """Stays in the cache when it has nothing to feed, for a session's next turn."""
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """Where each turn's prompt begins and ends; a policy treats all others as generated, one after the other."""
     row: int | None = None
     """Place in the cache; None: nothing is cached."""
     num_fed: int = 0
@@ -26,3 +43,13 @@ class Sequence:
     def num_waiting(self) -> int:
         """Tokens that are known but not yet fed."""
         return len(self.tokens) - self.num_fed
+
+    def stretch(self) -> tuple[int, Phase]:
+        """Say how many of the tokens to feed next belong together, and what they are."""
+        for begin, end in self.prompts:
+            if begin <= self.num_fed < end:
+                first = Phase.FIRST if self.num_fed == begin else GENERATED
+                return end - self.num_fed, Phase.PROMPT | first
+            if self.num_fed < begin:
+                return begin - self.num_fed, GENERATED
+        return self.num_waiting, GENERATED

@@ -3,77 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from dmc.compression import GateOutput, rotate
 from dmc.kernels.base import NewTokens
-from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.cache_attention import CacheAttention, Group, flat_index, members_alike
+from dmc.runtime.sequence import GENERATED, Phase
 
 RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass
-class Group:
-    """Sequences with the same number of new tokens, handled as one rectangle."""
-
-    rows: Tensor
-    """Cache rows, [S]."""
-    index: Tensor | None
-    """Place of each new token in the flat row of the pass, [S, n]; None: the flat row is the group, with n = 1."""
-    positions: Tensor
-    """[S, n]."""
-    tables: tuple[Tensor, Tensor] | None
-    """cos and sin at the n + W positions that end with the last new token's; None: the model rotates by itself."""
-
-    def pick(self, states: Tensor) -> Tensor:
-        """Take the group's tokens out of the flat row: [1, heads, N, ...] -> [S, heads, n, ...]."""
-        if self.index is None:
-            return states[0].transpose(0, 1).unsqueeze(2)
-        return states[0][:, self.index].transpose(0, 1)
-
-    def put(self, flat: Tensor, states: Tensor) -> Tensor:
-        """Lay [S, heads, n, D] back into the flat row [1, heads, N, D]."""
-        if self.index is None:
-            return states.squeeze(2).transpose(0, 1)[None]
-        flat[0][:, self.index] = states.transpose(0, 1)
-        return flat
 
 
 class Step:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
     Args:
-        cache: storage; blocks for the worst case are reserved here, before any layer runs.
-        backend: kernel module.
+        attention: the cache, and how to attend to it; blocks for the worst case are reserved here, before any layer
+            runs.
         rows: cache row of each sequence.
         num_new: new tokens of each sequence, in the order in which they lie in the flat row.
         rotary: position ids [S, n] -> cos, sin [S, n, D] with the borrowed neuron removed; None for stock models.
+        phases: what each sequence's tokens are to a policy; None: there is none.
     Raises:
         OutOfBlocksError: see `PagedCache.reserve`.
     """
 
     def __init__(
-        self, cache: PagedCache, backend: ModuleType, rows: list[int], num_new: list[int], rotary: RotaryTables | None
+        self,
+        attention: CacheAttention,
+        rows: list[int],
+        num_new: list[int],
+        rotary: RotaryTables | None,
+        phases: list[Phase] | None = None,
     ) -> None:
-        cache.reserve(rows, num_new)
-        self.cache, self.backend = cache, backend
-        self._rows, self._num_new = rows, num_new
-        device, delay = cache.layout.device, cache.layout.delay
-        starts = torch.tensor([0, *num_new]).cumsum(0)
+        self.cache = attention.cache
+        self.cache.reserve(rows, num_new)
+        self._attention, self._rows, self._num_new = attention, rows, num_new
+        device, delay = self.cache.layout.device, self.cache.layout.delay
         self.groups = []
-        for size in sorted(set(num_new)):
-            members = [i for i, count in enumerate(num_new) if count == size]
+        for size, phase, members in members_alike(num_new, phases or [GENERATED] * len(rows)):
             row_index = torch.tensor([rows[i] for i in members])
-            alone = size == 1 and len(members) == len(rows)
-            index = None if alone else (starts[members][:, None] + torch.arange(size)).to(device)
-            positions = cache.tokens_seen[row_index][:, None] + torch.arange(-delay, size)
+            positions = self.cache.tokens_seen[row_index][:, None] + torch.arange(-delay, size)
             positions = positions.to(device)
             tables = None if rotary is None else rotary(positions.clamp_min(0))
-            self.groups.append(Group(row_index.to(device), index, positions[:, delay:], tables))
+            index = flat_index(num_new, members, device)
+            self.groups.append(Group(row_index.to(device), index, positions[:, delay:], tables, phase))
 
     @property
     def position_ids(self) -> Tensor:
@@ -109,7 +84,7 @@ class Step:
             )
             num_new = group.positions.shape[1]
             query = rotate(group.pick(gated.query), cos[:, -num_new:], sin[:, -num_new:])
-            attended = group.put(attended, self._attend(layer_index, query, tokens, scaling))
+            attended = group.put(attended, self._attention.attend(layer_index, group, query, tokens, scaling))
         return attended
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -117,17 +92,6 @@ class Step:
         attended = torch.empty_like(query)
         for group in self.groups:
             tokens = NewTokens(group.rows, group.positions, group.pick(key), group.pick(value))
-            attended = group.put(attended, self._attend(layer_index, group.pick(query), tokens, scaling))
+            picked = group.pick(query)
+            attended = group.put(attended, self._attention.attend(layer_index, group, picked, tokens, scaling))
         return attended
-
-    def _attend(self, layer_index: int, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        self.cache.make_room(query.shape[0], query.shape[2])
-        layer = self.cache.layer(layer_index)
-        seen = self.backend.append_or_merge(layer, tokens, self.cache.layout.compression)
-        pages = layer.key_pages, layer.value_pages, layer.block_tables
-        if query.shape[2] > 1:
-            return self.backend.prefill_attention(query, *pages, seen, scaling, rows=tokens.rows)
-        attended = self.backend.paged_attention(
-            query[:, :, 0], *pages, layer.lengths, scaling, rows=tokens.rows, recent=seen.recent
-        )
-        return attended[:, :, None]

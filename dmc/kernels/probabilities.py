@@ -1,0 +1,41 @@
+"""Attention probabilities over paged keys, a block of queries at a time: what policies look at while a prompt is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dmc.kernels.base import LayerCache
+from dmc.kernels.reference import QUERY_BLOCK, gather_pages
+
+
+def attention_probabilities(
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+) -> Iterator[Tensor]:
+    """Compute softmax(q k^T), at most `QUERY_BLOCK` queries at a time; no [n, n] tensor is made.
+
+    Args:
+        query: rotated, [S, H_q, n, D].
+        cache: whose keys are attended to.
+        rows: cache row of each sequence, int64 [S].
+        slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
+        scaling: factor on the scores.
+    Yields:
+        float32 [S, H, group, queries of the block, slots], 0 where a slot is not seen; as many slots as the block's
+        last query sees in the longest head.
+    """
+    sequences, _, num_new, head_dim = query.shape
+    tables = cache.block_tables[rows]
+    key = gather_pages(cache.key_pages, tables, int(slots.max())).float()
+    grouped = query.float().view(sequences, key.shape[1], -1, num_new, head_dim) * scaling
+    place = torch.arange(key.shape[2], device=query.device)
+    for begin in range(0, num_new, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, num_new)
+        seen = slots[:, :, begin:end]
+        width = int(seen.max())
+        block = grouped[:, :, :, begin:end]
+        scores = (block.flatten(2, 3) @ key[:, :, :width].transpose(-1, -2)).view(*block.shape[:-1], width)
+        hidden = place[:width] >= seen[:, :, None, :, None]
+        yield scores.masked_fill_(hidden, -torch.inf).softmax(-1)

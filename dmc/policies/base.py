@@ -1,0 +1,173 @@
+"""What a policy sees of the cache and what it answers; policies hold no storage.
+
+Shapes beyond the legend of `dmc.compression.base`: S sequences, N entries of the longest head, w queries of the
+observation window. Entries lie in the order of age: 0 is the oldest. A *limit* or *budget* is in entries per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.budgets import keep_top
+
+Sum = Literal["mass", "squares", "value_norm"]
+"""Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
+and the L1 norm of its value."""
+
+
+@dataclass
+class Entries:
+    """What one layer holds of S sequences when a policy decides; while a prompt ends, S = 1."""
+
+    layer_index: int
+    num_layers: int
+    lengths: Tensor
+    """Entries held, int64 [S, H]."""
+    positions: Tensor
+    """Place of each entry's token in its sequence, int64 [S, H, N]; what it says beyond the length is not read."""
+    tokens_seen: Tensor
+    """Tokens of each sequence so far, the newest included, int64 [S]."""
+    sums: dict[Sum, Tensor]
+    """Those that the policy asked for, float32 [S, H, N]."""
+    memory: Tensor
+    """The policy's own numbers for this layer and these sequences, NaN at first, float32 [S, K]; written in place."""
+    read_keys: Callable[[], Tensor]
+    """Copies the keys, rotated at their positions, [S, H, N, D]."""
+    read_values: Callable[[], Tensor]
+    """Copies the values, [S, H, N, D]."""
+    rotate: Callable[[Tensor, Tensor], Tensor]
+    """Turns keys [S, H, n, D] by RoPE over so many more positions, int64 [S, n]."""
+    row: Tensor | None = None
+    """Attention of the newest query, mean over the group, float32 [S, H, N]."""
+    rows: Tensor | None = None
+    """At the end of a prompt: attention of its last w queries, float32 [S, H, group, w, N]."""
+    observed: Tensor | None = None
+    """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
+
+    @property
+    def ages(self) -> Tensor:
+        """0 for the oldest entry, int64 [N]."""
+        return torch.arange(self.positions.shape[-1], device=self.positions.device)
+
+    @property
+    def exists(self) -> Tensor:
+        """False beyond the length, bool [S, H, N]."""
+        return self.ages < self.lengths[..., None]
+
+    def among_last(self, count: int | Tensor) -> Tensor:
+        """Whether an entry is one of the last `count` (number or [S]) that its head holds, bool [S, H, N]."""
+        if isinstance(count, Tensor):
+            count = count[:, None, None]
+        return self.ages >= self.lengths[..., None] - count
+
+
+@dataclass
+class Rewrite:
+    """New keys and values of entries that stay."""
+
+    ages: Tensor
+    """Which entries, int64 [S, H, K]; negative: none."""
+    key: Tensor | None
+    """[S, H, K, D]; None: keys stay."""
+    value: Tensor | None
+    """[S, H, K, D]; None: values stay."""
+
+
+class CachePolicy(Protocol):
+    """A training-free method: what it keeps of the cache, or reads of it."""
+
+    budget: Budget
+    one_by_one: bool
+    """Whether every generated token must be fed in a pass of its own, for the policy acts after each."""
+
+
+class EvictionPolicy:
+    """Keeps the entries with the highest scores: score x layer budget x head budget x what happens to the evicted.
+
+    A method is a frozen dataclass that says what it must see (the class variables) and overrides `scores`; layer
+    budgets, head budgets and the fate of the evicted have defaults: the same budget everywhere, and gone.
+    """
+
+    budget: Budget
+    evicts_decoding: ClassVar[bool] = True
+    """Whether it evicts after every generated token; else the cache grows after the prompt."""
+    grows: ClassVar[bool] = True
+    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was for the prompt."""
+    window: int = 0
+    """Queries at the end of a prompt whose attention it must see."""
+    needs_row: ClassVar[bool] = False
+    """Whether it must see the attention of every generated token's query."""
+    merges: bool = False
+    """Whether `merge` changes entries that stay."""
+    sums: ClassVar[tuple[Sum, ...]] = ()
+    """Running sums that it needs of every entry."""
+    adapts_layers: ClassVar[bool] = False
+    """Whether layer budgets depend on what the layers of this prompt look like (`layer_weight`)."""
+    recompresses: bool = False
+    """Whether layers are compressed as soon as they are seen, and again when others join; needs `adapts_layers`."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """See `CachePolicy`."""
+        return self.evicts_decoding
+
+    def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
+        """Numbers that the policy keeps for each layer and sequence."""
+        return 0
+
+    def observe(self, entries: Entries, limit: int) -> Tensor | None:
+        """Look at `entries.rows` when a prompt of more than `limit` tokens ends; the answer comes back as `observed`.
+
+        Returns:
+            Float32 [S, H, N], or None.
+        """
+        return None
+
+    def layer_weight(self, entries: Entries, limit: int) -> float:
+        """Say how much of the total this layer deserves."""
+        return 1.0
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """Divide `limit * num_layers` entries per head among the layers seen so far.
+
+        Args:
+            weights: one for each layer seen.
+            limit: entries per head, on average.
+            num_layers: of the model.
+            length: entries per head before compression.
+        """
+        return [limit] * len(weights)
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Rank the entries: the highest stay, +inf stays whatever happens.
+
+        Args:
+            entries: of one layer.
+            budget: entries per head that stay, a number or [S].
+        Returns:
+            Float32 [S, H, N].
+        """
+        raise NotImplementedError
+
+    def keep(self, entries: Entries, budget: int) -> Tensor:
+        """Choose what stays when a prompt ends, bool [S, H, N]; default: every head its best."""
+        return keep_top(self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf), budget)
+
+    def evicted(self, entries: Entries, limit: Tensor) -> Tensor:
+        """Choose what goes after a generated token: an age for each head with more than `limit` [S] entries, else -1.
+
+        Ties: the youngest goes.
+        """
+        scores = self.scores(entries, limit).masked_fill(~entries.exists, torch.inf)
+        worst = scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)
+        return worst.where(entries.lengths > limit[:, None], -1)
+
+    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+        """Change entries that stay before `leaving` (bool [S, H, N]) go; default: what goes is lost."""
+        return None

@@ -1,0 +1,50 @@
+"""Heavy-Hitter Oracle (H2O, arXiv:2306.14048): the most attended entries and the most recent ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries, EvictionPolicy, Sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(EvictionPolicy):
+    """Keep half of the budget for the last entries, half for those with the most accumulated attention.
+
+    Differs from the authors' code: one set for each KV head (attention averaged over its group), where they store keys
+    and values for every query head; the recent half grows with the budget.
+
+    Raises:
+        ValueError: `recent` is negative.
+    """
+
+    budget: Budget
+    recent: int | None = None
+    """Last entries that stay; None: half of the budget, rounded up."""
+
+    sums: ClassVar[tuple[Sum, ...]] = ("mass",)
+    needs_row: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and self.recent < 0:
+            raise ValueError(f"recent={self.recent}: expected a number of entries >= 0, or None for half of the budget")
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Accumulated attention; +inf for the recent ones."""
+        return self.base_scores(entries).masked_fill(entries.among_last(self.num_recent(budget)), torch.inf)
+
+    def num_recent(self, budget: int | Tensor) -> int | Tensor:
+        """Last entries that stay: ceil(b / 2), "equally divided" in the paper, unless `recent` says how many."""
+        half = budget - budget // 2
+        if self.recent is None:
+            return half
+        return budget.clamp_max(self.recent) if isinstance(budget, Tensor) else min(budget, self.recent)
+
+    def base_scores(self, entries: Entries) -> Tensor:
+        """What the heavy half is chosen by."""
+        return entries.sums["mass"]

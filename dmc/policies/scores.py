@@ -1,0 +1,44 @@
+"""Scores that methods are made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dmc.policies.base import Entries
+
+Pooling = Literal["max", "avg"]
+
+
+def check_pooling(kernel_size: int, pooling: str) -> None:
+    """Refuse what cannot be centred on an entry.
+
+    Raises:
+        ValueError: the kernel is even or below 1, or the pooling is unknown.
+    """
+    if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size={kernel_size!r}: expected an odd number >= 1, such as 7")
+    if pooling not in ("max", "avg"):
+        raise ValueError(f"pooling={pooling!r} is unknown: expected 'max' or 'avg'")
+
+
+def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
+    """Let each entry take the maximum or the mean of its neighbourhood along the last dimension.
+
+    Beyond the ends the maximum sees nothing; the mean sees zeros and still divides by the kernel, as the authors do.
+    """
+    flat = scores.reshape(-1, 1, scores.shape[-1])
+    if pooling == "max":
+        pooled = torch.nn.functional.max_pool1d(flat, kernel_size, stride=1, padding=kernel_size // 2)
+    else:
+        pooled = torch.nn.functional.avg_pool1d(flat, kernel_size, stride=1, padding=kernel_size // 2)
+    return pooled.view(scores.shape)
+
+
+def pool_before(entries: Entries, scores: Tensor, window: int, kernel_size: int, pooling: Pooling) -> Tensor:
+    """Pool the scores of the entries before each head's last `window`, which themselves become +inf; [S, H, N]."""
+    last = entries.among_last(window)
+    nothing = -torch.inf if pooling == "max" else 0.0
+    return pool(scores.masked_fill(last, nothing), kernel_size, pooling).masked_fill(last, torch.inf)

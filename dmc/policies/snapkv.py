@@ -1,0 +1,52 @@
+"""SnapKV (arXiv:2404.14469): what the last queries of the prompt attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.budgets import effective_window
+from dmc.policies.scores import Pooling, check_pooling, pool_before
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(EvictionPolicy):
+    """Keep the prompt's last `window` tokens, and what they attend to most; nothing is evicted while generating.
+
+    Differs from the authors' code: one set for each KV head, by the mean over its group taken before pooling.
+
+    Raises:
+        ValueError: the window is empty, or the pooling kernel is even or unknown.
+    """
+
+    budget: Budget
+    window: int = 32
+    """Queries that are observed, whose tokens stay; at most half of the budget."""
+    kernel_size: int = 7
+    """Entries that share a score, odd."""
+    pooling: Pooling = "max"
+    """max or avg, over the neighbourhood."""
+
+    evicts_decoding: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: expected a number of queries >= 1")
+        check_pooling(self.kernel_size, self.pooling)
+
+    def observe(self, entries: Entries, limit: int) -> Tensor:
+        """Mean attention of the window, pooled over neighbours; +inf for the window itself."""
+        assert entries.rows is not None
+        window = effective_window(self.window, limit)
+        attention = entries.rows[..., -window:, :].mean((2, 3))
+        return pool_before(entries, attention, window, self.kernel_size, self.pooling)
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """What was observed."""
+        assert entries.observed is not None
+        return entries.observed

@@ -1,0 +1,35 @@
+"""Token Omission Via Attention (TOVA, arXiv:2401.06104): what the last query attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries, EvictionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(EvictionPolicy):
+    """Keep the entries that the newest query attends to most; the newest itself may go.
+
+    One set for each layer, by the mean over all query heads, as in the authors' code.
+    """
+
+    budget: Budget
+    per_head: bool = False
+    """Whether each KV head keeps its own set, by the mean over its group."""
+    protect_last: bool = False
+    """Whether the newest entry always stays."""
+
+    window: ClassVar[int] = 1  # type: ignore[misc]
+    needs_row: ClassVar[bool] = True
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Attention of the newest query."""
+        assert entries.row is not None
+        scores = entries.row if self.per_head else entries.row.mean(1, keepdim=True).expand_as(entries.row)
+        return scores.masked_fill(entries.among_last(1), torch.inf) if self.protect_last else scores

@@ -1,0 +1,265 @@
+"""Runs a policy that evicts: shows it the attention, and does to the pages what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dmc.compression import rotate
+from dmc.kernels.base import NewTokens
+from dmc.kernels.probabilities import attention_probabilities
+from dmc.kernels.reference import gather_pages
+from dmc.policies import Entries, EvictionPolicy, Rewrite
+from dmc.runtime.cache_attention import CacheAttention, Group
+from dmc.runtime.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
+from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.sequence import Phase
+from dmc.runtime.step import RotaryTables
+
+
+def note_layout(policy: EvictionPolicy, num_kv_heads: int, head_dim: int) -> NoteLayout:
+    """Say what the cache keeps for a policy beside keys and values."""
+    return NoteLayout(len(policy.sums), policy.evicts_decoding, policy.memory_size(num_kv_heads, head_dim))
+
+
+@dataclass
+class SeenLayer:
+    """A layer of a prompt that waits for its final budget."""
+
+    weight: float
+    observed: Tensor | None
+    """[1, H, N]."""
+
+
+class Eviction(CacheAttention):
+    """Attends to all that is held, then evicts: when a prompt ends, and after every generated token.
+
+    The queries of a prompt see all of it. A sequence's layers are compressed one after the other as they end, where
+    the policy does not have to see all of them first.
+
+    Args:
+        cache: storage, with notes.
+        backend: kernel module.
+        policy: what stays.
+        rotary: position ids [S, n] -> cos, sin [S, n, D], with which keys are turned further.
+    """
+
+    def __init__(self, cache: PagedCache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
+        super().__init__(cache, backend)
+        assert cache.notes is not None
+        self.policy, self._rotary = policy, rotary
+        self._notes: NoteStore = cache.notes
+        self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
+        self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
+        self._longest = 0
+
+    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+        """See `CacheAttention.attend`."""
+        is_prompt = Phase.PROMPT in group.phase
+        if Phase.FIRST in group.phase:
+            self._begin_prompt(layer_index, group)
+        seen = self.append(layer_index, tokens)
+        self._note(layer_index, group, tokens)
+        if not is_prompt and self.policy.evicts_decoding:
+            return self._decode(layer_index, group, query, scaling)
+        attended = self.attend_to_all(layer_index, group, query, seen, scaling)
+        if is_prompt:
+            self._look(layer_index, group, query, seen.slots, scaling)
+        if Phase.LAST in group.phase:
+            for i, row in enumerate(group.rows.tolist()):
+                window = self._window.pop((layer_index, row), None)
+                self._end_prompt(layer_index, row, int(group.positions[i, -1]) + 1, window, scaling)
+        return attended
+
+    def _begin_prompt(self, layer_index: int, group: Group) -> None:
+        """Bring what earlier turns left into the order of age."""
+        layer = self.cache.layer(layer_index)
+        for row in group.rows.tolist():
+            self._window.pop((layer_index, row), None)
+            self._seen.pop(row, None)
+            if self._notes.slot is not None and int(layer.lengths[row].max()) > 0:
+                pages = [layer.key_pages, layer.value_pages]
+                rewrite_in_order(pages, self._notes.slot, layer.block_tables[row][None], layer.lengths[row][None])
+
+    def _note(self, layer_index: int, group: Group, tokens: NewTokens) -> None:
+        """Write the notes of entries that have just been appended."""
+        layer, num_new = self.cache.layer(layer_index), group.positions.shape[1]
+        tables, block_size = layer.block_tables[group.rows], layer.block_size
+        age = layer.lengths[group.rows].long()[..., None] + torch.arange(-num_new, 0, device=tables.device)
+        place = tables.gather(2, age // block_size).long() * block_size + age % block_size  # [S, H, n]
+        notes = self._notes
+        notes.position.view(-1)[place] = group.positions.int()[:, None].expand_as(place)
+        if notes.slot is not None:
+            notes.slot.view(-1)[place] = age.int()
+        for column, name in zip(notes.sums, self.policy.sums, strict=True):
+            start = tokens.value.float().abs().sum(-1) if name == "value_norm" else column.new_zeros(())
+            column.view(-1)[place] = start
+
+    def _look(self, layer_index: int, group: Group, query: Tensor, slots: Tensor, scaling: float) -> None:
+        """Add the attention of a prompt's queries to the sums, and hold on to the last queries."""
+        policy, layer = self.policy, self.cache.layer(layer_index)
+        if policy.window:
+            for row, own in zip(group.rows.tolist(), query, strict=True):
+                before = self._window.get((layer_index, row))
+                window = own if before is None else torch.cat((before, own), dim=1)
+                self._window[layer_index, row] = window[:, -policy.window :].clone()
+        if not {"mass", "squares"} & set(policy.sums):
+            return
+        entries = self._entries(layer_index, group.rows, group.positions[:, -1] + 1, int(slots.max()))
+        mass, squares = torch.zeros(2, *entries.positions.shape, device=query.device)
+        for block in attention_probabilities(query, layer, group.rows, slots, scaling):
+            mean = block.mean(2)
+            mass[..., : mean.shape[-1]] += mean.sum(2)
+            squares[..., : mean.shape[-1]] += mean.square().sum(2)
+        self._add(entries, group.rows, mass, squares)
+
+    def _add(self, entries: Entries, rows: Tensor, mass: Tensor, squares: Tensor) -> None:
+        """Add to the sums of all entries, [S, H, N] each."""
+        tables = self.cache.block_tables[entries.layer_index, rows]
+        places = places_of(tables, entries.lengths, mass.shape[-1], self.cache.block_size)
+        for column, name in zip(self._notes.sums, self.policy.sums, strict=True):
+            if name != "value_norm":
+                total = entries.sums[name] + (mass if name == "mass" else squares)
+                entries.sums[name] = total.where(entries.exists, total[..., :1])  # there `places` means the first
+                column.view(-1)[places] = entries.sums[name]
+
+    def _decode(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
+        """Attend from one generated token, and evict at most one entry of each head."""
+        policy, layer, rows = self.policy, self.cache.layer(layer_index), group.rows
+        if layer_index == 0:
+            self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
+        pages = layer.key_pages, layer.value_pages, layer.block_tables
+        answer = self.backend.paged_attention(
+            query[:, :, 0], *pages, layer.lengths, scaling, rows=rows, return_scores=policy.needs_row
+        )
+        attended, scores = answer if policy.needs_row else (answer, None)
+        entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
+        if scores is not None:
+            entries.row = self._by_age(entries, scores[..., : self._longest], rows)
+            self._add(entries, rows, entries.row, entries.row.square())
+        ages = policy.evicted(entries, self._limits(layer_index, group))
+        if policy.merges:
+            self._rewrite(entries, rows, policy.merge(entries, entries.ages == ages[..., None]))
+        self._notes.memory[layer_index, rows] = entries.memory
+        self.backend.evict(layer, self._notes.pages, rows, ages)
+        return attended[:, :, None]
+
+    def _by_age(self, entries: Entries, scores: Tensor, rows: Tensor) -> Tensor:
+        """Average the scores of slots over the group and put them into the order of age, [S, H, N]."""
+        assert self._notes.slot is not None
+        tables = self.cache.block_tables[entries.layer_index, rows]
+        slot = gather_pages(self._notes.slot, tables, scores.shape[-1]).long()
+        mean = scores.view(*entries.lengths.shape, -1, scores.shape[-1]).mean(2)
+        return mean.gather(2, slot.where(entries.exists, 0)) * entries.exists
+
+    def _limits(self, layer_index: int, group: Group) -> Tensor:
+        """Entries that each head may hold after this generated token, [S]."""
+        if not self.policy.grows:
+            return self._notes.limits[layer_index, group.rows].long()
+        seen = (group.positions[:, -1] + 1).tolist()
+        return torch.tensor([self.policy.budget.entries(count) for count in seen], device=group.rows.device)
+
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+        """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
+        policy, last_layer = self.policy, self.cache.layout.num_layers - 1
+        limit = policy.budget.entries(tokens_seen)
+        self._notes.limits[layer_index, row] = limit
+        if tokens_seen <= limit:
+            return
+        layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
+        length = int(layer.lengths[row].max())
+        entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
+        if window is not None:
+            slots = entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)
+            (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
+            entries.row = entries.rows[..., -1, :].mean(2)
+        seen = self._seen.setdefault(row, [])
+        weight = policy.layer_weight(entries, limit) if policy.adapts_layers else 1.0
+        seen.append(SeenLayer(weight, policy.observe(entries, limit)))
+        self._notes.memory[layer_index, rows] = entries.memory
+        if not policy.adapts_layers:
+            budgets = policy.layer_budgets([1.0] * (layer_index + 1), limit, last_layer + 1, length)
+            self._compress(entries, rows, budgets[-1], seen[-1])
+        elif policy.recompresses or layer_index == last_layer:
+            budgets = policy.layer_budgets([each.weight for each in seen], limit, last_layer + 1, length)
+            for index, budget in enumerate(budgets):
+                num_entries = int(self.cache.lengths[index, row].max())
+                self._compress(self._entries(index, rows, entries.tokens_seen, num_entries), rows, budget, seen[index])
+        if layer_index == last_layer:
+            del self._seen[row]
+
+    def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
+        """Bring a layer of one sequence, in the order of age, down to its budget."""
+        self._notes.limits[entries.layer_index, rows] = budget
+        entries.observed = seen.observed
+        keep = self.policy.keep(entries, budget) & entries.exists
+        if bool((keep == entries.exists).all()):
+            return
+        if self.policy.merges:
+            self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
+        self._notes.memory[entries.layer_index, rows] = entries.memory
+        layer = self.cache.layer(entries.layer_index)
+        tables = layer.block_tables[rows]
+        self._notes.compact(tables, keep)
+        if seen.observed is not None:
+            seen.observed = compacted(seen.observed, keep)
+        beyond = tables.shape[-1] * layer.block_size - keep.shape[-1]
+        self.backend.compact(layer, rows, torch.nn.functional.pad(keep, (0, beyond)))
+
+    def _rewrite(self, entries: Entries, rows: Tensor, rewrite: Rewrite | None) -> None:
+        """Write the new keys and values of entries that stay."""
+        if rewrite is None:
+            return
+        layer = self.cache.layer(entries.layer_index)
+        tables, block_size = layer.block_tables[rows].long(), layer.block_size
+        chosen, age = rewrite.ages >= 0, rewrite.ages.clamp_min(0)
+        slot = age
+        if self._notes.slot is not None:
+            place = tables.gather(2, age // block_size) * block_size + age % block_size
+            slot = self._notes.slot.view(-1)[place].long()
+        place = (tables.gather(2, slot // block_size) * block_size + slot % block_size)[chosen]
+        for pages, states in ((layer.key_pages, rewrite.key), (layer.value_pages, rewrite.value)):
+            if states is not None:
+                pages.view(-1, pages.shape[-1])[place] = states[chosen].to(pages.dtype)
+
+    def _entries(self, layer_index: int, rows: Tensor, tokens_seen: Tensor, num_entries: int) -> Entries:
+        layer, notes = self.cache.layer(layer_index), self._notes
+        tables = layer.block_tables[rows]
+
+        def read(pages: Tensor) -> Tensor:
+            states = gather_pages(pages, tables, num_entries)
+            if notes.slot is None:
+                return states
+            slot = gather_pages(notes.slot, tables, num_entries).long().clamp(0, num_entries - 1)
+            return states.gather(2, slot[..., None].expand_as(states))
+
+        def turn(states: Tensor, positions: Tensor) -> Tensor:
+            cos, sin = self._rotary(positions)
+            return rotate(states.float(), cos, sin)
+
+        return Entries(
+            layer_index=layer_index,
+            num_layers=self.cache.layout.num_layers,
+            lengths=layer.lengths[rows].long(),
+            positions=gather_pages(notes.position, tables, num_entries).long(),
+            tokens_seen=tokens_seen,
+            sums={
+                name: gather_pages(column, tables, num_entries)
+                for column, name in zip(notes.sums, self.policy.sums, strict=True)
+            },
+            memory=notes.memory[layer_index, rows],
+            read_keys=lambda: read(layer.key_pages),
+            read_values=lambda: read(layer.value_pages),
+            rotate=turn,
+        )
+
+
+def compacted(states: Tensor, keep: Tensor) -> Tensor:
+    """Move what is kept of [S, H, N] to the front of each head; -inf behind it."""
+    moved = torch.full_like(states, -torch.inf)
+    sequence, head, _ = keep.nonzero(as_tuple=True)
+    moved[sequence, head, (keep.cumsum(-1) - 1)[keep]] = states[keep]
+    return moved[..., : int(keep.sum(-1).max())]
