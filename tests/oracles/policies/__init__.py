@@ -6,12 +6,17 @@ from typing import Any
 
 from oracles.decoder import Decoder
 
-from .base import Trace
+from .base import Method, Trace
+from .cake import CAKE
 from .h2o import H2O, VATP, CaM
+from .lava import LAVa
+from .roco import RoCo
+from .snapkv import AdaKV, PyramidKV, SnapKV
 from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
-METHODS = {method.__name__: method for method in (LocalWindow, StreamingLLM, H2O, TOVA, VATP, CaM)}
+EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa)
+METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING}
 
 
 def run(
