@@ -8,6 +8,7 @@ from oracles.decoder import Decoder
 
 from .base import Method, Trace
 from .cake import CAKE
+from .d2o import D2O
 from .h2o import H2O, VATP, CaM
 from .lava import LAVa
 from .roco import RoCo
@@ -15,7 +16,7 @@ from .snapkv import AdaKV, PyramidKV, SnapKV
 from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
-EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa)
+EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
 METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING}
 
 
