@@ -10,14 +10,18 @@ from .base import Method, Trace
 from .cake import CAKE
 from .d2o import D2O
 from .h2o import H2O, VATP, CaM
+from .infllm import InfLLM
 from .lava import LAVa
+from .omnikv import OmniKV
+from .quest import Quest
 from .roco import RoCo
 from .snapkv import AdaKV, PyramidKV, SnapKV
 from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
-METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING}
+READING = (OmniKV, Quest, InfLLM)
+METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING + READING}
 
 
 def run(

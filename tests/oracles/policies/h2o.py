@@ -15,6 +15,8 @@ class H2O(GrowingMethod):
     queries that saw the entry (n - position).
     """
 
+    num_sinks = 0
+
     def __init__(
         self, budget: dict[str, float], recent: int | None = None, reduce: str = "mean", normalise: bool = False
     ) -> None:
@@ -29,8 +31,6 @@ class H2O(GrowingMethod):
         recent = -(-budget // 2) if self.recent is None else min(self.recent, budget)
         scores = [self.score(entry) for entry in layer.heads[head]]
         return heavy_and_recent(scores, budget - recent, recent, min(self.num_sinks, budget - recent))
-
-    num_sinks = 0
 
 
 class VATP(H2O):
