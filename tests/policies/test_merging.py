@@ -1,0 +1,106 @@
+"""Merging and spreading of what goes, against loops over lists."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dmc.policies.merging import SIMILARITY_BLOCK, Followers, merge_into, most_similar
+
+
+@pytest.fixture
+def random():
+    return torch.Generator().manual_seed(0)
+
+
+def leaving_and_staying(random, heads=3, length=12, sequences=2):
+    """Masks in which every head keeps something, and some entries do not exist."""
+    drawn = torch.randint(3, (sequences, heads, length), generator=random)
+    drawn[..., 0] = 1
+    return drawn == 0, drawn == 1
+
+
+@pytest.mark.parametrize("length", [12, SIMILARITY_BLOCK + 40])
+def test_each_entry_that_goes_finds_the_most_similar_one_that_stays(random, length):
+    states = torch.randn(2, 3, length, 4, generator=random)
+    leaving, staying = leaving_and_staying(random, length=length)
+    similarity, target = most_similar(states, leaving, staying)
+    normed = states.double() / states.double().norm(dim=-1, keepdim=True)
+    for (sequence, head, age), u, found in zip(leaving.nonzero().tolist(), similarity, target, strict=True):
+        cosines = (normed[sequence, head] @ normed[sequence, head, age]).where(staying[sequence, head], -9.0)
+        assert found == cosines.argmax()
+        assert u.item() == pytest.approx(cosines.max().item(), abs=1e-5)
+
+
+def test_of_equally_similar_entries_the_older_is_found():
+    states = torch.tensor([[1.0, 0], [2, 2], [0.3, 0.3], [5, 5]]).view(1, 1, 4, 2)
+    leaving = torch.tensor([False, False, False, True]).view(1, 1, 4)
+    similarity, target = most_similar(states, leaving, ~leaving)
+    assert target.tolist() == [1] and similarity.item() == pytest.approx(1)
+
+
+def test_keys_merge_with_weights_that_sum_to_one():
+    states = torch.tensor([[2.0, 0], [4, 0], [0, 4], [7, 7]]).view(1, 1, 4, 2)
+    source, target = tuple(torch.tensor(each) for each in ([0, 0], [0, 0], [1, 2])), torch.tensor([0, 0])
+    similarity = torch.tensor([1.0, 0.5])
+    merged = merge_into(states, source, target, similarity, "weighted")
+    assert merged[0, 0, 0].tolist() == pytest.approx([2.301910, 0.930786], abs=1e-6)
+    torch.testing.assert_close(merged[0, 0, 1:], states[0, 0, 1:])
+    average = merge_into(states, source, target, similarity, "average")
+    assert average[0, 0, 0].tolist() == pytest.approx([2, 4 / 3])
+
+
+def test_an_identical_entry_changes_nothing():
+    states = torch.tensor([[2.0, -1], [2, -1]]).view(1, 1, 2, 2)
+    source = tuple(torch.tensor([each]) for each in (0, 0, 1))
+    for rule in ("weighted", "average"):
+        merged = merge_into(states, source, torch.tensor([0]), torch.tensor([0.3]), rule)
+        torch.testing.assert_close(merged, states)
+
+
+@pytest.mark.parametrize("rule", ["weighted", "average"])
+def test_merges_agree_with_a_loop(random, rule):
+    states = torch.randn(2, 3, 12, 4, generator=random)
+    leaving, staying = leaving_and_staying(random)
+    similarity, target = most_similar(states, leaving, staying)
+    merged = merge_into(states, leaving.nonzero(as_tuple=True), target, similarity, rule)
+    taken = {}
+    for (sequence, head, age), into, u in zip(
+        leaving.nonzero().tolist(), target.tolist(), similarity.tolist(), strict=True
+    ):
+        taken.setdefault((sequence, head, into), []).append((age, math.exp(u) if rule == "weighted" else 1.0))
+    expected = states.clone().double()
+    for (sequence, head, into), members in taken.items():
+        own = math.e if rule == "weighted" else 1.0
+        total = own * states[sequence, head, into].double()
+        for age, weight in members:
+            total = total + weight * states[sequence, head, age].double()
+        expected[sequence, head, into] = total / (own + sum(weight for _, weight in members))
+    torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 99])
+def test_followers_are_the_next_entries_that_stay(random, count):
+    leaving, staying = leaving_and_staying(random)
+    numbers = torch.rand(staying.shape, generator=random)
+    states = torch.randn(*staying.shape, 2, generator=random) * leaving[..., None]
+    followers = Followers(staying, count)
+    mean, (received, concerned) = followers.mean(numbers), followers.spread(states)
+    for sequence, head in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        stays = staying[sequence, head].nonzero().flatten().tolist()
+        assert followers.order[sequence, head, : len(stays)].tolist() == stays
+        expected = {age: torch.zeros(2) for age in stays}
+        follows = set()
+        for age in range(12):
+            next_ones = [each for each in stays if each > age][:count]
+            average = sum(numbers[sequence, head, each].item() for each in next_ones) / max(len(next_ones), 1)
+            assert mean[sequence, head, age].item() == pytest.approx(average, abs=1e-6)
+            if leaving[sequence, head, age]:
+                follows |= set(next_ones)
+                for each in next_ones:
+                    expected[each] += states[sequence, head, age] / len(next_ones)
+        for rank, age in enumerate(stays):
+            torch.testing.assert_close(received[sequence, head, rank], expected[age], rtol=0, atol=1e-6)
+            assert bool(concerned[sequence, head, rank]) == (age in follows)
