@@ -46,8 +46,8 @@ class Engine:
         kernels: backend name, "auto" picks.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
-        token_budget: most tokens in one forward pass, over all sequences; None: no limit. A policy's prompts are not cut
-            by it (by `prefill_chunk_size` they are), so that layers are compressed one after the other.
+        token_budget: most tokens in one forward pass, over all sequences; None: no limit. Prompts under a policy are
+            cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
