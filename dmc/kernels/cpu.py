@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
 from dmc.kernels.cpu_build import load_library
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -47,7 +47,12 @@ _APPEND = """
     history_key history_value history_merged history_omega mean weight seen
     top_key top_value top_exists recent_key recent_value recent_exists
 """
-
+_HEADS = """
+    sequences heads dim block threads rows key_pages value_pages free_blocks num_free
+    tables table_row_step table_head_step lengths
+"""
+_COMPACT = _HEADS + "keep keep_step"
+_EVICT = _HEADS + "ages position slot sums num_sums sum_step"
 _LINEAR = "rows inputs outputs threads x weight out"
 
 
@@ -57,6 +62,14 @@ class _Attention(ctypes.Structure):
 
 class _Append(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _APPEND.split()]
+
+
+class _Compact(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _COMPACT.split()]
+
+
+class _Evict(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _EVICT.split()]
 
 
 class _Linear(ctypes.Structure):
@@ -127,8 +140,27 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
     return seen
 
 
-compact = reference.compact
-evict = reference.evict
+def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
+    """See `reference.compact`."""
+    library = _library(cache.key_pages)
+    if library is None:
+        return reference.compact(cache, rows, keep)
+    keep = keep.contiguous()
+    arguments = _Compact(*_heads(cache, rows), keep.data_ptr(), keep.shape[-1])
+    getattr(library, "compact_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+
+
+def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
+    """See `reference.evict`."""
+    library = _library(cache.key_pages)
+    if library is None:
+        return reference.evict(cache, notes, rows, ages)
+    assert notes.slot is not None
+    ages, sums = ages.contiguous(), notes.sums
+    columns = sums.data_ptr(), len(sums), sums.stride(0)
+    pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
+    arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
+    getattr(library, "evict_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
 
 
 def paged_attention(
@@ -253,6 +285,25 @@ def _attend(
     )
     getattr(library, "attend_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
     return out
+
+
+def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
+    """Fill the fields that eviction needs of a layer; `rows` must outlive the call."""
+    return (
+        len(rows),
+        cache.lengths.shape[1],
+        cache.key_pages.shape[-1],
+        cache.block_size,
+        torch.get_num_threads(),
+        rows.data_ptr(),
+        cache.key_pages.data_ptr(),
+        cache.value_pages.data_ptr(),
+        cache.free_blocks.data_ptr(),
+        cache.num_free.data_ptr(),
+        cache.block_tables.data_ptr(),
+        *cache.block_tables.stride()[:2],
+        cache.lengths.data_ptr(),
+    )
 
 
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
