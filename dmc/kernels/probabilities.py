@@ -1,4 +1,4 @@
-"""Attention probabilities over paged keys, a block of queries at a time: what policies look at while a prompt is fed."""
+"""Attention probabilities over paged keys, a block of queries at a time: what policies see while a prompt is fed."""
 
 from __future__ import annotations
 

@@ -1,19 +1,35 @@
 """Training-free methods: what they keep of the cache, or read of it, at run time."""
 
+from dmc.policies.adakv import AdaKV
 from dmc.policies.base import CachePolicy, Entries, EvictionPolicy, Rewrite
+from dmc.policies.cake import CAKE
+from dmc.policies.cam import CaM
+from dmc.policies.d2o import D2O
 from dmc.policies.h2o import H2O
+from dmc.policies.lava import LAVa
+from dmc.policies.pyramidkv import PyramidKV
+from dmc.policies.roco import RoCo
 from dmc.policies.snapkv import SnapKV
 from dmc.policies.tova import TOVA
+from dmc.policies.vatp import VATP
 from dmc.policies.window import LocalWindow, StreamingLLM
 
 __all__ = [
+    "CAKE",
+    "D2O",
     "H2O",
     "TOVA",
+    "VATP",
+    "AdaKV",
+    "CaM",
     "CachePolicy",
     "Entries",
     "EvictionPolicy",
+    "LAVa",
     "LocalWindow",
+    "PyramidKV",
     "Rewrite",
+    "RoCo",
     "SnapKV",
     "StreamingLLM",
 ]

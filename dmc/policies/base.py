@@ -43,10 +43,14 @@ class Entries:
     """Copies the values, [S, H, N, D]."""
     rotate: Callable[[Tensor, Tensor], Tensor]
     """Turns keys [S, H, n, D] by RoPE over so many more positions, int64 [S, n]."""
+    nominal: Tensor
+    """What the budget was for the last prompt, entries per head, int64 [S]."""
     row: Tensor | None = None
     """Attention of the newest query, mean over the group, float32 [S, H, N]."""
     rows: Tensor | None = None
     """At the end of a prompt: attention of its last w queries, float32 [S, H, group, w, N]."""
+    columns: Tensor | None = None
+    """At the end of a prompt: attention received from all of its queries, float32 [S, H, group, N]."""
     observed: Tensor | None = None
     """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
 
@@ -59,6 +63,11 @@ class Entries:
     def exists(self) -> Tensor:
         """False beyond the length, bool [S, H, N]."""
         return self.ages < self.lengths[..., None]
+
+    @property
+    def num_queries(self) -> Tensor:
+        """Queries that have seen an entry, int64 [S, H, N]."""
+        return (self.tokens_seen[:, None, None] - self.positions).clamp_min(1)
 
     def among_last(self, count: int | Tensor) -> Tensor:
         """Whether an entry is one of the last `count` (number or [S]) that its head holds, bool [S, H, N]."""
@@ -101,6 +110,8 @@ class EvictionPolicy:
     """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was for the prompt."""
     window: int = 0
     """Queries at the end of a prompt whose attention it must see."""
+    needs_columns: ClassVar[bool] = False
+    """Whether it must see, when a prompt ends, what each query head paid to every entry."""
     needs_row: ClassVar[bool] = False
     """Whether it must see the attention of every generated token's query."""
     merges: bool = False
@@ -169,5 +180,5 @@ class EvictionPolicy:
         return worst.where(entries.lengths > limit[:, None], -1)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Change entries that stay before `leaving` (bool [S, H, N]) go; default: what goes is lost."""
+        """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""
         return None

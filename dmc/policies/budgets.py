@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Decay = Literal["linear", "geometric", "exponential"]
+
 
 def effective_window(window: int, limit: int) -> int:
     """Shrink an observation window to half of a budget that is smaller than twice the window, but 1 at least."""
-    return min(window, max(1, limit // 2))
+    used = min(window, max(1, limit // 2))
+    if used < window:
+        warn_once(
+            f"window={window} is more than half of a budget of {limit} entries per head: a window of {used} is used"
+        )
+    return used
 
 
-def keep_top(scores: Tensor, count: int) -> Tensor:
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, the first time that a message comes."""
+    warnings.warn(message, stacklevel=2)
+
+
+def keep_top(scores: Tensor, count: int | Tensor) -> Tensor:
     """Mark the `count` highest of the last dimension; of equal ones the first.
 
     Args:
         scores: [..., N], -inf where there is nothing.
-        count: how many; fewer where there are not as many above -inf.
+        count: how many, a number or a tensor that fits [..., 1]; fewer where there are not as many above -inf.
     Returns:
         Bool, shape of `scores`.
     """
-    if count >= scores.shape[-1]:
-        return scores > -torch.inf
-    if count <= 0:
-        return torch.zeros_like(scores, dtype=torch.bool)
-    cut = scores.topk(count, dim=-1, sorted=True).values[..., -1:]
+    size, exists = scores.shape[-1], scores > -torch.inf
+    most = count if isinstance(count, int) else int(count.max())
+    if most <= 0 or (isinstance(count, int) and count >= size):
+        return exists & (most > 0)
+    top = scores.topk(min(most, size), dim=-1).values
+    place = torch.as_tensor(count, device=scores.device).clamp(1, size) - 1
+    cut = top.gather(-1, place.expand(*scores.shape[:-1], 1))
     above, equal = scores > cut, scores == cut
     missing = count - above.sum(-1, keepdim=True)
-    return (above | (equal & (equal.cumsum(-1) <= missing))) & (scores > -torch.inf)
+    return (above | (equal & (equal.cumsum(-1) <= missing))) & exists
 
 
 def keep_pooled(scores: Tensor, count: int, floor: int = 0) -> Tensor:
@@ -51,17 +69,14 @@ def keep_pooled(scores: Tensor, count: int, floor: int = 0) -> Tensor:
     return keep_top(scores.flatten(1), count * scores.shape[1]).view_as(scores) & exists
 
 
-def rounded_cumulatively(shares: Sequence[Fraction]) -> list[int]:
+def rounded_cumulatively(shares: Sequence[Fraction | float]) -> list[int]:
     """Round so that every partial sum is the rounded partial sum, half to even: the total is exact."""
-    total, ends = Fraction(0), [0]
-    for share in shares:
-        total += share
-        ends.append(round(total))
+    ends = [0, *(round(end) for end in itertools.accumulate(shares))]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def in_proportion(weights: Sequence[float], total: float, cap: int) -> list[int]:
-    """Divide `total` in proportion to weights, at most `cap` each (water-filling), rounded down.
+def in_proportion(weights: Sequence[float], total: float, cap: float) -> list[float]:
+    """Divide `total` in proportion to weights, at most `cap` each (water-filling).
 
     What a capped share leaves goes to the uncapped ones in proportion; weights that are all 0 count as equal.
     """
@@ -75,7 +90,57 @@ def in_proportion(weights: Sequence[float], total: float, cap: int) -> list[int]
         if not full:
             break
         for i in full:
-            shares[i] = float(cap)
+            shares[i] = cap
             total -= cap
             open_.remove(i)
-    return [math.floor(share) for share in shares]
+    return shares
+
+
+def pyramid(average: int, num_layers: int, beta: float, candidates: int, decay: Decay = "linear") -> list[int]:
+    """Give the first layers most and the last fewest (PyramidKV, eq. 1), `average * num_layers` in all.
+
+    linear: the last layer gets average / beta, each one before it the same number more. geometric: by equal factors,
+    with the linear one's ratio of first to last, 2 beta - 1. exponential: average / beta each, and what remains in
+    proportion to exp(-layer). The latter two cut off what exceeds the candidates and give it to the other layers.
+
+    Args:
+        average: entries per head.
+        num_layers: of the model.
+        beta: how steep, >= 1; 1 is flat.
+        candidates: entries per head that there are; twice the average does not fit: all layers get the same.
+        decay: see above.
+    """
+    if num_layers == 1 or 2 * average > candidates:
+        return [average] * num_layers
+    last = Fraction(average) / Fraction(beta)
+    first, layers = 2 * average - last, range(num_layers)
+    shares: Sequence[Fraction | float]
+    if decay == "linear":
+        shares = [first - (first - last) / (num_layers - 1) * index for index in layers]
+    elif decay == "geometric":
+        weights = [(2 * beta - 1) ** (-index / (num_layers - 1)) for index in layers]
+        shares = in_proportion(weights, num_layers * average, candidates)
+    else:
+        rest, weights = float(average - last), [math.exp(-index) for index in layers]
+        shares = [float(last) + share for share in in_proportion(weights, num_layers * rest, candidates - float(last))]
+    return rounded_cumulatively(shares)
+
+
+def spread_evenly(shares: Sequence[int], total: int, cap: int) -> list[int]:
+    """Cap shares, and spread what is missing of `total` evenly over uncapped ones, the remainder to the first."""
+    filled = [min(share, cap) for share in shares]
+    while (missing := total - sum(filled)) > 0 and (open_ := [i for i, share in enumerate(filled) if share < cap]):
+        each, more = divmod(missing, len(open_))
+        for order, i in enumerate(open_):
+            filled[i] = min(filled[i] + each + (order < more), cap)
+    return filled
+
+
+def stepped_down(average: int, num_layers: int, beta: float, candidates: int) -> list[int]:
+    """The linear pyramid as PyramidKV's code rounds it: the sum exceeds `average * num_layers`."""
+    if num_layers == 1 or 2 * average > candidates:
+        return [average] * num_layers
+    last = int(average // beta)
+    first = 2 * average - last
+    step = (first - last) // (num_layers - 1)
+    return [first - step * index for index in range(num_layers)]

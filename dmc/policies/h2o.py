@@ -26,6 +26,8 @@ class H2O(EvictionPolicy):
     budget: Budget
     recent: int | None = None
     """Last entries that stay; None: half of the budget, rounded up."""
+    normalise: bool = False
+    """Whether accumulated attention is divided by the queries that gave it."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
     needs_row: ClassVar[bool] = True
@@ -47,4 +49,5 @@ class H2O(EvictionPolicy):
 
     def base_scores(self, entries: Entries) -> Tensor:
         """What the heavy half is chosen by."""
-        return entries.sums["mass"]
+        mass = entries.sums["mass"]
+        return mass / entries.num_queries if self.normalise else mass

@@ -37,8 +37,16 @@ def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
     return pooled.view(scores.shape)
 
 
-def pool_before(entries: Entries, scores: Tensor, window: int, kernel_size: int, pooling: Pooling) -> Tensor:
-    """Pool the scores of the entries before each head's last `window`, which themselves become +inf; [S, H, N]."""
-    last = entries.among_last(window)
+def pool_before(entries: Entries, scores: Tensor, window: int | Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
+    """Pool the scores of the entries before each head's last `window` (number or [S]), which themselves become +inf.
+
+    Args:
+        entries: whose scores they are.
+        scores: [S, H, N].
+        window: entries that stay whatever happens.
+        kernel_size: odd.
+        pooling: max or avg.
+    """
+    last = entries.among_last(window) & entries.exists
     nothing = -torch.inf if pooling == "max" else 0.0
-    return pool(scores.masked_fill(last, nothing), kernel_size, pooling).masked_fill(last, torch.inf)
+    return pool(scores.masked_fill(last | ~entries.exists, nothing), kernel_size, pooling).masked_fill(last, torch.inf)

@@ -42,4 +42,4 @@ class StreamingLLM(LocalWindow):
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Age; +inf for the sinks."""
         sinks = torch.as_tensor(budget - 1).clamp_max(self.sinks).view(-1, 1, 1)
-        return super().scores(entries, budget).masked_fill(entries.positions < sinks, torch.inf)
+        return super().scores(entries, budget).masked_fill(entries.ages < sinks, torch.inf)

@@ -49,6 +49,8 @@ class NoteStore:
         self.sums = torch.zeros(layout.num_sums, *pages, device=device)
         self.limits = torch.zeros(shape, dtype=torch.int32, device=device)
         """Entries per KV head that a layer may hold after its prompt, [L, C]."""
+        self.nominal = torch.zeros_like(self.limits)
+        """The same before layers shared out what they have together."""
         self.memory = torch.zeros(*shape, layout.memory_size, device=device)
 
     @property
@@ -59,11 +61,11 @@ class NoteStore:
     @property
     def row_bytes(self) -> int:
         """Bytes of one sequence beside its entries."""
-        return 4 * self.limits.shape[0] * (1 + self.layout.memory_size)
+        return 4 * self.limits.shape[0] * (2 + self.layout.memory_size)
 
     def open_row(self, row: int) -> None:
         """Forget what the row's last sequence left."""
-        self.limits[:, row] = 0
+        self.limits[:, row] = self.nominal[:, row] = 0
         self.memory[:, row] = torch.nan
 
     def grow(self, num_blocks: int) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens
@@ -53,6 +54,7 @@ class Eviction(CacheAttention):
         self.policy, self._rotary = policy, rotary
         self._notes: NoteStore = cache.notes
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
+        self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
         self._longest = 0
 
@@ -79,7 +81,8 @@ class Eviction(CacheAttention):
         layer = self.cache.layer(layer_index)
         for row in group.rows.tolist():
             self._window.pop((layer_index, row), None)
-            self._seen.pop(row, None)
+            self._columns.pop((layer_index, row), None)
+            self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
             if self._notes.slot is not None and int(layer.lengths[row].max()) > 0:
                 pages = [layer.key_pages, layer.value_pages]
                 rewrite_in_order(pages, self._notes.slot, layer.block_tables[row][None], layer.lengths[row][None])
@@ -109,12 +112,18 @@ class Eviction(CacheAttention):
         if not {"mass", "squares"} & set(policy.sums):
             return
         entries = self._entries(layer_index, group.rows, group.positions[:, -1] + 1, int(slots.max()))
-        mass, squares = torch.zeros(2, *entries.positions.shape, device=query.device)
+        sequences, heads, length = entries.positions.shape
+        columns = torch.zeros(sequences, heads, query.shape[1] // heads, length, device=query.device)
+        squares = torch.zeros_like(entries.positions, dtype=torch.float32)
         for block in attention_probabilities(query, layer, group.rows, slots, scaling):
-            mean = block.mean(2)
-            mass[..., : mean.shape[-1]] += mean.sum(2)
-            squares[..., : mean.shape[-1]] += mean.square().sum(2)
-        self._add(entries, group.rows, mass, squares)
+            columns[..., : block.shape[-1]] += block.sum(3)
+            if "squares" in policy.sums:
+                squares[..., : block.shape[-1]] += block.mean(2).square().sum(2)
+        self._add(entries, group.rows, columns.mean(2), squares)
+        if policy.needs_columns:
+            for row, own in zip(group.rows.tolist(), columns, strict=True):
+                before = self._columns.get((layer_index, row), own[..., :0])
+                self._columns[layer_index, row] = own + pad(before, (0, length - before.shape[-1]))
 
     def _add(self, entries: Entries, rows: Tensor, mass: Tensor, squares: Tensor) -> None:
         """Add to the sums of all entries, [S, H, N] each."""
@@ -166,7 +175,7 @@ class Eviction(CacheAttention):
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
         policy, last_layer = self.policy, self.cache.layout.num_layers - 1
         limit = policy.budget.entries(tokens_seen)
-        self._notes.limits[layer_index, row] = limit
+        self._notes.limits[layer_index, row] = self._notes.nominal[layer_index, row] = limit
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
@@ -176,9 +185,11 @@ class Eviction(CacheAttention):
             slots = entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)
             (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
             entries.row = entries.rows[..., -1, :].mean(2)
-        seen = self._seen.setdefault(row, [])
-        weight = policy.layer_weight(entries, limit) if policy.adapts_layers else 1.0
-        seen.append(SeenLayer(weight, policy.observe(entries, limit)))
+        seen = self._seen[row]
+        if (columns := self._columns.pop((layer_index, row), None)) is not None:
+            entries.columns = columns[None]
+        entries.observed = policy.observe(entries, limit)
+        seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
         self._notes.memory[layer_index, rows] = entries.memory
         if not policy.adapts_layers:
             budgets = policy.layer_budgets([1.0] * (layer_index + 1), limit, last_layer + 1, length)
@@ -207,7 +218,7 @@ class Eviction(CacheAttention):
         if seen.observed is not None:
             seen.observed = compacted(seen.observed, keep)
         beyond = tables.shape[-1] * layer.block_size - keep.shape[-1]
-        self.backend.compact(layer, rows, torch.nn.functional.pad(keep, (0, beyond)))
+        self.backend.compact(layer, rows, pad(keep, (0, beyond)))
 
     def _rewrite(self, entries: Entries, rows: Tensor, rewrite: Rewrite | None) -> None:
         """Write the new keys and values of entries that stay."""
@@ -251,6 +262,7 @@ class Eviction(CacheAttention):
                 for column, name in zip(notes.sums, self.policy.sums, strict=True)
             },
             memory=notes.memory[layer_index, rows],
+            nominal=notes.nominal[layer_index, rows].long(),
             read_keys=lambda: read(layer.key_pages),
             read_values=lambda: read(layer.value_pages),
             rotate=turn,

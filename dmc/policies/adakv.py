@@ -1,0 +1,65 @@
+"""AdaKV (arXiv:2407.11550): the heads of a layer compete for its budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dmc.policies.base import Entries
+from dmc.policies.budgets import effective_window, keep_pooled, keep_top, pyramid
+from dmc.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaKV(SnapKV):
+    """Keep the entries with the highest SnapKV scores of a whole layer (Ada-SnapKV, Ada-PyramidKV).
+
+    Every head keeps its window and at least floor(alpha_f * b) more, b its share of the budget; the total is exact.
+    Differs from the authors' code, which blends: head h gets round((1 - alpha_f) count_h + floor(alpha_f b)) and the
+    total drifts (`official_blend`).
+
+    Raises:
+        ValueError: `alpha_f` is not in [0, 1], the layer budget is unknown; see `SnapKV`.
+    """
+
+    alpha_f: float = 0.2
+    """Share of its equal budget that every head keeps; 1 is SnapKV."""
+    layer_budget: Literal["uniform", "pyramid"] = "uniform"
+    """The same for every layer, or PyramidKV's."""
+    beta: float = 20.0
+    """See `PyramidKV`."""
+    official_blend: bool = False
+    """Whether head budgets are blended as in the authors' code."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha_f <= 1:
+            raise ValueError(f"alpha_f={self.alpha_f}: expected a share from 0 to 1")
+        if self.layer_budget not in ("uniform", "pyramid"):
+            raise ValueError(f"layer_budget={self.layer_budget!r} is unknown: expected 'uniform' or 'pyramid'")
+        if not self.beta >= 1:
+            raise ValueError(f"beta={self.beta}: expected a number >= 1")
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """Uniform, or the pyramid beside the window."""
+        if self.layer_budget == "uniform":
+            return [limit] * len(weights)
+        window = effective_window(self.window, limit)
+        budgets = pyramid(limit - window, num_layers, self.beta, length - window)
+        return [window + budget for budget in budgets[: len(weights)]]
+
+    def keep(self, entries: Entries, budget: int) -> Tensor:
+        """Choose over all heads."""
+        assert entries.observed is not None
+        window = int((entries.observed[0, 0] == torch.inf).sum())
+        floor = math.floor(self.alpha_f * (budget - window))
+        scores = entries.observed.masked_fill(~entries.exists, -torch.inf)
+        if not self.official_blend:
+            return keep_pooled(scores, budget, window + floor)
+        count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window
+        blended = ((1 - self.alpha_f) * count.double() + floor).round().long()  # half to even
+        return keep_top(scores, window + blended)

@@ -1,0 +1,99 @@
+"""CAKE (arXiv:2503.12491): layers share the budget by how spread and how shifting their attention is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.budgets import effective_window, spread_evenly
+from dmc.policies.scores import check_pooling, pool_before
+
+
+@dataclass(frozen=True, kw_only=True)
+class CAKE(EvictionPolicy):
+    """Keep the window and, before it, the entries with the highest mean + gamma * variance of its attention.
+
+    A layer's budget is in proportion to H^(1/tau1) * V^(1/tau2), entropy and variance of the window's attention to what
+    lies before it. While generating the budget stays: the newest query's attention decides. Differs from the authors'
+    code: layer budgets have an exact total, nothing is compressed below the budget, and neighbours are pooled in the
+    order of their positions.
+
+    Raises:
+        ValueError: the window is empty, the kernel even, or a temperature not above 0.
+    """
+
+    budget: Budget
+    window: int = 32
+    """Queries that are observed; that many last entries stay; at most half of the budget."""
+    kernel_size: int = 5
+    """Entries that share a score (mean), odd."""
+    gamma: float = 200.0
+    """Weight of the variance."""
+    tau1: float = 1.0
+    """Temperature of the entropy."""
+    tau2: float = 1.0
+    """Temperature of the variance."""
+    cascading: bool = False
+    """Whether layers are compressed as soon as they are seen, and again when others join."""
+
+    grows: ClassVar[bool] = False
+    needs_row: ClassVar[bool] = True
+    adapts_layers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: expected a number of queries >= 1")
+        if not (self.tau1 > 0 and self.tau2 > 0):
+            raise ValueError(f"tau1={self.tau1}, tau2={self.tau2}: expected numbers > 0")
+        check_pooling(self.kernel_size, "avg")
+
+    @property
+    def recompresses(self) -> bool:  # type: ignore[override]
+        """See `EvictionPolicy`."""
+        return self.cascading
+
+    def observe(self, entries: Entries, limit: int) -> Tensor:
+        """Mean + gamma * variance over the window's queries, pooled; +inf for the window itself."""
+        rows, window = self._before_window(entries, limit)
+        scores = (rows.mean(3) + self.gamma * variance(rows)).mean(2)
+        return pool_before(entries, scores, window, self.kernel_size, "avg")
+
+    def layer_weight(self, entries: Entries, limit: int) -> float:
+        """H^(1/tau1) * V^(1/tau2), over all query heads."""
+        rows, _ = self._before_window(entries, limit)
+        entropy = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64)
+        shift = variance(rows).sum(dtype=torch.float64)
+        return float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(shift) ** (1 / self.tau2)
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """In proportion to the weights, beside the window; an exact total."""
+        window = effective_window(self.window, limit)
+        total, weight = (limit - window) * num_layers, math.fsum(weights)
+        shares = [int(total * each / weight) if weight > 0 else total // len(weights) for each in weights]
+        return [window + share for share in spread_evenly(shares, total, length - window)]
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """What the window saw; while generating, what the newest query sees."""
+        if entries.observed is not None:
+            return entries.observed
+        assert entries.row is not None
+        window = (entries.nominal // 2).clamp(1, self.window)
+        return pool_before(entries, entries.row, window, self.kernel_size, "avg")
+
+    def _before_window(self, entries: Entries, limit: int) -> tuple[Tensor, int]:
+        """Attention of the window's queries, 0 at the window's own tokens, [S, H, group, w, N]; and w."""
+        assert entries.rows is not None
+        window = effective_window(self.window, limit)
+        before = entries.exists & ~entries.among_last(window)
+        return entries.rows[..., -window:, :] * before[:, :, None, None], window
+
+
+def variance(rows: Tensor) -> Tensor:
+    """Unbiased variance over the window's queries, 0 for a single one; [..., w, N] -> [..., N]."""
+    return rows.var(-2) if rows.shape[-2] > 1 else torch.zeros_like(rows[..., 0, :])

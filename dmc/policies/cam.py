@@ -1,0 +1,62 @@
+"""CaM (Cache Merging, ICML 2024, https://openreview.net/forum?id=LCTmppB165): evicted values live on in later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.policies.base import Entries, Rewrite
+from dmc.policies.h2o import H2O
+from dmc.policies.merging import Followers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaM(H2O):
+    """Evict as H2O does, and add an evicted value to the m entries kept right after it: v_j += M v_i / m.
+
+    M is drawn with probability clamp(S_i / mean of S over those m entries, 0, 1), S the accumulated attention. Differs
+    from kvpress: S counts the prompt's queries; and from the paper's code, which spreads values before it evicts.
+
+    Raises:
+        ValueError: `m` is below 1; see `H2O`.
+    """
+
+    m: int = 32
+    """Most entries that share an evicted value."""
+    expectation: bool = False
+    """Whether the value is multiplied by the probability instead of being added or not."""
+    seed: int = 0
+    """Of the draws, each of which depends on the token's place alone."""
+
+    merges: ClassVar[bool] = True  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.m < 1:
+            raise ValueError(f"m={self.m}: expected a number of entries >= 1")
+
+    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+        """Spread the values of what goes."""
+        if not leaving.any():
+            return None
+        followers = Followers(entries.exists & ~leaving, self.m)
+        mass = entries.sums["mass"]
+        chance = (mass / followers.mean(mass)).clamp(0, 1)
+        share = chance if self.expectation else (self._draw(entries) < chance).float()
+        value = entries.read_values().float()
+        received, concerned = followers.spread(value * (share * leaving)[..., None])
+        order = followers.order
+        value = value.gather(2, order[..., None].expand_as(value)) + received
+        return Rewrite(order.where(concerned, -1), key=None, value=value)
+
+    def _draw(self, entries: Entries) -> Tensor:
+        """Numbers in [0, 1) by hashing (splitmix64), so that batches and restarts change nothing; [S, H, N]."""
+        heads = torch.arange(entries.positions.shape[1], device=entries.positions.device)[:, None]
+        state = (entries.positions * entries.num_layers + entries.layer_index) * len(heads) + heads
+        state = (state + self.seed * 1_000_003 + 1) * -7046029254386353131
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        return ((state >> 11) & ((1 << 53) - 1)).double().mul(2.0**-53).float()

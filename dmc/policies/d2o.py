@@ -1,0 +1,152 @@
+"""D2O (arXiv:2406.13035): H2O with layer budgets, whose evicted entries merge into similar ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries, EvictionPolicy, Rewrite, Sum
+from dmc.policies.budgets import in_proportion, warn_once
+from dmc.policies.merging import MergeRule, merge_into, most_similar
+
+LEAST_SHARE, MOST_SHARE = 0.01, 1.0
+"""Of the prompt, for a layer."""
+
+Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class D2O(EvictionPolicy):
+    """Keep sinks, heavy hitters and recent entries; what goes merges into the most similar entry that stays.
+
+    Layer l holds S_l = floor(alpha_l P) entries with alpha = softmax(-F_l), F_l the variance of the attention that its
+    entries received (eq. 4-5). Entry i merges into j = argmax cos(k_i, k_j) if the similarity reaches the layer's
+    threshold, a moving average (eq. 9-12). Differs from the authors' code: a prompt is compressed when it ends, not
+    after one more token; weights of a merge sum to 1; each KV head decides for itself; the total budget is met, no
+    layer is left out.
+
+    Raises:
+        ValueError: an option is out of range or unknown.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    """First tokens that stay; no more than S_l - 2."""
+    beta: float = 0.7
+    """Weight of the newest similarity in the threshold."""
+    similarity: Literal["key", "value"] = "key"
+    """What is compared."""
+    merge_rule: MergeRule = "weighted"
+    """By similarity, or all alike."""
+    allocation: Allocation = "variance"
+    """How layers share the budget: see `layer_weight`."""
+    heavy_to_recent: tuple[int, int] = (3, 1)
+    """N : M, heavy hitters to recent entries."""
+
+    grows: ClassVar[bool] = False
+    needs_row: ClassVar[bool] = True
+    needs_columns: ClassVar[bool] = True
+    adapts_layers: ClassVar[bool] = True
+    merges: ClassVar[bool] = True  # type: ignore[misc]
+    sums: ClassVar[tuple[Sum, ...]] = ("mass",)
+
+    def __post_init__(self) -> None:
+        heavy, recent = self.heavy_to_recent
+        if self.sinks < 0 or heavy < 0 or recent < 0 or heavy + recent == 0:
+            raise ValueError(
+                f"sinks={self.sinks}, heavy_to_recent={self.heavy_to_recent}: expected numbers >= 0, one ratio above 0"
+            )
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta={self.beta}: expected a weight from 0 to 1")
+        options = {
+            "similarity": ("key", "value"),
+            "merge_rule": ("weighted", "average"),
+            "allocation": ("variance", "reciprocal", "uniform", "exponential"),
+        }
+        for name, known in options.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+
+    def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
+        """The threshold."""
+        return 1
+
+    def layer_weight(self, entries: Entries, limit: int) -> float:
+        """exp(-F_l), 1 / F_l, 1, or exp(-l / L).
+
+        F_l in [0, 1]: the variance of what each query head's attention gave to the entries, scaled across the heads of
+        the layer, and averaged.
+        """
+        if self.allocation == "uniform":
+            return 1.0
+        if self.allocation == "exponential":
+            return math.exp(-entries.layer_index / entries.num_layers)
+        assert entries.columns is not None
+        variance = torch.stack([heads.flatten(0, 1).var(-1) for heads in entries.columns.double()])
+        low, high = variance.min(), variance.max()
+        spread = float(((variance - low) / (high - low + 1e-6)).mean())
+        return math.exp(-spread) if self.allocation == "variance" else 1 / (spread + 1e-6)
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """Shares of the prompt in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
+        average = limit / length if self.budget.ratio is None else 1 / self.budget.ratio
+        return [max(1, math.floor(share * length)) for share in clamped_shares(weights, average)]
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Accumulated attention; +inf for sinks and recent entries."""
+        budget = torch.as_tensor(budget, device=entries.positions.device).view(-1)
+        sinks = (budget - 2).clamp(0, self.sinks)
+        if int(sinks.min()) < self.sinks:
+            warn_once(f"sinks={self.sinks} do not fit a budget of {int(budget.min())} entries: {int(sinks.min())} stay")
+        heavy = self.heavy_to_recent[0] * (budget - sinks) // sum(self.heavy_to_recent)
+        stays = (entries.ages < sinks.view(-1, 1, 1)) | entries.among_last(budget - sinks - heavy)
+        return entries.sums["mass"].masked_fill(stays, torch.inf)
+
+    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+        """Merge what reaches the threshold into the most similar entry of its head."""
+        if not leaving.any():
+            return None
+        keys, values = entries.read_keys(), entries.read_values()
+        source = leaving.nonzero(as_tuple=True)
+        compared = keys if self.similarity == "key" else values
+        similarity, target = most_similar(compared, leaving, entries.exists & ~leaving)
+        self._move_threshold(entries.memory, source[0], similarity)
+        merges = similarity >= entries.memory[source[0], 0]
+        sequence, head, age = (each[merges] for each in source)
+        source, target, similarity = (sequence, head, age), target[merges], similarity[merges]
+        taken_in = torch.zeros_like(leaving).index_put_((sequence, head, target), torch.tensor(True))
+        ages = entries.ages.expand_as(leaving).where(taken_in, -1)
+        key, value = (merge_into(each, source, target, similarity, self.merge_rule) for each in (keys, values))
+        return Rewrite(ages, key, value)
+
+    def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:
+        """Update the thresholds [S, 1] of sequences something leaves: tau_t = beta u_t + (1 - beta) tau_(t-1)."""
+        count = torch.zeros_like(memory[:, 0]).index_add_(0, sequence, torch.ones_like(similarity))
+        mean = torch.zeros_like(count).index_add_(0, sequence, similarity) / count
+        moved = self.beta * mean + (1 - self.beta) * memory[:, 0]
+        memory[:, 0] = torch.where(count > 0, mean.where(memory[:, 0].isnan(), moved), memory[:, 0])
+
+
+def clamped_shares(weights: list[float], average: float) -> list[float]:
+    """Divide `average * len(weights)` in proportion to weights, each share between 1 % and 100 %.
+
+    What the upper clamp cuts off goes to the other layers in proportion, until none is above it; what the lower clamp
+    adds then comes from those that are not clamped.
+    """
+    total = average * len(weights)
+    shares = in_proportion(weights, total, MOST_SHARE)
+    free = [layer for layer, share in enumerate(shares) if share < MOST_SHARE]
+    while low := [layer for layer in free if shares[layer] < LEAST_SHARE]:
+        for layer in low:
+            shares[layer] = LEAST_SHARE
+        free = [layer for layer in free if layer not in low]
+        rest = total - math.fsum(share for layer, share in enumerate(shares) if layer not in free)
+        whole = math.fsum(weights[layer] for layer in free)
+        for layer in free:
+            shares[layer] = rest * weights[layer] / whole
+    return shares

@@ -1,0 +1,95 @@
+"""LAVa: layer-wise cache eviction with dynamic budgets over layers and heads, by what is lost of a layer's output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dmc.policies.base import Entries
+from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid
+from dmc.policies.scores import pool_before
+from dmc.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAVa(SnapKV):
+    """Keep the entries of a layer with the highest s_h[i] = max_k ||V_h[k]||_1 * mean_j A_h^j[i], pooled.
+
+    Layers share the budget in proportion to the entropy of their scores (eq. 7-8). Each is compressed as soon as it is
+    seen, and again when others join (algorithm 2): no more than the budget and one layer is ever held. Differs from the
+    authors' code: what a layer cannot hold goes to the others, and no head has a floor unless `floor` says so.
+
+    Raises:
+        ValueError: a budget rule is unknown, `floor` is not in [0, 1]; see `SnapKV`.
+    """
+
+    layer_budget: Literal["entropy", "uniform", "pyramid"] = "entropy"
+    """How layers share the budget; uniform is the paper's ablation "-layer"."""
+    head_budget: Literal["pooled", "equal"] = "pooled"
+    """Whether the heads of a layer compete for its budget; equal is the paper's ablation "-head"."""
+    beta: float = 20.0
+    """See `PyramidKV`; for `layer_budget="pyramid"`."""
+    floor: float = 0.0
+    """Share of its equal budget that every head keeps, as in AdaKV."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer_budget not in ("entropy", "uniform", "pyramid"):
+            raise ValueError(f"layer_budget={self.layer_budget!r}: expected 'entropy', 'uniform' or 'pyramid'")
+        if self.head_budget not in ("pooled", "equal"):
+            raise ValueError(f"head_budget={self.head_budget!r}: expected 'pooled' or 'equal'")
+        if not self.beta >= 1:
+            raise ValueError(f"beta={self.beta}: expected a number >= 1")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor}: expected a share from 0 to 1")
+
+    @property
+    def adapts_layers(self) -> bool:  # type: ignore[override]
+        """See `EvictionPolicy`."""
+        return self.layer_budget == "entropy"
+
+    @property
+    def recompresses(self) -> bool:  # type: ignore[override]
+        """See `EvictionPolicy`."""
+        return self.adapts_layers
+
+    def observe(self, entries: Entries, limit: int) -> Tensor:
+        """The score above; +inf for the window itself."""
+        assert entries.rows is not None
+        window = effective_window(self.window, limit)
+        attention = entries.rows[..., -window:, :].mean(3).amax(2)  # pooling and positive factors commute with the max
+        norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
+        scores = attention * norms.amax(-1, keepdim=True)
+        return pool_before(entries, scores, window, self.kernel_size, self.pooling)
+
+    def layer_weight(self, entries: Entries, limit: int) -> float:
+        """Entropy of the layer's scores as one distribution, in units of its maximum."""
+        assert entries.observed is not None
+        scores = entries.observed[entries.exists & (entries.observed < torch.inf)].double()
+        share = scores / scores.sum()
+        return float(-torch.xlogy(share, share).sum()) / max(math.log(len(scores)), 1e-9)
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """In proportion to the entropies, beside the window."""
+        window = effective_window(self.window, limit)
+        if self.layer_budget == "uniform":
+            return [limit] * len(weights)
+        if self.layer_budget == "pyramid":
+            budgets = pyramid(limit - window, num_layers, self.beta, length - window)
+        else:
+            shares = in_proportion(weights, (limit - window) * num_layers, cap=length - window)
+            budgets = [math.floor(share) for share in shares]
+        return [window + budget for budget in budgets[: len(weights)]]
+
+    def keep(self, entries: Entries, budget: int) -> Tensor:
+        """Choose over all heads, or in each."""
+        if self.head_budget == "equal":
+            return super().keep(entries, budget)
+        assert entries.observed is not None
+        window = int((entries.observed[0, 0] == torch.inf).sum())
+        least = window + math.floor(self.floor * (budget - window))
+        return keep_pooled(entries.observed.masked_fill(~entries.exists, -torch.inf), budget, least)

@@ -1,0 +1,93 @@
+"""What may happen to an entry that goes: its value, or key and value, live on in entries that stay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MergeRule = Literal["weighted", "average"]
+SIMILARITY_BLOCK = 512
+"""Leaving entries that are compared at once with all that stay."""
+
+
+def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:
+    """Find for each leaving entry of a head the staying one of highest cosine similarity (D2O, eq. 9).
+
+    Args:
+        states: keys or values, [S, H, N, D].
+        leaving: bool [S, H, N].
+        staying: bool [S, H, N]; every head with a leaving entry has one.
+    Returns:
+        For the leaving entries in the order of `leaving.nonzero()`: similarity, float32 [E], and index, int64 [E];
+        the older one of equals.
+    """
+    normed = torch.nn.functional.normalize(states.float(), dim=-1)
+    similarity, target = normed.new_zeros(leaving.shape), torch.zeros_like(leaving, dtype=torch.long)
+    for begin in range(0, leaving.shape[-1], SIMILARITY_BLOCK):
+        block = slice(begin, begin + SIMILARITY_BLOCK)
+        if leaving[..., block].any():
+            cosine = normed[:, :, block] @ normed.transpose(-1, -2)
+            similarity[..., block], target[..., block] = cosine.masked_fill(~staying[:, :, None], -2.0).max(-1)
+    return similarity[leaving], target[leaving]
+
+
+def merge_into(
+    states: Tensor, source: tuple[Tensor, Tensor, Tensor], target: Tensor, similarity: Tensor, rule: MergeRule
+) -> Tensor:
+    """Let entries take in others (D2O, eq. 11-12): k_j <- (e k_j + sum_i exp(u_ij) k_i) / (e + sum_i exp(u_ij)).
+
+    Args:
+        states: keys or values, [S, H, N, D].
+        source: sequence, head and age of the entries that merge, int64 [E] each.
+        target: age of the entry of the same head that takes each of them in, int64 [E].
+        similarity: u, [E].
+        rule: weighted as above, or the plain average.
+    Returns:
+        Float32 [S, H, N, D].
+    """
+    own = 1.0 if rule == "average" else torch.e
+    weight = torch.ones_like(similarity) if rule == "average" else similarity.exp()
+    place = source[0], source[1], target
+    total = torch.full(states.shape[:3], own, device=states.device).index_put_(place, weight, accumulate=True)
+    merged = (own * states.float()).index_put_(place, weight[:, None] * states[source].float(), accumulate=True)
+    return merged / total[..., None]
+
+
+class Followers:
+    """The up to `count` staying entries right after each entry of a head.
+
+    Args:
+        staying: bool [S, H, N].
+        count: most of them.
+    """
+
+    def __init__(self, staying: Tensor, count: int) -> None:
+        self.order = staying.int().argsort(dim=-1, descending=True, stable=True)
+        """Staying entries first, by age: entry order[r] has rank r, int64 [S, H, N]."""
+        self.first = staying.long().cumsum(-1)
+        """Rank of the first that follows each entry, int64 [S, H, N]."""
+        self.last = torch.minimum(self.first + count, self.first[..., -1:])
+        """Rank after the last of them; `first` if there is none."""
+        self.count = (self.last - self.first).clamp_min(1)
+        """How many, at least 1, [S, H, N]."""
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """Average numbers [S, H, N] over the followers of each entry; 0 without any."""
+        until = torch.nn.functional.pad(numbers.double().gather(-1, self.order).cumsum(-1), (1, 0))
+        return ((until.gather(-1, self.last) - until.gather(-1, self.first)) / self.count).to(numbers.dtype)
+
+    def spread(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Divide each entry's states [S, H, N, D] evenly among its followers.
+
+        Returns:
+            What the entry of each rank receives, [S, H, N, D], and whether it follows an entry whose states are not 0.
+        """
+        part = states / self.count[..., None]
+        part = torch.cat((part, (states != 0).any(-1, keepdim=True)), dim=-1)
+        edges = part.new_zeros(*part.shape[:2], part.shape[2] + 1, part.shape[3])
+        edges.scatter_add_(2, self.first[..., None].expand_as(part), part)
+        edges.scatter_add_(2, self.last[..., None].expand_as(part), -part)
+        received = edges[:, :, :-1].cumsum(2)
+        return received[..., :-1], received[..., -1] > 0.5

@@ -1,0 +1,46 @@
+"""PyramidKV (arXiv:2406.02069): SnapKV with budgets that fall from layer to layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmc.policies.budgets import Decay, effective_window, pyramid, stepped_down
+from dmc.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """Keep SnapKV's entries, most in the first layer and fewest in the last, k^l = k^0 - l (k^0 - k^(m-1)) / (m - 1).
+
+    Differs from the authors' code: real-valued budgets rounded so that their total is exact (`official_floor` rounds as
+    they do, and holds more than its nominal size); uniform where the pyramid would not fit.
+
+    Raises:
+        ValueError: `beta` is below 1, the decay is unknown; see `SnapKV`.
+    """
+
+    window: int = 8
+    """Queries that are observed, whose tokens stay ("alpha" in the paper); at most half of the budget."""
+    beta: float = 20.0
+    """The last layer gets average / beta beside the window; 1 is SnapKV."""
+    decay: Decay = "linear"
+    """How budgets fall from the first layer to the last: see `dmc.policies.budgets.pyramid`."""
+    official_floor: bool = False
+    """Whether the step from layer to layer is rounded down, as in the authors' code."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta >= 1:
+            raise ValueError(f"beta={self.beta}: expected a number >= 1")
+        if self.decay not in ("linear", "geometric", "exponential"):
+            raise ValueError(f"decay={self.decay!r} is unknown: expected 'linear', 'geometric' or 'exponential'")
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+        """The pyramid beside the window."""
+        window = effective_window(self.window, limit)
+        average, candidates = limit - window, length - window
+        if self.official_floor:
+            budgets = stepped_down(average, num_layers, self.beta, candidates)
+        else:
+            budgets = pyramid(average, num_layers, self.beta, candidates, self.decay)
+        return [window + budget for budget in budgets[: len(weights)]]

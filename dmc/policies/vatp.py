@@ -1,0 +1,46 @@
+"""VATP (arXiv:2406.12335): attention is worth what the value behind it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.policies.base import Entries, Sum
+from dmc.policies.budgets import warn_once
+from dmc.policies.h2o import H2O
+
+
+@dataclass(frozen=True, kw_only=True)
+class VATP(H2O):
+    """Rank H2O's heavy hitters by accumulated attention times the L1 norm of the entry's value.
+
+    The first tokens always stay, within the heavy half: their values are tiny.
+
+    Raises:
+        ValueError: `sinks` is negative; see `H2O`.
+    """
+
+    sinks: int = 4
+    """First entries held that stay; no more than the heavy half."""
+
+    sums: ClassVar[tuple[Sum, ...]] = ("mass", "value_norm")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks}: expected a number of tokens >= 0")
+
+    def base_scores(self, entries: Entries) -> Tensor:
+        """S_j * ||v_j||_1."""
+        return super().base_scores(entries) * entries.sums["value_norm"]
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """H2O's; +inf for the sinks."""
+        heavy = torch.as_tensor(budget - self.num_recent(budget))
+        if isinstance(budget, int) and heavy < self.sinks:
+            warn_once(f"sinks={self.sinks} do not fit the heavy half of a budget of {budget} entries: {heavy} are kept")
+        sinks = heavy.clamp_max(self.sinks).view(-1, 1, 1)
+        return super().scores(entries, budget).masked_fill(entries.ages < sinks, torch.inf)

@@ -1,0 +1,40 @@
+"""Slow float64 answers to what `dmc.policies` computes fast; written from the papers, sharing no code with `dmc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracles.decoder import Decoder
+
+from .base import Method, Trace
+from .cake import CAKE
+from .d2o import D2O
+from .h2o import H2O, VATP, CaM
+from .infllm import InfLLM
+from .lava import LAVa
+from .omnikv import OmniKV
+from .quest import Quest
+from .roco import RoCo
+from .snapkv import AdaKV, PyramidKV, SnapKV
+from .tova import TOVA
+from .window import LocalWindow, StreamingLLM
+
+EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
+READING = (OmniKV, Quest, InfLLM)
+METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING + READING}
+
+
+def run(
+    model: Any, method: str, prompt: list[int], continuation: list[int], budget: dict[str, float], **options: Any
+) -> Trace:
+    """Teacher-force a continuation after a prompt with a compressed cache.
+
+    Args:
+        model: stock causal LM of transformers (Llama, Mistral, Qwen2, Qwen3).
+        method: name of a class of `dmc.policies`.
+        prompt: its token ids.
+        continuation: token ids; prompt + continuation[:-1] is fed.
+        budget: {"ratio": r} or {"tokens": n}, entries per KV head.
+        options: keywords of the method.
+    """
+    return METHODS[method](budget, **options).run(Decoder(model), prompt, continuation)

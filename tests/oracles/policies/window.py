@@ -1,0 +1,41 @@
+"""Local window and StreamingLLM (arXiv:2309.17453): the first T and the last b(n) - T entries."""
+
+from __future__ import annotations
+
+from .base import GrowingMethod, Layer
+
+
+class StreamingLLM(GrowingMethod):
+    """T = min(sinks, b - 1); "first" and "last" are among the entries held.
+
+    With `rerotate`, in every decode step the entries (the new one included, before eviction) sit at positions 0, 1, ...
+    of the cache, and the query at the last of them; the prompt is encoded at its own positions.
+    """
+
+    def __init__(self, budget: dict[str, float], sinks: int = 4, rerotate: bool = False) -> None:
+        super().__init__(budget)
+        self.sinks, self.rerotate = sinks, rerotate
+
+    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+        return sinks_and_last(len(layer.heads[head]), budget, self.sinks)
+
+    def place(self, layer: Layer) -> int:
+        if not self.rerotate:
+            return super().place(layer)
+        for entries in layer.heads:
+            for index, entry in enumerate(entries):
+                entry.key = self.decoder.rotate(entry.raw_key, index)
+        return len(layer.heads[0]) - 1
+
+
+class LocalWindow(StreamingLLM):
+    """The last b(n) entries."""
+
+    def __init__(self, budget: dict[str, float]) -> None:
+        super().__init__(budget, sinks=0)
+
+
+def sinks_and_last(num_entries: int, budget: int, sinks: int) -> list[int]:
+    """Indices of the first min(sinks, budget - 1) entries and of the last ones, `budget` in all."""
+    first = min(sinks, budget - 1)
+    return [*range(first), *range(num_entries - budget + first, num_entries)]
