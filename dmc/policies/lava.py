@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.policies.base import Entries
-from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid
+from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid, whole
 from dmc.policies.scores import pool_before
 from dmc.policies.snapkv import SnapKV
 
@@ -82,7 +82,7 @@ class LAVa(SnapKV):
             budgets = pyramid(limit - window, num_layers, self.beta, length - window)
         else:
             shares = in_proportion(weights, (limit - window) * num_layers, cap=length - window)
-            budgets = [math.floor(share) for share in shares]
+            budgets = [whole(share) for share in shares]
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:

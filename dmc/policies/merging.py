@@ -10,6 +10,8 @@ from torch import Tensor
 MergeRule = Literal["weighted", "average"]
 SIMILARITY_BLOCK = 512
 """Leaving entries that are compared at once with all that stay."""
+TIE = 1e-6
+"""Cosines that differ by less are equal: the same token twice has the same value in the first layer."""
 
 
 def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,8 +30,10 @@ def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tens
     for begin in range(0, leaving.shape[-1], SIMILARITY_BLOCK):
         block = slice(begin, begin + SIMILARITY_BLOCK)
         if leaving[..., block].any():
-            cosine = normed[:, :, block] @ normed.transpose(-1, -2)
-            similarity[..., block], target[..., block] = cosine.masked_fill(~staying[:, :, None], -2.0).max(-1)
+            cosine = (normed[:, :, block] @ normed.transpose(-1, -2)).masked_fill(~staying[:, :, None], -2.0)
+            highest = cosine.amax(-1, keepdim=True)
+            similarity[..., block] = highest[..., 0]
+            target[..., block] = (cosine >= highest - TIE).byte().argmax(-1)  # the first of them
     return similarity[leaving], target[leaving]
 
 

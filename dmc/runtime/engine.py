@@ -38,14 +38,16 @@ class Engine:
     Args:
         model: from `retrofit`, `load_model` or `AutoModelForCausalLM`, in eval mode.
         tokenizer: needed for prompts given as text, and for stop strings.
-        policy: training-free compression policy; None: what the model's own gates do (full cache for a stock model).
+        policy: training-free method, such as `dmc.policies.H2O`; None, or a ratio of 1: what the model's own gates do
+            (full cache for a stock model).
         block_size: entries per page.
         memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
             what is free, no more than `max_batch_size` sequences of the model's full length); None: grow as needed.
         kernels: backend name, "auto" picks.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
-        token_budget: most tokens in one forward pass, over all sequences; None: no limit.
+        token_budget: most tokens in one forward pass, over all sequences; None: no limit. Prompts under a policy are
+            cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
@@ -65,6 +67,7 @@ class Engine:
     ) -> None:
         if policy is not None:
             check_policy(model, policy)
+            policy = None if policy.budget.ratio == 1 else policy
         options = {
             "max_batch_size": max_batch_size,
             "prefill_chunk_size": prefill_chunk_size,

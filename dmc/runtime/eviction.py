@@ -39,7 +39,8 @@ class Eviction(CacheAttention):
     """Attends to all that is held, then evicts: when a prompt ends, and after every generated token.
 
     The queries of a prompt see all of it. A sequence's layers are compressed one after the other as they end, where
-    the policy does not have to see all of them first.
+    the policy does not have to see all of them first. Of a model that compresses by itself the entries are slots, which
+    prompts alone give up: the window's queries then rank the slots that there are when the prompt ends.
 
     Args:
         cache: storage, with notes.
@@ -64,7 +65,8 @@ class Eviction(CacheAttention):
         if Phase.FIRST in group.phase:
             self._begin_prompt(layer_index, group)
         seen = self.append(layer_index, tokens)
-        self._note(layer_index, group, tokens)
+        if self.cache.layout.compression is None:
+            self._note(layer_index, group, tokens)
         if not is_prompt and self.policy.evicts_decoding:
             return self._decode(layer_index, group, query, scaling)
         attended = self.attend_to_all(layer_index, group, query, seen, scaling)
@@ -174,15 +176,17 @@ class Eviction(CacheAttention):
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
         policy, last_layer = self.policy, self.cache.layout.num_layers - 1
-        limit = policy.budget.entries(tokens_seen)
+        limit = max(1, policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
         self._notes.limits[layer_index, row] = self._notes.nominal[layer_index, row] = limit
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
         length = int(layer.lengths[row].max())
+        if length == 0:  # delayed gates hold back all there is
+            return
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
         if window is not None:
-            slots = entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)
+            slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
             (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
             entries.row = entries.rows[..., -1, :].mean(2)
         seen = self._seen[row]
