@@ -330,7 +330,10 @@ class Rows {
             pack(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
             if (!a_.scores) continue;
             float* scores = score_row(task, r);
-            for (int64_t j = 0; j < limit_[r]; j++) scores[j] = inverse * exp2_of(scores[j] - maximum_[r]);
+            int64_t j = 0;
+            for (; j + LANES <= limit_[r]; j += LANES)
+                store(scores + j, inverse * exp2_of(load(scores + j) - maximum_[r]));
+            for (; j < limit_[r]; j++) scores[j] = inverse * exp2_of(scores[j] - maximum_[r]);
         }
     }
 
@@ -822,6 +825,26 @@ struct Evict {
     int64_t num_sums, sum_step;
 };
 
+struct NoteAttention {
+    Heads heads;
+    int64_t group, entries;
+    const float* scores;  // [S, H_q, entries or more]
+    int64_t score_sequence_step, score_head_step;
+    const int32_t* slot;    // [N, block]
+    float* sums;            // [K, N, block]
+    const int64_t* powers;  // [K]
+    int64_t num_sums, sum_step;
+    float *attention, *ordered_sums;  // [S, H, entries], [K, S, H, entries]
+};
+
+struct Lowest {
+    int64_t sequences, heads, entries, threads;
+    const float* scores;  // [S, H, entries]
+    int64_t score_sequence_step, score_head_step;
+    const int64_t *lengths, *limits;  // [S, H], [S]
+    int64_t* ages;                    // [S, H]
+};
+
 namespace {
 
 template <class T>
@@ -918,6 +941,58 @@ void evict(const Evict& e) {
     }
 }
 
+inline void note_attention(const NoteAttention& n) {
+    const Heads& a = n.heads;
+    const int64_t num_heads = a.sequences * a.heads;
+    for_each_head(a, num_heads * n.entries * (n.group + n.num_sums), [&](int64_t i) {
+        const Tenant<float> tenant(a, i);
+        const int64_t length = tenant.length();
+        const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;
+        std::vector<float> mean(scores, scores + length);
+        for (int64_t member = 1; member < n.group; member++)
+            for (int64_t slot = 0; slot < length; slot++) mean[slot] += scores[member * n.score_head_step + slot];
+        for (int64_t slot = 0; slot < length; slot++) mean[slot] /= float(n.group);
+        float* attention = n.attention + i * n.entries;
+        for (int64_t age = 0; age < length; age += a.block) {
+            const int32_t* slot = n.slot + tenant.place(age);
+            const int64_t count = std::min(a.block, length - age);
+            for (int64_t j = 0; j < count; j++) attention[age + j] = mean[slot[j]];
+        }
+        std::fill(attention + length, attention + n.entries, 0.0f);
+        for (int64_t k = 0; k < n.num_sums; k++) {
+            float* ordered = n.ordered_sums + (k * num_heads + i) * n.entries;
+            for (int64_t age = 0; age < length; age += a.block) {
+                float* sums = n.sums + k * n.sum_step + tenant.place(age);
+                const int64_t count = std::min(a.block, length - age);
+                if (n.powers[k] == 1)
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j];
+                if (n.powers[k] == 2)
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j] * attention[age + j];
+                std::copy_n(sums, count, ordered + age);
+            }
+            std::fill(ordered + length, ordered + n.entries, 0.0f);
+        }
+    });
+}
+
+inline void lowest(const Lowest& l) {
+    const int64_t num_heads = l.sequences * l.heads;
+    std::atomic<int64_t> taken{0};
+    on_threads(num_heads * l.entries < MIN_PARALLEL_WORK ? 1 : l.threads, [&] {
+        for (int64_t i; (i = taken++) < num_heads;) {
+            const float* scores = l.scores + i / l.heads * l.score_sequence_step + i % l.heads * l.score_head_step;
+            const int64_t length = l.lengths[i];
+            int64_t age = -1;
+            if (length > l.limits[i / l.heads]) {
+                float least = scores[0];
+                for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
+                for (age = length - 1; age > 0 && scores[age] != least;) age--;
+            }
+            l.ages[i] = age;
+        }
+    });
+}
+
 }  // namespace
 
 extern "C" {
@@ -932,4 +1007,6 @@ void compact_float32(const Compact* arguments) { compact<float>(*arguments); }
 void compact_bfloat16(const Compact* arguments) { compact<BFloat16>(*arguments); }
 void evict_float32(const Evict* arguments) { evict<float>(*arguments); }
 void evict_bfloat16(const Evict* arguments) { evict<BFloat16>(*arguments); }
+void note_attention(const NoteAttention* arguments) { note_attention(*arguments); }
+void lowest(const Lowest* arguments) { lowest(*arguments); }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +54,13 @@ _HEADS = """
 """
 _COMPACT = _HEADS + "keep keep_step"
 _EVICT = _HEADS + "ages position slot sums num_sums sum_step"
+_NOTE_ATTENTION = (
+    _HEADS
+    + """
+    group entries scores score_sequence_step score_head_step slot sums powers num_sums sum_step attention ordered_sums
+"""
+)
+_LOWEST = "sequences heads entries threads scores score_sequence_step score_head_step lengths limits ages"
 _LINEAR = "rows inputs outputs threads x weight out"
 
 
@@ -70,6 +78,14 @@ class _Compact(ctypes.Structure):
 
 class _Evict(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _EVICT.split()]
+
+
+class _NoteAttention(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _NOTE_ATTENTION.split()]
+
+
+class _Lowest(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _LOWEST.split()]
 
 
 class _Linear(ctypes.Structure):
@@ -161,6 +177,54 @@ def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> N
     pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
     arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
     getattr(library, "evict_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+
+
+def note_attention(
+    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.note_attention`."""
+    library = load_library()
+    if library is None:
+        return reference.note_attention(cache, notes, rows, scores, powers, num_entries)
+    assert notes.slot is not None and scores.stride(-1) == 1
+    heads = len(rows), cache.lengths.shape[1]
+    sums, attention = notes.sums, torch.empty(*heads, num_entries)
+    ordered, wanted = torch.empty(len(sums), *attention.shape), torch.tensor(powers, dtype=torch.int64)
+    arguments = _NoteAttention(
+        *_heads(cache, rows),
+        scores.shape[1] // heads[1],
+        num_entries,
+        scores.data_ptr(),
+        *scores.stride()[:2],
+        notes.slot.data_ptr(),
+        sums.data_ptr(),
+        wanted.data_ptr(),
+        len(sums),
+        sums.stride(0),
+        attention.data_ptr(),
+        ordered.data_ptr(),
+    )
+    library.note_attention(ctypes.byref(arguments))
+    return attention, ordered
+
+
+def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """See `reference.lowest`."""
+    library = load_library()
+    if library is None:
+        return reference.lowest(scores, lengths, limits)
+    scores, ages = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
+    arguments = _Lowest(
+        *scores.shape,
+        torch.get_num_threads(),
+        scores.data_ptr(),
+        *scores.stride()[:2],
+        lengths.data_ptr(),
+        limits.data_ptr(),
+        ages.data_ptr(),
+    )
+    library.lowest(ctypes.byref(arguments))
+    return ages
 
 
 def paged_attention(

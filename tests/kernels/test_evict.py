@@ -1,4 +1,6 @@
-"""Eviction of single entries by every backend, against python lists of entries and blocks."""
+"""What every backend does after a generated token, against python lists of entries and blocks: note what it attends to,
+choose what goes, evict it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from dmc.kernels import load_backend
 from dmc.kernels.base import EntryNotes, NewTokens
 
 LENGTHS = [[0, 1], [15, 16], [17, 80]]
-HEAD_DIM, BLOCK, STEPS, NUM_SUMS = 32, 16, 60, 2
+HEAD_DIM, BLOCK, STEPS = 32, 16, 60
+POWERS = [1, 2, 0]
 
 
 @pytest.fixture(params=backends_here(HEAD_DIM))
@@ -66,7 +69,7 @@ class Simulation:
         self.notes = EntryNotes(
             torch.full(pages, -7, dtype=torch.int32),
             torch.full(pages, -7, dtype=torch.int32),
-            torch.full((NUM_SUMS, *pages), -7.0),
+            torch.full((len(POWERS), *pages), -7.0),
         )
         self.stack = self.layer.free_blocks[: int(self.layer.num_free)].tolist()
         self.heads = [[self.filled(row, head) for head in range(2)] for row in range(3)]
@@ -83,7 +86,7 @@ class Simulation:
         for age in range(LENGTHS[row][head]):
             place = self.place(row, head, age)
             key, value = self.layer.key_pages[place].clone(), self.layer.value_pages[place].clone()
-            result.entries.append(Entry(key, value, 3 * age, self.noise(NUM_SUMS).tolist(), age))
+            result.entries.append(Entry(key, value, 3 * age, self.noise(len(POWERS)).tolist(), age))
             self.write_note(row, head, result.entries[-1], age)
         return result
 
@@ -98,7 +101,7 @@ class Simulation:
         self.backend.append_or_merge(self.layer, NewTokens(torch.tensor(rows), positions, key, value), None)
         for sequence, row in enumerate(rows):
             for head, expected in enumerate(self.heads[row]):
-                age, sums = len(expected.entries), self.noise(NUM_SUMS).tolist()
+                age, sums = len(expected.entries), self.noise(len(POWERS)).tolist()
                 entry = Entry(key[sequence, head, 0], value[sequence, head, 0], self.positions[row], sums, age)
                 expected.append(entry, self.stack)
                 self.write_note(row, head, entry, age)
@@ -134,27 +137,38 @@ class Simulation:
                 slots = tuple(torch.tensor([self.place(row, head, entry.slot) for entry in expected.entries]).T)
                 assert notes.position[ages].tolist() == [entry.position for entry in expected.entries]
                 assert notes.slot[ages].tolist() == [entry.slot for entry in expected.entries]
-                assert torch.equal(
-                    notes.sums[(slice(None), *ages)].T, torch.tensor([entry.sums for entry in expected.entries])
-                )
+                sums = torch.tensor([entry.sums for entry in expected.entries])
+                torch.testing.assert_close(notes.sums[(slice(None), *ages)].T, sums, rtol=1e-5, atol=1e-5)
                 assert torch.equal(layer.key_pages[slots], torch.stack([entry.key for entry in expected.entries]))
                 assert torch.equal(layer.value_pages[slots], torch.stack([entry.value for entry in expected.entries]))
 
-    def check_attention(self) -> None:
-        """Compare with softmax over the entries in the order of age."""
-        query = self.noise(3, 4, HEAD_DIM).to(self.dtype)
+    def attend(self, rows: list[int]) -> None:
+        """Compare attention with softmax over the entries in the order of age, and add it to the sums."""
+        query = self.noise(len(rows), 4, HEAD_DIM).to(self.dtype)
         pages = self.layer.key_pages, self.layer.value_pages, self.layer.block_tables
-        out = self.backend.paged_attention(query, *pages, self.layer.lengths, 0.3)
-        for row in range(3):
-            for query_head in range(4):
-                entries = self.heads[row][query_head // 2].entries
-                if entries:
-                    key, value = (torch.stack([getattr(entry, name) for entry in entries]) for name in ("key", "value"))
-                    weights = (0.3 * key.double() @ query[row, query_head].double()).softmax(0)
-                    tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
-                    torch.testing.assert_close(
-                        out[row, query_head].double(), weights @ value.double(), rtol=0, atol=tolerance
-                    )
+        tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
+        index, longest = torch.tensor(rows), int(self.layer.lengths[rows].max())
+        out, scores = self.backend.paged_attention(
+            query, *pages, self.layer.lengths, 0.3, rows=index, return_scores=True
+        )
+        attention, sums = self.backend.note_attention(self.layer, self.notes, index, scores, POWERS, longest)
+        for sequence, row in enumerate(rows):
+            for head, expected in enumerate(self.heads[row]):
+                length = len(expected.entries)
+                key, value = (
+                    torch.stack([getattr(entry, name) for entry in expected.entries]).double()
+                    for name in ("key", "value")
+                )
+                group = slice(2 * head, 2 * head + 2)
+                weights = (0.3 * query[sequence, group].double() @ key.T).softmax(-1)
+                torch.testing.assert_close(out[sequence, group].double(), weights @ value, rtol=0, atol=tolerance)
+                mean = weights.mean(0)
+                torch.testing.assert_close(attention[sequence, head, :length].double(), mean, rtol=0, atol=1e-5)
+                for entry, received in zip(expected.entries, mean.tolist(), strict=True):
+                    entry.sums = [entry.sums[0] + received, entry.sums[1] + received**2, entry.sums[2]]
+                wanted = torch.tensor([entry.sums for entry in expected.entries]).T
+                torch.testing.assert_close(sums[:, sequence, head, :length], wanted, rtol=1e-5, atol=1e-5)
+                assert not attention[sequence, head, length:].any() and not sums[:, sequence, head, length:].any()
 
 
 ORDERS = [[0, 1, 2], [2, 0], [1], [2, 1, 0]]
@@ -168,10 +182,10 @@ def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: Mo
     for step in range(STEPS):
         rows = ORDERS[step % len(ORDERS)]
         simulation.append(rows)
+        if step % 6 == 0:
+            simulation.attend(rows)
         simulation.evict(rows, [[simulation.random_age(row, head) for head in range(2)] for row in rows])
         simulation.check()
-        if step % 10 == 0:
-            simulation.check_attention()
 
 
 @pytest.mark.parametrize("age", ["oldest", "newest", "none"])
@@ -202,3 +216,30 @@ def test_heads_of_other_rows_are_untouched(backend: ModuleType) -> None:
     for row in (0, 2):
         assert torch.equal(simulation.layer.block_tables[row], tables[row])
     assert torch.equal(simulation.layer.lengths, lengths)
+
+
+def test_the_youngest_of_the_lowest_goes_where_there_are_too_many(backend: ModuleType) -> None:
+    inf, nan = torch.inf, torch.nan
+    scores = [
+        [3.0, 1.0, 2.0, 1.0, inf, nan, -5.0],
+        [inf, inf, inf, inf, inf, inf, inf],
+        [4.0, inf, inf, inf, inf, inf, 0.0],
+        [-1.0, -2.0, 0.0, -2.0, -3.0, 7.0, 7.0],
+    ]
+    lengths = torch.tensor([[5, 7], [6, 4]])
+    found = backend.lowest(torch.tensor(scores).view(2, 2, 7), lengths, torch.tensor([4, 4]))
+    assert found.tolist() == [[3, 6], [0, -1]]
+
+
+def test_the_lowest_are_found_in_scores_that_heads_or_sequences_share(backend: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 300, (3, 4), generator=generator)
+    limits = torch.tensor([1, 100, 299])
+    for shape in ((3, 4, 300), (3, 1, 300), (1, 4, 300), (300,)):
+        scores = torch.randint(50, shape, generator=generator).float().expand(3, 4, 300)
+        found = backend.lowest(scores, lengths, limits)
+        for sequence in range(3):
+            for head in range(4):
+                own = scores[sequence, head, : int(lengths[sequence, head])].tolist()
+                youngest = max(age for age, score in enumerate(own) if score == min(own))
+                assert int(found[sequence, head]) == (youngest if len(own) > int(limits[sequence]) else -1)
