@@ -20,6 +20,9 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import Phase
 from dmc.runtime.step import RotaryTables
 
+POWERS = {"mass": 1, "squares": 2, "value_norm": 0}
+"""Of the attention that a sum grows by."""
+
 
 def note_layout(policy: EvictionPolicy, num_kv_heads: int, head_dim: int) -> NoteLayout:
     """Say what the cache keeps for a policy beside keys and values."""
@@ -57,7 +60,7 @@ class Eviction(CacheAttention):
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
         self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
-        self._longest = 0
+        self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
 
     def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
@@ -114,9 +117,9 @@ class Eviction(CacheAttention):
         if not {"mass", "squares"} & set(policy.sums):
             return
         entries = self._entries(layer_index, group.rows, group.positions[:, -1] + 1, int(slots.max()))
-        sequences, heads, length = entries.positions.shape
+        sequences, heads, length = entries.shape
         columns = torch.zeros(sequences, heads, query.shape[1] // heads, length, device=query.device)
-        squares = torch.zeros_like(entries.positions, dtype=torch.float32)
+        squares = torch.zeros(entries.shape, device=query.device)
         for block in attention_probabilities(query, layer, group.rows, slots, scaling):
             columns[..., : block.shape[-1]] += block.sum(3)
             if "squares" in policy.sums:
@@ -139,39 +142,35 @@ class Eviction(CacheAttention):
 
     def _decode(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
         """Attend from one generated token, and evict at most one entry of each head."""
-        policy, layer, rows = self.policy, self.cache.layer(layer_index), group.rows
+        policy, layer, rows, notes = self.policy, self.cache.layer(layer_index), group.rows, self._notes.pages
         if layer_index == 0:
             self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
+            self._limits = self._limits_of(group)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        answer = self.backend.paged_attention(
+        attended = self.backend.paged_attention(
             query[:, :, 0], *pages, layer.lengths, scaling, rows=rows, return_scores=policy.needs_row
         )
-        attended, scores = answer if policy.needs_row else (answer, None)
         entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
-        if scores is not None:
-            entries.row = self._by_age(entries, scores[..., : self._longest], rows)
-            self._add(entries, rows, entries.row, entries.row.square())
-        ages = policy.evicted(entries, self._limits(layer_index, group))
+        if policy.needs_row:
+            attended, scores = attended
+            powers = [POWERS[name] for name in policy.sums]
+            entries.row, sums = self.backend.note_attention(layer, notes, rows, scores, powers, self._longest)
+            entries.sums = dict(zip(policy.sums, sums, strict=True))
+        limits = self._limits[layer_index]
+        ages = self.backend.lowest(policy.scores(entries, limits), entries.lengths, limits)
         if policy.merges:
             self._rewrite(entries, rows, policy.merge(entries, entries.ages == ages[..., None]))
         self._notes.memory[layer_index, rows] = entries.memory
-        self.backend.evict(layer, self._notes.pages, rows, ages)
+        self.backend.evict(layer, notes, rows, ages)
         return attended[:, :, None]
 
-    def _by_age(self, entries: Entries, scores: Tensor, rows: Tensor) -> Tensor:
-        """Average the scores of slots over the group and put them into the order of age, [S, H, N]."""
-        assert self._notes.slot is not None
-        tables = self.cache.block_tables[entries.layer_index, rows]
-        slot = gather_pages(self._notes.slot, tables, scores.shape[-1]).long()
-        mean = scores.view(*entries.lengths.shape, -1, scores.shape[-1]).mean(2)
-        return mean.gather(2, slot.where(entries.exists, 0)) * entries.exists
-
-    def _limits(self, layer_index: int, group: Group) -> Tensor:
-        """Entries that each head may hold after this generated token, [S]."""
+    def _limits_of(self, group: Group) -> Tensor:
+        """Entries that each head may hold after this generated token, [L, S]."""
         if not self.policy.grows:
-            return self._notes.limits[layer_index, group.rows].long()
+            return self._notes.limits[:, group.rows].long()
         seen = (group.positions[:, -1] + 1).tolist()
-        return torch.tensor([self.policy.budget.entries(count) for count in seen], device=group.rows.device)
+        limits = torch.tensor([self.policy.budget.entries(count) for count in seen], device=group.rows.device)
+        return limits.expand(self.cache.layout.num_layers, -1)
 
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
@@ -259,14 +258,15 @@ class Eviction(CacheAttention):
             layer_index=layer_index,
             num_layers=self.cache.layout.num_layers,
             lengths=layer.lengths[rows].long(),
-            positions=gather_pages(notes.position, tables, num_entries).long(),
+            num_entries=num_entries,
             tokens_seen=tokens_seen,
-            sums={
+            memory=notes.memory[layer_index, rows],
+            nominal=notes.nominal[layer_index, rows].long(),
+            read_positions=lambda: gather_pages(notes.position, tables, num_entries).long(),
+            read_sums=lambda: {
                 name: gather_pages(column, tables, num_entries)
                 for column, name in zip(notes.sums, self.policy.sums, strict=True)
             },
-            memory=notes.memory[layer_index, rows],
-            nominal=notes.nominal[layer_index, rows].long(),
             read_keys=lambda: read(layer.key_pages),
             read_values=lambda: read(layer.value_pages),
             rotate=turn,
