@@ -58,13 +58,13 @@ class LAVa(SnapKV):
         return self.adapts_layers
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
-        """The score above; +inf for the window itself."""
+        """The score above, the maximum over the group; +inf for the window itself."""
         assert entries.rows is not None
         window = effective_window(self.window, limit)
-        attention = entries.rows[..., -window:, :].mean(3).amax(2)  # pooling and positive factors commute with the max
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
-        scores = attention * norms.amax(-1, keepdim=True)
-        return pool_before(entries, scores, window, self.kernel_size, self.pooling)
+        scores = entries.rows[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
+        pooled = [pool_before(entries, each, window, self.kernel_size, self.pooling) for each in scores.unbind(2)]
+        return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
         """Entropy of the layer's scores as one distribution, in units of its maximum."""

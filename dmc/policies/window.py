@@ -65,7 +65,7 @@ class StreamingLLM(LocalWindow):
         They are turned from what they were when the first entry left: turning again and again would add up errors.
         """
         gone = entries.tokens_seen - (entries.lengths - leaving.sum(-1))[:, 0]
-        before_gap = (leaving.cumsum(-1) == 0)[:, 0, : self.sinks]
+        before_gap = (entries.exists & (leaving.cumsum(-1) == 0))[:, 0, : self.sinks]
         turns = (entries.ages[: self.sinks] + gone[:, None] - entries.positions[:, 0, : self.sinks]) * before_gap
         if not bool((turns > 0).any()):
             return None
