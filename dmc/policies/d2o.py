@@ -99,7 +99,7 @@ class D2O(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for sinks and recent entries."""
-        budget = torch.as_tensor(budget, device=entries.positions.device).view(-1)
+        budget = torch.as_tensor(budget, device=entries.lengths.device).view(-1)
         sinks = (budget - 2).clamp(0, self.sinks)
         if int(sinks.min()) < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {int(budget.min())} entries: {int(sinks.min())} stay")

@@ -20,7 +20,7 @@ class LocalWindow(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """The younger, the higher."""
-        return entries.ages.float().expand(entries.positions.shape)
+        return entries.ages.float().expand(entries.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class StreamingLLM(LocalWindow):
         if isinstance(budget, int) and budget - 1 < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
         sinks = torch.as_tensor(budget - 1).clamp_max(self.sinks).view(-1, 1, 1)
-        return super().scores(entries, budget).masked_fill(entries.ages < sinks, torch.inf)
+        return entries.ages.float().masked_fill(entries.ages < sinks, torch.inf).expand(entries.shape)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Turn the sinks' keys by as many positions as entries are gone.

@@ -45,14 +45,14 @@ def check_policy(model: Any, policy: CachePolicy) -> None:
 
     Raises:
         TypeError: it is no policy.
-        ValueError: the model is compressed itself, or shared by several processes.
+        ValueError: the model compresses by itself and the policy acts while generating, or several processes share it.
     """
     if not isinstance(policy, EvictionPolicy):
         raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
-    if getattr(model.config, "compression", None) is not None:
+    if getattr(model.config, "compression", None) is not None and (policy.evicts_decoding or policy.sums):
         raise ValueError(
-            f"policy={policy!r}: {type(model).__name__} decides by its own gates what its cache keeps; "
-            "give a stock model, or policy=None"
+            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
+            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
         )
     if getattr(model, "ranks", ALONE).size > 1:
         raise ValueError("a policy cannot be used with a model that several processes share: use one process")
@@ -93,7 +93,7 @@ class Runner:
             use_stock_attention(model)
         self._attention = CacheAttention(cache, backend)
         if isinstance(policy, EvictionPolicy):
-            self._attention = Eviction(cache, backend, policy, rotary_of(model))
+            self._attention = Eviction(cache, backend, policy, self._rotary or rotary_of(model))
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:
