@@ -32,7 +32,7 @@ constexpr int MIN_CHUNK = 256;  // slots worth a task of their own
 constexpr int CHUNKS_PER_THREAD = 8;
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications; below it, waking threads costs more than it saves
 
-// -ffast-math knows no infinity. A masked score lies so far below the lowest maximum that its weight is exactly 0.
+// -ffinite-math-only knows no infinity. A masked score lies so far below the lowest maximum that its weight is exactly 0.
 constexpr float MASKED = -1e30f, LOWEST_MAXIMUM = -1e20f;
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

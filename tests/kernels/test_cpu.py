@@ -28,6 +28,11 @@ PROGRAM = """
 """
 
 
+def test_loading_the_kernels_leaves_the_subnormal_numbers_of_the_process_alone() -> None:
+    assert cpu.load_library() is not None
+    assert sys.float_info.min / 2 > 0
+
+
 def start(cache: Path, **environment: str) -> subprocess.Popen:
     """Run the program in a process of its own, with an empty cache of built kernels."""
     return subprocess.Popen(
