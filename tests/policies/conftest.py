@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dmc import Engine, policies
 from dmc.budget import Budget
+from dmc.kernels.reference import lowest
 from dmc.policies import Entries
 
 TOLERANCE = 1e-4
-PROMPT_LENGTHS, CONTINUATION_LENGTHS = (41, 23), (9, 6)
+PROMPT_LENGTHS, CONTINUATION_LENGTHS = (37, 22), (7, 5)
 """Ragged; the shorter prompt is below a budget of 24 tokens and goes over it while it is continued."""
 
 
@@ -109,23 +110,36 @@ def make_entries() -> Callable[..., Entries]:
             for name in ("keys", "values")
         )
         sums = {name: torch.tensor(numbers)[None] for name, numbers in known.pop("sums", {}).items()}
+        positions = torch.arange(length).expand(1, heads, length)
         parts = {name: as_tensor(numbers)[None] for name, numbers in known.items()}
         return Entries(
             layer_index=layer_index,
             num_layers=num_layers,
             lengths=torch.full((1, heads), length),
-            positions=parts.pop("positions", torch.arange(length).expand(1, heads, length)),
-            tokens_seen=parts.pop("tokens_seen", torch.tensor([length])),
-            sums=sums,
+            num_entries=length,
+            tokens_seen=torch.tensor([length]),
             memory=parts.pop("memory", torch.full((1, 1), torch.nan)),
+            read_positions=lambda: positions,
+            read_sums=lambda: sums,
             read_keys=lambda: keys,
             read_values=lambda: values,
             rotate=lambda states, turns: states,
-            nominal=parts.pop("nominal", torch.tensor([0])),
+            nominal=torch.tensor([0]),
             **parts,
         )
 
     return build
+
+
+@pytest.fixture
+def evicted() -> Callable[..., list[int]]:
+    """Return what says which entry of each head goes after a generated token, -1 for none."""
+
+    def choose(policy: Any, entries: Entries, limit: int) -> list[int]:
+        limits = torch.tensor([limit])
+        return lowest(policy.scores(entries, limits), entries.lengths, limits)[0].tolist()
+
+    return choose
 
 
 def as_tensor(numbers: Any) -> Tensor:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dmc.policies.budgets import (
@@ -26,7 +26,7 @@ from dmc.policies.budgets import (
 )
 from dmc.policies.d2o import LEAST_SHARE, MOST_SHARE, clamped_shares
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+FEW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 SCORE = st.sampled_from([-math.inf, 0.0, 0.25, 0.5, 1.0, math.inf])  # ties are the normal case after max-pooling
 WEIGHTS = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 

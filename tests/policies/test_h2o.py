@@ -18,10 +18,10 @@ def test_options_agree_with_the_oracle(assert_like_oracle, options):
     assert_like_oracle("H2O", {"ratio": 3}, **options)
 
 
-def test_the_lightest_entry_that_is_not_recent_goes(make_entries):
+def test_the_lightest_entry_that_is_not_recent_goes(make_entries, evicted):
     mass = [old + new for old, new in zip((0.9, 0.3, 0.5, 0.2, 0.0), (0.30, 0.10, 0.20, 0.15, 0.25))]
     entries = make_entries(1, 5, sums={"mass": [mass]})
-    assert H2O(budget=Budget(tokens=4)).evicted(entries, torch.tensor([4])).item() == 1
+    assert evicted(H2O(budget=Budget(tokens=4)), entries, 4) == [1]
 
 
 def test_attention_can_be_counted_per_query(make_entries):
