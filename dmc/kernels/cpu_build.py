@@ -26,7 +26,7 @@ FAST_MATH = (
     "-fassociative-math",
     "-freciprocal-math",
 )
-"""What -ffast-math stands for; by that name, gcc below 13 lets the library turn subnormals into 0 in all the process."""
+"""What -ffast-math stands for; by that name, gcc < 13 lets the library turn subnormals into 0 in the whole process."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", *FAST_MATH, "-fPIC", "-shared")
 
 

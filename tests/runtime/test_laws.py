@@ -1,15 +1,20 @@
 """The laws that every compression method obeys in the engine."""
 
 import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dmc import Engine, SamplingParams, retrofit
+from dmc import Engine, SamplingParams, policies, retrofit
+from dmc.budget import Budget
 from dmc.compression import CompressionConfig
 
-METHODS: dict[str, dict[str, Any] | None] = {
+GATES: dict[str, dict[str, Any] | None] = {
     "full cache": None,
     "merge": {},
     "merge, short window": {"window_size": 3},
@@ -20,6 +25,31 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "drop, delay 4": {"action": "drop", "delay": 4},
     "drop, delay 16": {"action": "drop", "delay": 16},
 }
+QUARTER = Budget(ratio=4)
+POLICIES: dict[str, policies.EvictionPolicy] = {
+    "LocalWindow": policies.LocalWindow(budget=QUARTER),
+    "StreamingLLM": policies.StreamingLLM(budget=QUARTER),
+    "StreamingLLM, rerotate": policies.StreamingLLM(budget=QUARTER, rerotate=True),
+    "H2O": policies.H2O(budget=QUARTER),
+    "H2O, tokens": policies.H2O(budget=Budget(tokens=17)),
+    "H2O, prompt only": policies.H2O(budget=QUARTER, evict_decoding=False),
+    "TOVA": policies.TOVA(budget=QUARTER),
+    "SnapKV": policies.SnapKV(budget=QUARTER),
+    "PyramidKV": policies.PyramidKV(budget=QUARTER),
+    "AdaKV": policies.AdaKV(budget=QUARTER),
+    "CAKE": policies.CAKE(budget=QUARTER),
+    "CAKE, cascading": policies.CAKE(budget=QUARTER, cascading=True),
+    "VATP": policies.VATP(budget=QUARTER),
+    "RoCo": policies.RoCo(budget=QUARTER),
+    "CaM": policies.CaM(budget=QUARTER),
+    "D2O": policies.D2O(budget=QUARTER),
+    "LAVa": policies.LAVa(budget=QUARTER),
+    "LAVa, tokens": policies.LAVa(budget=Budget(tokens=17)),
+}
+METHODS = {**GATES, **POLICIES}
+CHUNKS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40)
+"""1 is token by token; the others lie around the delays, windows and the page."""
+POLICY_CHUNKS = (1, 5, 16)
 TOLERANCE = 1e-4
 LENGTHS = (5, 33, 18, 1)
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -32,8 +62,15 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def model(method: str, make_stock: Any, make_compressed: Any) -> Any:
-    gates = METHODS[method]
+    gates = GATES.get(method)
     return make_stock() if gates is None else make_compressed(gates=gates)
+
+
+@pytest.fixture
+def policy(method: str) -> Iterator[policies.EvictionPolicy | None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of windows that do not fit
+        yield POLICIES.get(method)
 
 
 def scores(engine: Engine, prompts: list[list[int]], continuations: list[list[int]]) -> torch.Tensor:
@@ -44,7 +81,9 @@ def tokens_of(generations: list[Any]) -> list[list[int]]:
     return [generation.token_ids for generation in generations]
 
 
-def test_closed_gate_equals_the_base_model(method: str, make_stock: Any, make_prompts: Any) -> None:
+def test_closed_gate_or_budget_for_all_equals_the_base_model(
+    method: str, policy: Any, make_stock: Any, make_prompts: Any
+) -> None:
     base, (tokens,) = make_stock(), make_prompts(40)
     with torch.no_grad():
         for layer in base.model.layers:  # nothing in the borrowed neuron, nor in what RoPE turns into it
@@ -52,27 +91,34 @@ def test_closed_gate_equals_the_base_model(method: str, make_stock: Any, make_pr
                 projection.weight[7::16] = 0
                 projection.weight[15::16] = 0
         expected = base(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
-    gates = METHODS[method]
+    gates = GATES.get(method)
     closed = CompressionConfig(decision_offset=1e6, **(gates or {}))
-    engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed))
+    policy = None if policy is None else dataclasses.replace(policy, budget=Budget(tokens=60))
+    engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed), policy=policy)
     torch.testing.assert_close(scores(engine, [tokens[:10]], [[*tokens[10:], 0]]), expected[9:], rtol=0, atol=TOLERANCE)
     for generation in engine.generate(make_prompts(*LENGTHS), GREEDY):
         assert (generation.stats.slots == generation.stats.tokens_seen).all()
         assert generation.stats.achieved_ratio == 1
 
 
-# Chunks of 1 are token-by-token decoding; the others lie around the delays, windows and the page.
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40])
-def test_chunked_prefill_equals_the_whole(model: Any, chunk: int, make_prompts: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "chunks"), [*((gates, CHUNKS) for gates in GATES), *((each, POLICY_CHUNKS) for each in POLICIES)]
+)
+def test_chunked_prefill_equals_the_whole(
+    method: str, chunks: tuple[int, ...], model: Any, policy: Any, make_prompts: Any
+) -> None:
     prompts, continuations = make_prompts(1, 37), make_prompts(30, 5, seed=2)
-    whole = scores(Engine(model), prompts, continuations)
-    chunked = scores(Engine(model, prefill_chunk_size=chunk), prompts, continuations)
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=TOLERANCE)
+    whole = scores(Engine(model, policy=policy), prompts, continuations)
+    for chunk in chunks:
+        chunked = scores(Engine(model, policy=policy, prefill_chunk_size=chunk), prompts, continuations)
+        torch.testing.assert_close(
+            chunked, whole, rtol=0, atol=TOLERANCE, msg=lambda text: f"chunks of {chunk}: {text}"
+        )
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_prefill_equals_decoding(model: Any, chunk: int | None, make_prompts: Any) -> None:
-    engine = Engine(model, prefill_chunk_size=chunk)
+def test_prefill_equals_decoding(model: Any, policy: Any, chunk: int | None, make_prompts: Any) -> None:
+    engine = Engine(model, policy=policy, prefill_chunk_size=chunk)
     prompts = make_prompts(*LENGTHS)
     generations = engine.generate(prompts, GREEDY)
     for score, generation in zip(engine.score(prompts, tokens_of(generations)), generations, strict=True):
@@ -82,19 +128,21 @@ def test_prefill_equals_decoding(model: Any, chunk: int | None, make_prompts: An
         assert generation.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
 
 
-def test_batch_equals_its_sequences_alone(model: Any, make_prompts: Any) -> None:
+def test_batch_equals_its_sequences_alone(model: Any, policy: Any, make_prompts: Any) -> None:
     prompts = make_prompts(*LENGTHS)
-    batch = Engine(model, max_batch_size=3, prefill_chunk_size=9, token_budget=11).generate(prompts, GREEDY)
-    for prompt, together in zip(prompts, batch, strict=True):
-        (alone,) = Engine(model).generate([prompt], GREEDY)
+    engine = Engine(model, policy=policy, max_batch_size=3, prefill_chunk_size=9, token_budget=11)
+    for prompt, together in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        (alone,) = Engine(model, policy=policy).generate([prompt], GREEDY)
         assert together.token_ids == alone.token_ids
         assert together.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
         assert torch.equal(together.stats.slots, alone.stats.slots)
         assert together.stats.tokens_seen == alone.stats.tokens_seen == len(prompt) + 19
 
 
-def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(model: Any, make_prompts: Any) -> None:
-    engine, seen = Engine(model, max_batch_size=2, prefill_chunk_size=10), []
+def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(
+    model: Any, policy: Any, make_prompts: Any
+) -> None:
+    engine, seen = Engine(model, policy=policy, max_batch_size=2, prefill_chunk_size=10), []
     requests = [engine.submit(prompt, GREEDY) for prompt in make_prompts(*LENGTHS)]
     while any(request.generation is None for request in requests):
         engine.step()
@@ -102,3 +150,53 @@ def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(model: Any,
         seen.append(engine.blocks_in_use)
     assert max(seen) > 4
     assert seen[-1] == engine.blocks_in_use == 0
+
+
+def most_entries(policy: Any, prompt_length: int, tokens_seen: int) -> int:
+    """Entries per head that a policy may hold on average after so many tokens."""
+    if policy.grows and policy.evicts_decoding:
+        return min(tokens_seen, policy.budget.entries(tokens_seen))
+    limit = min(prompt_length, policy.budget.entries(prompt_length))
+    if policy.evicts_decoding:
+        return min(tokens_seen, policy.budget.entries(prompt_length))
+    return limit + tokens_seen - prompt_length
+
+
+SHORT = {"LAVa": 4, "LAVa, tokens": 4, "D2O": 4}
+"""Entries of all layers and heads, 2 of 2, that rounding shares down may cost."""
+
+
+@pytest.mark.parametrize("method", POLICIES)
+def test_entries_are_what_the_budget_says_at_every_step(
+    method: str, model: Any, policy: Any, make_prompts: Any
+) -> None:
+    engine = Engine(model, policy=policy)
+    attention = engine._runner._attention
+    backend, most_attended = attention.backend, []
+
+    def paged_attention(*arguments: Any, rows: torch.Tensor, **options: Any) -> Any:
+        most_attended.append((rows.tolist(), arguments[4][rows].amax(1).tolist()))
+        return backend.paged_attention(*arguments, rows=rows, **options)
+
+    attention.backend = SimpleNamespace(**{**vars(backend), "paged_attention": paged_attention})  # type: ignore
+    prompts = make_prompts(*LENGTHS, 60)
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    adaptive = policy.adapts_layers or method in ("PyramidKV", "AdaKV")
+    while any(request.generation is None for request in requests):
+        most_attended.clear()
+        engine.step()
+        for row, prompt in enumerate(prompts):
+            seen = int(engine.cache.tokens_seen[row])
+            if seen < len(prompt):
+                continue
+            held, most = engine.cache.lengths[:, row].long(), most_entries(policy, len(prompt), seen)
+            assert 0 <= most * held.numel() - int(held.sum()) <= SHORT.get(method, 0)
+            assert adaptive or (held == most).all()
+            if policy.evicts_decoding and not adaptive:
+                attended = [lengths[rows.index(row)] for rows, lengths in most_attended if row in rows]
+                assert not attended or max(attended) <= most + 1
+    for prompt, request in zip(prompts, requests, strict=True):
+        stats = request.generation.stats
+        assert stats.achieved_ratio == pytest.approx(stats.tokens_seen * 4 / int(stats.slots.sum()))
+        if policy.grows and policy.evicts_decoding and policy.budget.ratio:
+            assert stats.achieved_ratio >= 4 or stats.tokens_seen < 4
