@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,17 +12,22 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from dmc import Engine, SamplingParams
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
 from dmc.runtime import Request, Session
+from dmc.runtime.runner import layout_of
 
 BLOCK = 16
-NUM_BLOCKS = 12
-MOST_TOKENS = NUM_BLOCKS // 2 * BLOCK  # one layer, two heads, nothing merged
-METHODS: dict[str, dict[str, Any] | None] = {
+MOST_TOKENS = 6 * BLOCK  # that the memory holds, nothing merged
+HALF = Budget(ratio=2)
+METHODS: dict[str, dict[str, Any] | policies.EvictionPolicy | None] = {
     "full cache": None,
     "merge": {},
     "merge, exact": {"window_size": None},
     "drop": {"action": "drop", "delay": 4},
+    "evicts while generating": policies.H2O(budget=HALF),
+    "evicts from prompts, by layer and head": policies.LAVa(budget=Budget(ratio=4), window=4),
+    "merges what it evicts": policies.D2O(budget=HALF),
 }
 PROMPT_LENGTHS = (1, 3, 9, 16, 24, 40)
 PARAMS = [
@@ -43,25 +49,41 @@ ENGINES = [
 ]
 
 
+Turns = tuple[tuple[tuple[int, ...], SamplingParams], ...]
+"""Prompt and parameters of each turn of a conversation."""
+
+
 class Alone:
-    """The naive model: what a request brings on an engine of its own, remembered."""
+    """The naive model: what the last turn of a conversation brings on an engine of its own, remembered."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.known: dict[tuple, Any] = {}
+    def __init__(self, model: Any, policy: Any) -> None:
+        self.model, self.policy = model, policy
+        self.known: dict[Turns, Any] = {}
 
-    def __call__(self, tokens: list[int], params: SamplingParams) -> Any:
-        key = (tuple(tokens), params)
-        if key not in self.known:
-            (self.known[key],) = Engine(self.model, max_batch_size=1).generate([tokens], params)
-        return self.known[key]
+    def __call__(self, turns: Turns) -> Any:
+        if turns not in self.known:
+            with Engine(self.model, policy=self.policy, max_batch_size=1).session() as session:
+                for prompt, params in turns:
+                    generation = session.generate(list(prompt), params)
+            self.known[turns] = generation
+        return self.known[turns]
+
+
+@dataclass
+class Conversation:
+    """What a session has seen: turns that were answered, and the prompts that have been aborted since."""
+
+    turns: Turns = ()
+    unanswered: tuple[int, ...] = ()
+    """They stay in the cache, and the next turn's prompt goes on from there."""
+    tokens: list[int] = field(default_factory=list)
 
 
 class Turn:
     """A request in flight and what the naive model says of it."""
 
-    def __init__(self, request: Request, expected: Any, session: Session | None) -> None:
-        self.request, self.expected, self.session = request, expected, session
+    def __init__(self, request: Request, turns: Turns, expected: Any, session: Session | None) -> None:
+        self.request, self.turns, self.expected, self.session = request, turns, expected, session
         self.tokens: list[int] = []
 
 
@@ -73,25 +95,28 @@ class Operations(RuleBasedStateMachine):
         self.model, self.alone, self.prompts, self.count = model, alone, prompts, count
         self.engine: Any = None
         self.turns: list[Turn] = []
-        self.histories: dict[Session, list[int]] = {}
+        self.histories: dict[Session, Conversation] = {}
 
     @precondition(lambda self: self.engine is None)
     @rule(options=st.sampled_from(ENGINES))
     def start(self, options: dict) -> None:
-        memory = NUM_BLOCKS * BLOCK * 2 * 16 * 4
-        self.engine = Engine(self.model, **{"max_batch_size": 4, "memory": memory, **options})
+        layout = layout_of(self.model, self.alone.policy)
+        memory = MOST_TOKENS // BLOCK * layout.num_layers * layout.num_kv_heads * layout.block_bytes(BLOCK)
+        options = {"max_batch_size": 4, "memory": memory, **options}
+        self.engine = Engine(self.model, policy=self.alone.policy, **options)
 
     def begin(self, prompt: list[int], params: SamplingParams, session: Session | None) -> None:
-        history = [] if session is None else self.histories[session]
-        too_long = len(history) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS
+        history = Conversation() if session is None else self.histories[session]
+        too_long = len(history.tokens) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS
         if too_long and not self.engine.cache.grows:
             self.count["refused"] += 1
             with pytest.raises(ValueError, match="worst case"):
                 self.engine.submit(prompt, params, session)
             return
         request = self.engine.submit(prompt, params, session)
-        self.turns.append(Turn(request, self.alone(history + prompt, params), session))
-        history += prompt
+        turns = (*history.turns, ((*history.unanswered, *prompt), params))
+        self.turns.append(Turn(request, turns, self.alone(turns), session))
+        history.tokens += prompt
 
     @precondition(lambda self: self.engine is not None and len(self.turns) < 8)
     @rule(
@@ -106,7 +131,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def open_session(self) -> None:
         self.count["open session"] += 1
-        self.histories[self.engine.session()] = []
+        self.histories[self.engine.session()] = Conversation()
 
     @precondition(lambda self: self.histories)
     @rule(which=st.integers(0, 2), length=LENGTH, params=PARAM)
@@ -170,7 +195,7 @@ class Operations(RuleBasedStateMachine):
     def score(self, length: int) -> None:
         """Scoring runs beside the requests; their tokens come all the same."""
         self.count["score"] += 1
-        generation = self.alone(self.prompts[length], PARAMS[1])
+        generation = self.alone(((tuple(self.prompts[length]), PARAMS[1]),))
         engine, accepted = self.engine, []
         step = engine.step
         engine.step = lambda: accepted.extend(step())
@@ -223,8 +248,13 @@ class Operations(RuleBasedStateMachine):
     def leave(self, turn: Turn) -> None:
         self.turns.remove(turn)
         if turn.session is not None:
-            self.histories[turn.session] += turn.tokens
-            assert turn.session.tokens == self.histories[turn.session]
+            history = self.histories[turn.session]
+            history.tokens += turn.tokens
+            assert turn.session.tokens == history.tokens
+            prompt, params = turn.turns[-1]
+            history.unanswered = () if turn.tokens else prompt
+            if turn.tokens:
+                history.turns = (*turn.turns[:-1], (prompt, replace(params, max_new_tokens=len(turn.tokens))))
 
     @invariant()
     def blocks_are_what_the_slots_need(self) -> None:
@@ -247,8 +277,8 @@ class Operations(RuleBasedStateMachine):
         assert self.engine is None or self.engine.blocks_in_use == 0
 
 
-def run(model: Any, make_prompts: Any, **profile: Any) -> Counter:
-    alone, count = Alone(model), Counter()
+def run(model: Any, policy: Any, make_prompts: Any, **profile: Any) -> Counter:
+    alone, count = Alone(model, policy), Counter()
     prompts = dict(zip(PROMPT_LENGTHS, make_prompts(*PROMPT_LENGTHS), strict=True))
     chosen = settings(
         derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), **profile
@@ -262,17 +292,19 @@ def small_first_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)
 
 
-def build(method: str, make_stock: Any, make_compressed: Any) -> Any:
-    gates = METHODS[method]
-    return make_stock(num_layers=1) if gates is None else make_compressed(gates=gates, num_layers=1)
+def build(method: str, make_stock: Any, make_compressed: Any) -> tuple[Any, Any]:
+    """Return a model and its policy, if there is one."""
+    chosen = METHODS[method]
+    if isinstance(chosen, dict):
+        return make_compressed(gates=chosen, num_layers=1), None
+    return make_stock(num_layers=1 if chosen is None else 2), chosen
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_some_operations_agree_with_requests_alone(
     method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
 ) -> None:
-    model = build(method, make_stock, make_compressed)
-    run(model, make_prompts, max_examples=4, stateful_step_count=30)
+    run(*build(method, make_stock, make_compressed), make_prompts, max_examples=4, stateful_step_count=30)
 
 
 @pytest.mark.slow
@@ -281,8 +313,7 @@ def test_ten_thousand_operations_agree_with_requests_alone(
 ) -> None:
     total: Counter = Counter()
     for method in METHODS:
-        model = build(method, make_stock, make_compressed)
-        total += run(model, make_prompts, max_examples=45, stateful_step_count=40)
+        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=45, stateful_step_count=40)
 
     done = {name: number for name, number in total.items() if name not in ("refused", "preempted")}
     assert sum(done.values()) >= 10_000, total
