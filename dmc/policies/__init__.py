@@ -7,7 +7,9 @@ from dmc.policies.cam import CaM
 from dmc.policies.d2o import D2O
 from dmc.policies.h2o import H2O
 from dmc.policies.lava import LAVa
+from dmc.policies.omnikv import OmniKV
 from dmc.policies.pyramidkv import PyramidKV
+from dmc.policies.reading import ReadingPolicy
 from dmc.policies.roco import RoCo
 from dmc.policies.snapkv import SnapKV
 from dmc.policies.tova import TOVA
@@ -27,7 +29,9 @@ __all__ = [
     "EvictionPolicy",
     "LAVa",
     "LocalWindow",
+    "OmniKV",
     "PyramidKV",
+    "ReadingPolicy",
     "Rewrite",
     "RoCo",
     "SnapKV",
