@@ -9,6 +9,7 @@ from dmc.policies.h2o import H2O
 from dmc.policies.lava import LAVa
 from dmc.policies.omnikv import OmniKV
 from dmc.policies.pyramidkv import PyramidKV
+from dmc.policies.quest import Quest
 from dmc.policies.reading import ReadingPolicy
 from dmc.policies.roco import RoCo
 from dmc.policies.snapkv import SnapKV
@@ -31,6 +32,7 @@ __all__ = [
     "LocalWindow",
     "OmniKV",
     "PyramidKV",
+    "Quest",
     "ReadingPolicy",
     "Rewrite",
     "RoCo",

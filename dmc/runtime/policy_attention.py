@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from dmc.policies import CachePolicy, EvictionPolicy, OmniKV
+from dmc.policies import CachePolicy, EvictionPolicy, OmniKV, Quest
 from dmc.runtime.cache_attention import CacheAttention
 from dmc.runtime.eviction import Eviction, note_layout
 from dmc.runtime.omnikv import OmniKVAttention
 from dmc.runtime.omnikv_store import OmniKVLayout
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.quest import PageBoundsLayout, QuestAttention
 from dmc.runtime.side_store import SideLayout
 from dmc.runtime.step import RotaryTables
 
@@ -24,6 +25,8 @@ def side_layout(policy: CachePolicy, num_kv_heads: int, head_dim: int) -> SideLa
         return note_layout(policy, num_kv_heads, head_dim)
     if isinstance(policy, OmniKV):
         return OmniKVLayout(policy)
+    if isinstance(policy, Quest):
+        return PageBoundsLayout(policy.page_size)
     raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
 
 
@@ -40,5 +43,7 @@ def policy_attention(
     """
     if isinstance(policy, EvictionPolicy):
         return Eviction(cache, backend, policy, rotary)
+    if isinstance(policy, Quest):
+        return QuestAttention(cache, backend, policy)
     assert isinstance(policy, OmniKV)
     return OmniKVAttention(cache, backend, policy)
