@@ -61,7 +61,7 @@ class OmniKVAttention(CacheAttention):
         if layer_index in self._runs:
             self._store.remember(layer_index, group, query)
             if not is_prompt:
-                return self._attend_and_choose(layer_index, group, query, scaling)
+                return self.choose(layer_index, group, query, scaling)
             self._store.forget_choice(layer_index, group)
             if self._prefill is not None:
                 self._prefill.choose(self.cache.layer(layer_index), group, query, scaling)
@@ -96,7 +96,7 @@ class OmniKVAttention(CacheAttention):
         )
         return attended[:, :, None]
 
-    def _attend_and_choose(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
+    def choose(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
         """Attend from generated tokens in a filter layer, and choose for the layers after it."""
         prompt = self._prompts(group)
         attended, scores = self._look(layer_index, group, query, prompt, scaling)

@@ -11,6 +11,7 @@ from dmc.policies.omnikv import OmniKV
 from dmc.runtime.cache_attention import Group
 from dmc.runtime.paged_cache import CacheLayout
 from dmc.runtime.side_store import SideStore
+from dmc.runtime.slow_pool import Lane, SlowPool
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class OmniKVLayout:
 
     def store(self, layout: CacheLayout, max_sequences: int, num_blocks: int, block_size: int) -> OmniKVStore:
         """See `SideLayout.store`."""
+        if self.policy.offload:
+            return OffloadedStore(self.policy, layout, max_sequences, block_size)
         return OmniKVStore(self.policy, layout, max_sequences)
 
 
@@ -91,3 +94,41 @@ class OmniKVStore(SideStore):
         """Remember a choice, int64 [S, width] as in `last_choice`."""
         place = self._place[chooser]
         self._chosen[place, group.rows, : positions.shape[1]] = positions.to(self._chosen.dtype)
+
+
+class OffloadedStore(OmniKVStore):
+    """Adds the slow pool. A sparse layer's pages hold room for what is chosen, then generated tokens.
+
+    Args:
+        policy: fitted to the model.
+        layout: of the cache.
+        max_sequences: rows.
+        block_size: tokens of a block of the slow pool.
+    """
+
+    def __init__(self, policy: OmniKV, layout: CacheLayout, max_sequences: int, block_size: int) -> None:
+        super().__init__(policy, layout, max_sequences)
+        shape = layout.num_kv_heads, 2, layout.head_dim
+        runs = policy.sparse_layers(layout.num_layers)
+        self.pool = SlowPool(runs, shape, layout.dtype, max_sequences, block_size, Lane(layout.device))
+        self.offloaded = torch.zeros(layout.num_layers, max_sequences, dtype=torch.long)
+        """Tokens in the slow pool, the first ones of each sequence, [L, C]."""
+        self.room = torch.zeros_like(self.offloaded)
+        """Slots in pages for those that are chosen, [L, C]."""
+
+    def close_row(self, row: int) -> None:
+        """See `SideStore.close_row`."""
+        self.pool.free(row)
+        self.offloaded[:, row] = self.room[:, row] = 0
+
+    def slots_elsewhere(self, row: int) -> Tensor:
+        """See `SideStore.slots_elsewhere`: what is chosen lies in both pools."""
+        return self.offloaded[:, row] - self.room[:, row]
+
+    def slow_bytes_allocated(self, row: int) -> int:
+        """See `SideStore.slow_bytes_allocated`."""
+        return self.pool.bytes_of(row)
+
+    def slow_bytes_used(self, row: int) -> int:
+        """See `SideStore.slow_bytes_used`."""
+        return int(self.offloaded[:, row].sum()) * self.pool.entry_bytes

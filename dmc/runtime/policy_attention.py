@@ -8,6 +8,7 @@ from dmc.policies import CachePolicy, EvictionPolicy, OmniKV, Quest
 from dmc.runtime.cache_attention import CacheAttention
 from dmc.runtime.eviction import Eviction, note_layout
 from dmc.runtime.omnikv import OmniKVAttention
+from dmc.runtime.omnikv_offload import OffloadedOmniKV
 from dmc.runtime.omnikv_store import OmniKVLayout
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.quest import PageBoundsLayout, QuestAttention
@@ -46,4 +47,4 @@ def policy_attention(
     if isinstance(policy, Quest):
         return QuestAttention(cache, backend, policy)
     assert isinstance(policy, OmniKV)
-    return OmniKVAttention(cache, backend, policy)
+    return (OffloadedOmniKV if policy.offload else OmniKVAttention)(cache, backend, policy)

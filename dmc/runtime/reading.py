@@ -31,6 +31,11 @@ def small_page_ids(block_tables: Tensor, index: Tensor, pages_per_block: int) ->
     return blocks * pages_per_block + (index % pages_per_block).to(blocks.dtype)
 
 
+def gather_slots(pages: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor:
+    """Copy entries of each head by their slot, int64 [S, H or 1, K], out of pages [N, block, D]: [S, H, K, D]."""
+    return small_pages(pages, 1)[small_page_ids(block_tables, slots, pages.shape[1]).long()].squeeze(3)
+
+
 def backend_for_pages(backend: ModuleType, layout: CacheLayout, page_size: int) -> ModuleType:
     """Return the backend if it serves pages of this size (flash-attn 2 may not), else the best one that does."""
     if backend.supports(layout.dtype, layout.head_dim, page_size, layout.device) is None:
