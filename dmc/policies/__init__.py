@@ -6,6 +6,7 @@ from dmc.policies.cake import CAKE
 from dmc.policies.cam import CaM
 from dmc.policies.d2o import D2O
 from dmc.policies.h2o import H2O
+from dmc.policies.infllm import InfLLM
 from dmc.policies.lava import LAVa
 from dmc.policies.omnikv import OmniKV
 from dmc.policies.pyramidkv import PyramidKV
@@ -28,6 +29,7 @@ __all__ = [
     "CachePolicy",
     "Entries",
     "EvictionPolicy",
+    "InfLLM",
     "LAVa",
     "LocalWindow",
     "OmniKV",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from dmc.policies import CachePolicy, EvictionPolicy, OmniKV, Quest
+from dmc.policies import CachePolicy, EvictionPolicy, InfLLM, OmniKV, Quest
 from dmc.runtime.cache_attention import CacheAttention
 from dmc.runtime.eviction import Eviction, note_layout
+from dmc.runtime.infllm import InfLLMAttention
+from dmc.runtime.infllm_memory import BlockMemoryLayout
 from dmc.runtime.omnikv import OmniKVAttention
 from dmc.runtime.omnikv_offload import OffloadedOmniKV
 from dmc.runtime.omnikv_store import OmniKVLayout
@@ -28,6 +30,8 @@ def side_layout(policy: CachePolicy, num_kv_heads: int, head_dim: int) -> SideLa
         return OmniKVLayout(policy)
     if isinstance(policy, Quest):
         return PageBoundsLayout(policy.page_size)
+    if isinstance(policy, InfLLM):
+        return BlockMemoryLayout(policy.initial, policy.block_size)
     raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
 
 
@@ -46,5 +50,7 @@ def policy_attention(
         return Eviction(cache, backend, policy, rotary)
     if isinstance(policy, Quest):
         return QuestAttention(cache, backend, policy)
+    if isinstance(policy, InfLLM):
+        return InfLLMAttention(cache, backend, policy, rotary)
     assert isinstance(policy, OmniKV)
     return (OffloadedOmniKV if policy.offload else OmniKVAttention)(cache, backend, policy)
