@@ -1,5 +1,6 @@
 """Continue a prompt from the compressed cache: python scripts/generate.py model.path=DIR prompt='import os'.
 
+A stock model with a training-free policy of configs/policy: policy=h2o budget=4.
 A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.py model.path=DIR prompt='import os'.
 """
 
@@ -10,11 +11,12 @@ from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.models.tensor_parallel import load_shard
+from dmc.policies.from_config import policy_from_config
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 
@@ -30,9 +32,11 @@ def load(settings: DictConfig) -> Any:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
 def main(settings: DictConfig) -> None:
     try:
+        policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]
         engine = Engine(
             load(settings),
             AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False),
+            policy,
             block_size=settings.block_size,
             memory=settings.memory,
             kernels=settings.kernels,

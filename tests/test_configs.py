@@ -51,6 +51,13 @@ def test_every_source_can_be_built(name):
         assert instantiate(source).weight > 0
 
 
+@pytest.mark.parametrize("name", names("policy"))
+def test_every_policy_is_an_option_of_generate(name):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("generate", overrides=[f"policy={name}", "model.path=somewhere", "prompt=x"])
+    assert ("_target_" in settings.policy) == (name != "full")
+
+
 def test_llama_experiment_is_the_papers_recipe():
     config = composed("experiment=llama2_7b_cr4")
     training = config.training

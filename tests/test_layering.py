@@ -18,22 +18,26 @@ ALLOWED = {
     "budget": set(),
     "provenance": set(),
     "ranks": set(),
+    "target": set(),
     "compression": {"budget"},
     "config": {"compression", "budget"},
     "kernels": {"compression"},
     "models": {"compression", "budget", "ranks"},
-    "policies": {"compression", "budget", "config"},
+    "policies": {"compression", "budget", "config", "target"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
     "data": {"config"},
     "measure": {"compression", "budget"},
     "calibrate": {"measure", "compression", "budget"},
     "export": {"models", "compression", "budget", "measure", "provenance"},
-    "training": {"models", "compression", "data", "budget", "config", "export", "measure", "calibrate", "provenance"},
-    "evaluation": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance"},
+    "training": {
+        *("models", "compression", "data", "budget", "config", "target"),
+        *("export", "measure", "calibrate", "provenance"),
+    },
+    "evaluation": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
-CORE = ("budget", "ranks", "compression", "models", "kernels", "policies", "runtime", "__init__")
+CORE = ("budget", "ranks", "target", "compression", "models", "kernels", "policies", "runtime", "__init__")
 FORBIDDEN_IN_CORE = (
     "lightning",
     "pytorch_lightning",

@@ -330,7 +330,10 @@ class Rows {
             pack(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
             if (!a_.scores) continue;
             float* scores = score_row(task, r);
-            for (int64_t j = 0; j < limit_[r]; j++) scores[j] = inverse * exp2_of(scores[j] - maximum_[r]);
+            int64_t j = 0;
+            for (; j + LANES <= limit_[r]; j += LANES)
+                store(scores + j, inverse * exp2_of(load(scores + j) - maximum_[r]));
+            for (; j < limit_[r]; j++) scores[j] = inverse * exp2_of(scores[j] - maximum_[r]);
         }
     }
 
@@ -797,6 +800,201 @@ void linear(const Linear& a) {
 
 }  // namespace
 
+// What eviction changes: the pool, and the heads of some rows. Mirrored in cpu.py, as are the two that follow.
+struct Heads {
+    int64_t sequences, heads, dim, block, threads;
+    const int64_t* rows;  // [S]
+    void *key_pages, *value_pages;
+    int32_t *free_blocks, *num_free;
+    const int32_t* tables;  // [C, H, M]
+    int64_t table_row_step, table_head_step;
+    int32_t* lengths;  // [C, H]
+};
+
+struct Compact {
+    Heads heads;
+    const bool* keep;  // [S, H, keep_step]
+    int64_t keep_step;
+};
+
+struct Evict {
+    Heads heads;
+    const int64_t* ages;      // [S, H]
+    int32_t *position, *slot;  // [N, block]
+    int32_t* sums;            // the bits of floats, [K, N, block]
+    int64_t num_sums, sum_step;
+};
+
+struct NoteAttention {
+    Heads heads;
+    int64_t group, entries;
+    const float* scores;  // [S, H_q, entries or more]
+    int64_t score_sequence_step, score_head_step;
+    const int32_t* slot;    // [N, block]
+    float* sums;            // [K, N, block]
+    const int64_t* powers;  // [K]
+    int64_t num_sums, sum_step;
+    float *attention, *ordered_sums;  // [S, H, entries], [K, S, H, entries]
+};
+
+struct Lowest {
+    int64_t sequences, heads, entries, threads;
+    const float* scores;  // [S, H, entries]
+    int64_t score_sequence_step, score_head_step;
+    const int64_t *lengths, *limits;  // [S, H], [S]
+    int64_t* ages;                    // [S, H]
+};
+
+namespace {
+
+template <class T>
+class Tenant {  // one head of one sequence, and its blocks
+  public:
+    Tenant(const Heads& a, int64_t index)
+        : a_(a), row_(a.rows[index / a.heads]), head_(index % a.heads),
+          table_(a.tables + row_ * a.table_row_step + head_ * a.table_head_step) {}
+
+    int32_t& length() const { return a_.lengths[row_ * a_.heads + head_]; }
+
+    int64_t place(int64_t slot) const { return table_[slot / a_.block] * a_.block + slot % a_.block; }
+
+    void move(int64_t from, int64_t to) const {
+        for (void* pages : {a_.key_pages, a_.value_pages}) {
+            T* states = static_cast<T*>(pages);
+            std::copy_n(states + place(from) * a_.dim, a_.dim, states + place(to) * a_.dim);
+        }
+    }
+
+    // Moves the notes of entries `age` + 1 to `last` up by one.
+    void close_gap(int32_t* notes, int64_t age, int64_t last) const {
+        while (age < last) {
+            const int64_t end = std::min(last, (age / a_.block + 1) * a_.block - 1);  // where this block ends
+            int32_t* gap = notes + place(age);
+            std::memmove(gap, gap + 1, (end - age) * sizeof(int32_t));
+            if (end < last) notes[place(end)] = notes[place(end + 1)];
+            age = end + 1;
+        }
+    }
+
+    // Heads come in order, for they share the free list.
+    void shrink(int32_t new_length) const {
+        const int64_t end = (length() + a_.block - 1) / a_.block;
+        for (int64_t i = (new_length + a_.block - 1) / a_.block; i < end; i++)
+            a_.free_blocks[(*a_.num_free)++] = table_[i];
+        length() = new_length;
+    }
+
+  private:
+    const Heads& a_;
+    const int64_t row_, head_;
+    const int32_t* table_;
+};
+
+template <class Work>
+void for_each_head(const Heads& a, int64_t moved, const Work& work) {
+    const int64_t num_heads = a.sequences * a.heads;
+    std::atomic<int64_t> taken{0};
+    on_threads(moved < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
+        for (int64_t i; (i = taken++) < num_heads;) work(i);
+    });
+}
+
+template <class T>
+void compact(const Compact& c) {
+    const Heads& a = c.heads;
+    std::vector<int32_t> kept(a.sequences * a.heads);
+    for_each_head(a, c.keep_step * a.sequences * a.heads * a.dim, [&](int64_t i) {
+        const Tenant<T> tenant(a, i);
+        const bool* keep = c.keep + i * c.keep_step;
+        int32_t count = 0;
+        for (int64_t slot = 0; slot < tenant.length(); slot++) {
+            if (!keep[slot]) continue;
+            if (slot != count) tenant.move(slot, count);
+            count++;
+        }
+        kept[i] = count;
+    });
+    for (size_t i = 0; i < kept.size(); i++) Tenant<T>(a, i).shrink(kept[i]);
+}
+
+template <class T>
+void evict(const Evict& e) {
+    const Heads& a = e.heads;
+    int64_t moved = 0;
+    for (int64_t i = 0; i < a.sequences * a.heads; i++)
+        if (e.ages[i] >= 0) moved += (Tenant<T>(a, i).length() - e.ages[i]) * (2 + e.num_sums);
+    for_each_head(a, moved, [&](int64_t i) {
+        const int64_t age = e.ages[i];
+        if (age < 0) return;
+        const Tenant<T> tenant(a, i);
+        const int64_t last = tenant.length() - 1;
+        const int32_t hole = e.slot[tenant.place(age)];
+        if (hole != last) tenant.move(last, hole);
+        e.slot[tenant.place(last)] = hole;
+        tenant.close_gap(e.position, age, last);
+        tenant.close_gap(e.slot, age, last);
+        for (int64_t k = 0; k < e.num_sums; k++) tenant.close_gap(e.sums + k * e.sum_step, age, last);
+    });
+    for (int64_t i = 0; i < a.sequences * a.heads; i++) {
+        const Tenant<T> tenant(a, i);
+        if (e.ages[i] >= 0) tenant.shrink(tenant.length() - 1);
+    }
+}
+
+inline void note_attention(const NoteAttention& n) {
+    const Heads& a = n.heads;
+    const int64_t num_heads = a.sequences * a.heads;
+    for_each_head(a, num_heads * n.entries * (n.group + n.num_sums), [&](int64_t i) {
+        const Tenant<float> tenant(a, i);
+        const int64_t length = tenant.length();
+        const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;
+        std::vector<float> mean(scores, scores + length);
+        for (int64_t member = 1; member < n.group; member++)
+            for (int64_t slot = 0; slot < length; slot++) mean[slot] += scores[member * n.score_head_step + slot];
+        for (int64_t slot = 0; slot < length; slot++) mean[slot] /= float(n.group);
+        float* attention = n.attention + i * n.entries;
+        for (int64_t age = 0; age < length; age += a.block) {
+            const int32_t* slot = n.slot + tenant.place(age);
+            const int64_t count = std::min(a.block, length - age);
+            for (int64_t j = 0; j < count; j++) attention[age + j] = mean[slot[j]];
+        }
+        std::fill(attention + length, attention + n.entries, 0.0f);
+        for (int64_t k = 0; k < n.num_sums; k++) {
+            float* ordered = n.ordered_sums + (k * num_heads + i) * n.entries;
+            for (int64_t age = 0; age < length; age += a.block) {
+                float* sums = n.sums + k * n.sum_step + tenant.place(age);
+                const int64_t count = std::min(a.block, length - age);
+                if (n.powers[k] == 1)
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j];
+                if (n.powers[k] == 2)
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j] * attention[age + j];
+                std::copy_n(sums, count, ordered + age);
+            }
+            std::fill(ordered + length, ordered + n.entries, 0.0f);
+        }
+    });
+}
+
+inline void lowest(const Lowest& l) {
+    const int64_t num_heads = l.sequences * l.heads;
+    std::atomic<int64_t> taken{0};
+    on_threads(num_heads * l.entries < MIN_PARALLEL_WORK ? 1 : l.threads, [&] {
+        for (int64_t i; (i = taken++) < num_heads;) {
+            const float* scores = l.scores + i / l.heads * l.score_sequence_step + i % l.heads * l.score_head_step;
+            const int64_t length = l.lengths[i];
+            int64_t age = -1;
+            if (length > l.limits[i / l.heads]) {
+                float least = scores[0];
+                for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
+                for (age = length - 1; age > 0 && scores[age] != least;) age--;
+            }
+            l.ages[i] = age;
+        }
+    });
+}
+
+}  // namespace
+
 extern "C" {
 void use_fork_join(ForkJoin function) { fork_join = function; }
 void attend_float32(const Attention* arguments) { attend<float>(*arguments); }
@@ -805,4 +1003,10 @@ void linear_float32(const Linear* arguments) { linear<float>(*arguments); }
 void linear_bfloat16(const Linear* arguments) { linear<BFloat16>(*arguments); }
 void append_float32(const Append* arguments) { append<float>(*arguments); }
 void append_bfloat16(const Append* arguments) { append<BFloat16>(*arguments); }
+void compact_float32(const Compact* arguments) { compact<float>(*arguments); }
+void compact_bfloat16(const Compact* arguments) { compact<BFloat16>(*arguments); }
+void evict_float32(const Evict* arguments) { evict<float>(*arguments); }
+void evict_bfloat16(const Evict* arguments) { evict<BFloat16>(*arguments); }
+void note_attention(const NoteAttention* arguments) { note_attention(*arguments); }
+void lowest(const Lowest* arguments) { lowest(*arguments); }
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
 from dmc.kernels.cpu_build import load_library
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -47,7 +48,19 @@ _APPEND = """
     history_key history_value history_merged history_omega mean weight seen
     top_key top_value top_exists recent_key recent_value recent_exists
 """
-
+_HEADS = """
+    sequences heads dim block threads rows key_pages value_pages free_blocks num_free
+    tables table_row_step table_head_step lengths
+"""
+_COMPACT = _HEADS + "keep keep_step"
+_EVICT = _HEADS + "ages position slot sums num_sums sum_step"
+_NOTE_ATTENTION = (
+    _HEADS
+    + """
+    group entries scores score_sequence_step score_head_step slot sums powers num_sums sum_step attention ordered_sums
+"""
+)
+_LOWEST = "sequences heads entries threads scores score_sequence_step score_head_step lengths limits ages"
 _LINEAR = "rows inputs outputs threads x weight out"
 
 
@@ -57,6 +70,22 @@ class _Attention(ctypes.Structure):
 
 class _Append(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _APPEND.split()]
+
+
+class _Compact(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _COMPACT.split()]
+
+
+class _Evict(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _EVICT.split()]
+
+
+class _NoteAttention(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _NOTE_ATTENTION.split()]
+
+
+class _Lowest(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _LOWEST.split()]
 
 
 class _Linear(ctypes.Structure):
@@ -127,8 +156,75 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
     return seen
 
 
-compact = reference.compact
-evict = reference.evict
+def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
+    """See `reference.compact`."""
+    library = _library(cache.key_pages)
+    if library is None:
+        return reference.compact(cache, rows, keep)
+    keep = keep.contiguous()
+    arguments = _Compact(*_heads(cache, rows), keep.data_ptr(), keep.shape[-1])
+    getattr(library, "compact_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+
+
+def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
+    """See `reference.evict`."""
+    library = _library(cache.key_pages)
+    if library is None:
+        return reference.evict(cache, notes, rows, ages)
+    assert notes.slot is not None
+    ages, sums = ages.contiguous(), notes.sums
+    columns = sums.data_ptr(), len(sums), sums.stride(0)
+    pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
+    arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
+    getattr(library, "evict_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+
+
+def note_attention(
+    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.note_attention`."""
+    library = load_library()
+    if library is None:
+        return reference.note_attention(cache, notes, rows, scores, powers, num_entries)
+    assert notes.slot is not None and scores.stride(-1) == 1
+    heads = len(rows), cache.lengths.shape[1]
+    sums, attention = notes.sums, torch.empty(*heads, num_entries)
+    ordered, wanted = torch.empty(len(sums), *attention.shape), torch.tensor(powers, dtype=torch.int64)
+    arguments = _NoteAttention(
+        *_heads(cache, rows),
+        scores.shape[1] // heads[1],
+        num_entries,
+        scores.data_ptr(),
+        *scores.stride()[:2],
+        notes.slot.data_ptr(),
+        sums.data_ptr(),
+        wanted.data_ptr(),
+        len(sums),
+        sums.stride(0),
+        attention.data_ptr(),
+        ordered.data_ptr(),
+    )
+    library.note_attention(ctypes.byref(arguments))
+    return attention, ordered
+
+
+def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """See `reference.lowest`."""
+    library = load_library()
+    if library is None:
+        return reference.lowest(scores, lengths, limits)
+    scores, ages = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
+    arguments = _Lowest(
+        *scores.shape,
+        torch.get_num_threads(),
+        scores.data_ptr(),
+        *scores.stride()[:2],
+        lengths.data_ptr(),
+        limits.data_ptr(),
+        ages.data_ptr(),
+    )
+    library.lowest(ctypes.byref(arguments))
+    return ages
 
 
 def paged_attention(
@@ -253,6 +349,25 @@ def _attend(
     )
     getattr(library, "attend_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
     return out
+
+
+def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
+    """Fill the fields that eviction needs of a layer; `rows` must outlive the call."""
+    return (
+        len(rows),
+        cache.lengths.shape[1],
+        cache.key_pages.shape[-1],
+        cache.block_size,
+        torch.get_num_threads(),
+        rows.data_ptr(),
+        cache.key_pages.data_ptr(),
+        cache.value_pages.data_ptr(),
+        cache.free_blocks.data_ptr(),
+        cache.num_free.data_ptr(),
+        cache.block_tables.data_ptr(),
+        *cache.block_tables.stride()[:2],
+        cache.lengths.data_ptr(),
+    )
 
 
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:

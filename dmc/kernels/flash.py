@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,18 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
 def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
     """See `dmc.kernels.reference.evict`."""
     load_backend("auto", cache.lengths.device).evict(cache, notes, rows, ages)
+
+
+def note_attention(
+    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """See `dmc.kernels.reference.note_attention`."""
+    return load_backend("auto", rows.device).note_attention(cache, notes, rows, scores, powers, num_entries)
+
+
+def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """See `dmc.kernels.reference.lowest`."""
+    return load_backend("auto", scores.device).lowest(scores, lengths, limits)
 
 
 def paged_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -250,6 +251,53 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
     top = cache.num_free + torch.arange(blocks.numel(), device=tables.device)
     cache.free_blocks[top] = blocks.to(cache.free_blocks.dtype)
     cache.num_free += blocks.numel()
+
+
+def note_attention(
+    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """Bring what the newest query attends to into the order of age, and add it to the running sums, in place.
+
+    Args:
+        cache: whose tables and lengths are read.
+        notes: with slots; sums are updated.
+        rows: cache row of each sequence, int64 [S].
+        scores: of each slot, from `paged_attention`, float32 [S, H_q, num_entries or more].
+        powers: for each of the K sums, which power of the attention is added; 0: the sum stays as it is.
+        num_entries: of the longest head.
+    Returns:
+        The attention, mean over the group, float32 [S, H, num_entries], and the sums, [K, S, H, num_entries]; 0 beyond
+        the length.
+    """
+    assert notes.slot is not None
+    lengths, tables = cache.lengths[rows], cache.block_tables[rows].long()
+    exists = torch.arange(num_entries, device=rows.device) < lengths[..., None]
+    slot = gather_pages(notes.slot, tables, num_entries).long().where(exists, 0)
+    mean = scores.view(*lengths.shape, -1, scores.shape[-1]).mean(2)
+    attention = mean.gather(2, slot) * exists
+    sequence, head, age = exists.nonzero(as_tuple=True)
+    place = tables[sequence, head, age // cache.block_size], age % cache.block_size
+    for column, power in zip(notes.sums, powers, strict=True):
+        if power > 0:
+            column[place] += attention[exists] ** power
+    sums = [gather_pages(column, tables, num_entries) * exists for column in notes.sums]
+    return attention, torch.stack(sums) if sums else attention.new_zeros(0, *attention.shape)
+
+
+def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """Find the entry with the lowest score of each head that holds too many; of equal ones the youngest.
+
+    Args:
+        scores: by age, float32 [S, H, N]; what it says beyond the length is not read.
+        lengths: entries of each head, at least 1, int64 [S, H].
+        limits: how many are not too many, int64 [S].
+    Returns:
+        Its age, -1 for heads that do not hold too many, int64 [S, H].
+    """
+    exists = torch.arange(scores.shape[-1], device=scores.device) < lengths[..., None]
+    youngest_first = scores.where(exists, torch.inf).flip(-1)
+    ages = scores.shape[-1] - 1 - youngest_first.argmin(-1)
+    return ages.where(lengths > limits[:, None], -1)
 
 
 def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:

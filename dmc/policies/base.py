@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -29,14 +30,16 @@ class Entries:
     num_layers: int
     lengths: Tensor
     """Entries held, int64 [S, H]."""
-    positions: Tensor
-    """Place of each entry's token in its sequence, int64 [S, H, N]; what it says beyond the length is not read."""
+    num_entries: int
+    """N."""
     tokens_seen: Tensor
     """Tokens of each sequence so far, the newest included, int64 [S]."""
-    sums: dict[Sum, Tensor]
-    """Those that the policy asked for, float32 [S, H, N]."""
     memory: Tensor
     """The policy's own numbers for this layer and these sequences, NaN at first, float32 [S, K]; written in place."""
+    read_positions: Callable[[], Tensor]
+    """Copies the positions, see `positions`."""
+    read_sums: Callable[[], dict[Sum, Tensor]]
+    """Copies the sums, see `sums`."""
     read_keys: Callable[[], Tensor]
     """Copies the keys, rotated at their positions, [S, H, N, D]."""
     read_values: Callable[[], Tensor]
@@ -55,16 +58,32 @@ class Entries:
     """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of scores: S, H, N."""
+        sequences, heads = self.lengths.shape
+        return sequences, heads, self.num_entries
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Place of each entry's token in its sequence, int64 [S, H, N]; not to be read beyond the length."""
+        return self.read_positions()
+
+    @cached_property
+    def sums(self) -> dict[Sum, Tensor]:
+        """Running sums that the policy asked for, float32 [S, H, N]."""
+        return self.read_sums()
+
+    @cached_property
     def ages(self) -> Tensor:
         """0 for the oldest entry, int64 [N]."""
-        return torch.arange(self.positions.shape[-1], device=self.positions.device)
+        return torch.arange(self.num_entries, device=self.lengths.device)
 
-    @property
+    @cached_property
     def exists(self) -> Tensor:
         """False beyond the length, bool [S, H, N]."""
         return self.ages < self.lengths[..., None]
 
-    @property
+    @cached_property
     def num_queries(self) -> Tensor:
         """Queries that have seen an entry, int64 [S, H, N]."""
         return (self.tokens_seen[:, None, None] - self.positions).clamp_min(1)
@@ -163,7 +182,7 @@ class EvictionPolicy:
         return [limit] * len(weights)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Rank the entries: the highest stay, +inf stays whatever happens.
+        """Rank the entries: the highest stay, +inf stays whatever happens; of equal ones the youngest goes.
 
         Args:
             entries: of one layer.
@@ -176,15 +195,6 @@ class EvictionPolicy:
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose what stays when a prompt ends, bool [S, H, N]; default: every head its best."""
         return keep_top(self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf), budget)
-
-    def evicted(self, entries: Entries, limit: Tensor) -> Tensor:
-        """Choose what goes after a generated token: an age for each head with more than `limit` [S] entries, else -1.
-
-        Ties: the youngest goes.
-        """
-        scores = self.scores(entries, limit).masked_fill(~entries.exists, torch.inf)
-        worst = scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)
-        return worst.where(entries.lengths > limit[:, None], -1)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""

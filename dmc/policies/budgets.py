@@ -75,6 +75,11 @@ def rounded_cumulatively(shares: Sequence[Fraction | float]) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
+def whole(share: float) -> int:
+    """Round a share down; what is whole but for its last digits counts as whole."""
+    return math.floor(share + 1e-9)
+
+
 def in_proportion(weights: Sequence[float], total: float, cap: float) -> list[float]:
     """Divide `total` in proportion to weights, at most `cap` each (water-filling).
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.policies.base import Entries, EvictionPolicy, Rewrite, Sum
-from dmc.policies.budgets import in_proportion, warn_once
+from dmc.policies.budgets import in_proportion, warn_once, whole
 from dmc.policies.merging import MergeRule, merge_into, most_similar
 
 LEAST_SHARE, MOST_SHARE = 0.01, 1.0
@@ -95,11 +95,11 @@ class D2O(EvictionPolicy):
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
         """Shares of the prompt in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
         average = limit / length if self.budget.ratio is None else 1 / self.budget.ratio
-        return [max(1, math.floor(share * length)) for share in clamped_shares(weights, average)]
+        return [max(1, whole(share * length)) for share in clamped_shares(weights, average)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for sinks and recent entries."""
-        budget = torch.as_tensor(budget, device=entries.positions.device).view(-1)
+        budget = torch.as_tensor(budget, device=entries.lengths.device).view(-1)
         sinks = (budget - 2).clamp(0, self.sinks)
         if int(sinks.min()) < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {int(budget.min())} entries: {int(sinks.min())} stay")
@@ -146,7 +146,7 @@ def clamped_shares(weights: list[float], average: float) -> list[float]:
             shares[layer] = LEAST_SHARE
         free = [layer for layer in free if layer not in low]
         rest = total - math.fsum(share for layer, share in enumerate(shares) if layer not in free)
-        whole = math.fsum(weights[layer] for layer in free)
+        weight = math.fsum(weights[layer] for layer in free)
         for layer in free:
-            shares[layer] = rest * weights[layer] / whole
+            shares[layer] = rest * weights[layer] / weight
     return shares

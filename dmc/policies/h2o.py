@@ -28,6 +28,8 @@ class H2O(EvictionPolicy):
     """Last entries that stay; None: half of the budget, rounded up."""
     normalise: bool = False
     """Whether accumulated attention is divided by the queries that gave it."""
+    evict_decoding: bool = True
+    """Whether entries go while generating; else the cache grows after the prompt."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
     needs_row: ClassVar[bool] = True
@@ -36,9 +38,14 @@ class H2O(EvictionPolicy):
         if self.recent is not None and self.recent < 0:
             raise ValueError(f"recent={self.recent}: expected a number of entries >= 0, or None for half of the budget")
 
+    @property
+    def evicts_decoding(self) -> bool:  # type: ignore[override]
+        """See `EvictionPolicy`."""
+        return self.evict_decoding
+
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for the recent ones."""
-        return self.base_scores(entries).masked_fill(entries.among_last(self.num_recent(budget)), torch.inf)
+        return self.base_scores(entries).where(~entries.among_last(self.num_recent(budget)), torch.inf)
 
     def num_recent(self, budget: int | Tensor) -> int | Tensor:
         """Last entries that stay: ceil(b / 2), "equally divided" in the paper, unless `recent` says how many."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.policies.base import Entries
-from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid
+from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid, whole
 from dmc.policies.scores import pool_before
 from dmc.policies.snapkv import SnapKV
 
@@ -58,13 +58,13 @@ class LAVa(SnapKV):
         return self.adapts_layers
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
-        """The score above; +inf for the window itself."""
+        """The score above, the maximum over the group; +inf for the window itself."""
         assert entries.rows is not None
         window = effective_window(self.window, limit)
-        attention = entries.rows[..., -window:, :].mean(3).amax(2)  # pooling and positive factors commute with the max
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
-        scores = attention * norms.amax(-1, keepdim=True)
-        return pool_before(entries, scores, window, self.kernel_size, self.pooling)
+        scores = entries.rows[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
+        pooled = [pool_before(entries, each, window, self.kernel_size, self.pooling) for each in scores.unbind(2)]
+        return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
         """Entropy of the layer's scores as one distribution, in units of its maximum."""
@@ -82,7 +82,7 @@ class LAVa(SnapKV):
             budgets = pyramid(limit - window, num_layers, self.beta, length - window)
         else:
             shares = in_proportion(weights, (limit - window) * num_layers, cap=length - window)
-            budgets = [math.floor(share) for share in shares]
+            budgets = [whole(share) for share in shares]
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 MergeRule = Literal["weighted", "average"]
 SIMILARITY_BLOCK = 512
 """Leaving entries that are compared at once with all that stay."""
+TIE = 1e-6
+"""Cosines that differ by less are equal: the same token twice has the same value in the first layer."""
 
 
 def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,13 +26,23 @@ def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tens
         the older one of equals.
     """
     normed = torch.nn.functional.normalize(states.float(), dim=-1)
+    order = oldest_first(staying)[..., : int(staying.sum(-1).max())]
+    candidates = normed.gather(2, order[..., None].expand(*order.shape, normed.shape[-1]))
+    missing = ~staying.gather(2, order)[:, :, None]
     similarity, target = normed.new_zeros(leaving.shape), torch.zeros_like(leaving, dtype=torch.long)
     for begin in range(0, leaving.shape[-1], SIMILARITY_BLOCK):
         block = slice(begin, begin + SIMILARITY_BLOCK)
         if leaving[..., block].any():
-            cosine = normed[:, :, block] @ normed.transpose(-1, -2)
-            similarity[..., block], target[..., block] = cosine.masked_fill(~staying[:, :, None], -2.0).max(-1)
+            cosine = (normed[:, :, block] @ candidates.transpose(-1, -2)).masked_fill(missing, -2.0)
+            highest = cosine.amax(-1, keepdim=True)
+            similarity[..., block] = highest[..., 0]
+            target[..., block] = order.gather(2, (cosine >= highest - TIE).byte().argmax(-1))  # the first of them
     return similarity[leaving], target[leaving]
+
+
+def oldest_first(chosen: Tensor) -> Tensor:
+    """Ages of the chosen entries of each head, oldest first, before all others; bool [S, H, N] -> int64 [S, H, N]."""
+    return chosen.byte().argsort(dim=-1, descending=True, stable=True)
 
 
 def merge_into(
@@ -64,7 +76,7 @@ class Followers:
     """
 
     def __init__(self, staying: Tensor, count: int) -> None:
-        self.order = staying.int().argsort(dim=-1, descending=True, stable=True)
+        self.order = oldest_first(staying)
         """Staying entries first, by age: entry order[r] has rank r, int64 [S, H, N]."""
         self.first = staying.long().cumsum(-1)
         """Rank of the first that follows each entry, int64 [S, H, N]."""

@@ -1,4 +1,4 @@
-"""OmniKV (Hao et al., ICLR 2025, https://github.com/antgroup/OmniKV): a few layers choose what the others read."""
+"""OmniKV (ICLR 2025, https://openreview.net/forum?id=ulCAPXYXfa): a few layers choose what the others read."""
 
 from __future__ import annotations
 

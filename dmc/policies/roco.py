@@ -26,7 +26,7 @@ class RoCo(EvictionPolicy):
     ranked, prompt included, in the same way when the prompt ends and after every token.
 
     Raises:
-        ValueError: `recent_ratio` is not in [0, 1].
+        ValueError: `recent_ratio` is not in [0, 1).
     """
 
     budget: Budget
@@ -37,8 +37,10 @@ class RoCo(EvictionPolicy):
     needs_row: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent_ratio <= 1:
-            raise ValueError(f"recent_ratio={self.recent_ratio}: expected a share from 0 to 1")
+        if not 0 <= self.recent_ratio < 1:
+            raise ValueError(
+                f"recent_ratio={self.recent_ratio}: expected a share from 0 to below 1; at 1 nothing could ever go"
+            )
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Mean attention; +inf for the safe ones."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.base import Entries, EvictionPolicy, Rewrite
+from dmc.policies.budgets import warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,27 +20,59 @@ class LocalWindow(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """The younger, the higher."""
-        return entries.ages.float().expand(entries.positions.shape)
+        return entries.ages.float().expand(entries.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(LocalWindow):
-    """Keep the first tokens (attention sinks) and the last ones.
+    """Keep the first entries (attention sinks) and the last ones.
 
-    Differs from the authors' code: tokens stay at their own positions.
+    Differs from the authors' code: tokens stay at their own positions, unless `rerotate` moves the sinks up to the last
+    ones, so that distances are those inside the cache.
 
     Raises:
         ValueError: `sinks` is negative.
     """
 
     sinks: int = 4
-    """First tokens that stay; a budget that leaves no recent entry beside them keeps fewer."""
+    """First entries that stay; a budget that leaves no recent entry beside them keeps fewer."""
+    rerotate: bool = False
+    """Whether a generated token sees the sinks right before the last entries, as in the paper."""
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks}: expected a number of tokens >= 0")
 
+    @property
+    def merges(self) -> bool:  # type: ignore[override]
+        """See `EvictionPolicy`."""
+        return self.rerotate
+
+    def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
+        """The sinks' keys as they came, for `rerotate`."""
+        return self.sinks * num_kv_heads * head_dim if self.rerotate else 0
+
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Age; +inf for the sinks."""
+        if isinstance(budget, int) and budget - 1 < self.sinks:
+            warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
         sinks = torch.as_tensor(budget - 1).clamp_max(self.sinks).view(-1, 1, 1)
-        return super().scores(entries, budget).masked_fill(entries.ages < sinks, torch.inf)
+        return entries.ages.float().masked_fill(entries.ages < sinks, torch.inf).expand(entries.shape)
+
+    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+        """Turn the sinks' keys by as many positions as entries are gone.
+
+        They are turned from what they were when the first entry left: turning again and again would add up errors.
+        """
+        gone = entries.tokens_seen - (entries.lengths - leaving.sum(-1))[:, 0]
+        before_gap = (entries.exists & (leaving.cumsum(-1) == 0))[:, 0, : self.sinks]
+        turns = (entries.ages[: self.sinks] + gone[:, None] - entries.positions[:, 0, : self.sinks]) * before_gap
+        if not bool((turns > 0).any()):
+            return None
+        keys = entries.read_keys()[:, :, : self.sinks].float()
+        first = entries.memory.view(len(keys), keys.shape[1], self.sinks, -1)[:, :, : keys.shape[2]]
+        is_new = first.isnan() & (turns > 0)[:, None, :, None]
+        first.copy_(keys.where(is_new, first))
+        ages = entries.ages[: self.sinks].where(turns > 0, -1)
+        turned = entries.rotate(first.nan_to_num(), turns)
+        return Rewrite(ages[:, None].expand(keys.shape[:3]), key=turned, value=None)

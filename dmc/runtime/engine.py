@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.policies import CachePolicy
-from dmc.runtime.generation import FinishReason, Generation, GenerationStats
+from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import pool_bytes
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.progress import advance_bar, open_bar
@@ -38,14 +38,16 @@ class Engine:
     Args:
         model: from `retrofit`, `load_model` or `AutoModelForCausalLM`, in eval mode.
         tokenizer: needed for prompts given as text, and for stop strings.
-        policy: training-free compression policy; None: what the model's own gates do (full cache for a stock model).
+        policy: training-free method, such as `dmc.policies.H2O`; None, or a ratio of 1: what the model's own gates do
+            (full cache for a stock model).
         block_size: entries per page.
         memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
             what is free, no more than `max_batch_size` sequences of the model's full length); None: grow as needed.
         kernels: backend name, "auto" picks.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
-        token_budget: most tokens in one forward pass, over all sequences; None: no limit.
+        token_budget: most tokens in one forward pass, over all sequences; None: no limit. Prompts under a policy are
+            cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
@@ -65,6 +67,7 @@ class Engine:
     ) -> None:
         if policy is not None:
             policy = fit_policy(model, policy, block_size, prefill_chunk_size)
+            policy = None if policy.budget.ratio == 1 else policy
         options = {
             "max_batch_size": max_batch_size,
             "prefill_chunk_size": prefill_chunk_size,
@@ -88,6 +91,7 @@ class Engine:
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
         self._requests: dict[Sequence, Request] = {}
         self._scores: dict[Sequence, list[Tensor]] = {}
+        self._score_stats: dict[Sequence, GenerationStats] = {}
 
     @property
     def blocks_in_use(self) -> int:
@@ -208,6 +212,12 @@ class Engine:
         Raises:
             ValueError: as `submit`, or a continuation is empty.
         """
+        return [scoring.logprobs for scoring in self.score_with_stats(prompts, continuations)]
+
+    def score_with_stats(
+        self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]
+    ) -> list[Scoring]:
+        """Do the same as `score`, and measure the memory that each sequence took at its last step."""
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         sequences = []
@@ -222,10 +232,11 @@ class Engine:
                 self._scheduler.submit(sequence)
             while any(sequence.wanted < len(sequence.tokens) for sequence in sequences):
                 self.step()
-            return [torch.cat(self._scores[sequence]) for sequence in sequences]
+            return [Scoring(torch.cat(self._scores[each]), self._score_stats[each]) for each in sequences]
         finally:
             for sequence in sequences:
                 self._scores.pop(sequence, None)
+                self._score_stats.pop(sequence, None)
                 self._scheduler.finish(sequence)
 
     def _request(
@@ -330,6 +341,7 @@ class Engine:
         self._scores[sequence].append(logits.float().log_softmax(-1))
         sequence.wanted += len(logits)
         if not sequence.num_waiting:
+            self._score_stats[sequence] = GenerationStats.of(sequence, self.cache)
             self._scheduler.finish(sequence)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

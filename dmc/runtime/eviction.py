@@ -20,6 +20,9 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import Phase
 from dmc.runtime.step import RotaryTables
 
+POWERS = {"mass": 1, "squares": 2, "value_norm": 0}
+"""Of the attention that a sum grows by."""
+
 
 def note_layout(policy: EvictionPolicy, num_kv_heads: int, head_dim: int) -> NoteLayout:
     """Say what the cache keeps for a policy beside keys and values."""
@@ -39,7 +42,8 @@ class Eviction(CacheAttention):
     """Attends to all that is held, then evicts: when a prompt ends, and after every generated token.
 
     The queries of a prompt see all of it. A sequence's layers are compressed one after the other as they end, where
-    the policy does not have to see all of them first.
+    the policy does not have to see all of them first. Of a model that compresses by itself the entries are slots, which
+    prompts alone give up: the window's queries then rank the slots that there are when the prompt ends.
 
     Args:
         cache: storage, with notes.
@@ -56,7 +60,7 @@ class Eviction(CacheAttention):
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
         self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
-        self._longest = 0
+        self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
 
     def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
@@ -64,7 +68,8 @@ class Eviction(CacheAttention):
         if Phase.FIRST in group.phase:
             self._begin_prompt(layer_index, group)
         seen = self.append(layer_index, tokens)
-        self._note(layer_index, group, tokens)
+        if self.cache.layout.compression is None:
+            self._note(layer_index, group, tokens)
         if not is_prompt and self.policy.evicts_decoding:
             return self._decode(layer_index, group, query, scaling)
         attended = self.attend_to_all(layer_index, group, query, seen, scaling)
@@ -112,9 +117,9 @@ class Eviction(CacheAttention):
         if not {"mass", "squares"} & set(policy.sums):
             return
         entries = self._entries(layer_index, group.rows, group.positions[:, -1] + 1, int(slots.max()))
-        sequences, heads, length = entries.positions.shape
+        sequences, heads, length = entries.shape
         columns = torch.zeros(sequences, heads, query.shape[1] // heads, length, device=query.device)
-        squares = torch.zeros_like(entries.positions, dtype=torch.float32)
+        squares = torch.zeros(entries.shape, device=query.device)
         for block in attention_probabilities(query, layer, group.rows, slots, scaling):
             columns[..., : block.shape[-1]] += block.sum(3)
             if "squares" in policy.sums:
@@ -137,52 +142,50 @@ class Eviction(CacheAttention):
 
     def _decode(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
         """Attend from one generated token, and evict at most one entry of each head."""
-        policy, layer, rows = self.policy, self.cache.layer(layer_index), group.rows
+        policy, layer, rows, notes = self.policy, self.cache.layer(layer_index), group.rows, self._notes.pages
         if layer_index == 0:
             self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
+            self._limits = self._limits_of(group)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        answer = self.backend.paged_attention(
+        attended = self.backend.paged_attention(
             query[:, :, 0], *pages, layer.lengths, scaling, rows=rows, return_scores=policy.needs_row
         )
-        attended, scores = answer if policy.needs_row else (answer, None)
         entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
-        if scores is not None:
-            entries.row = self._by_age(entries, scores[..., : self._longest], rows)
-            self._add(entries, rows, entries.row, entries.row.square())
-        ages = policy.evicted(entries, self._limits(layer_index, group))
+        if policy.needs_row:
+            attended, scores = attended
+            powers = [POWERS[name] for name in policy.sums]
+            entries.row, sums = self.backend.note_attention(layer, notes, rows, scores, powers, self._longest)
+            entries.sums = dict(zip(policy.sums, sums, strict=True))
+        limits = self._limits[layer_index]
+        ages = self.backend.lowest(policy.scores(entries, limits), entries.lengths, limits)
         if policy.merges:
             self._rewrite(entries, rows, policy.merge(entries, entries.ages == ages[..., None]))
         self._notes.memory[layer_index, rows] = entries.memory
-        self.backend.evict(layer, self._notes.pages, rows, ages)
+        self.backend.evict(layer, notes, rows, ages)
         return attended[:, :, None]
 
-    def _by_age(self, entries: Entries, scores: Tensor, rows: Tensor) -> Tensor:
-        """Average the scores of slots over the group and put them into the order of age, [S, H, N]."""
-        assert self._notes.slot is not None
-        tables = self.cache.block_tables[entries.layer_index, rows]
-        slot = gather_pages(self._notes.slot, tables, scores.shape[-1]).long()
-        mean = scores.view(*entries.lengths.shape, -1, scores.shape[-1]).mean(2)
-        return mean.gather(2, slot.where(entries.exists, 0)) * entries.exists
-
-    def _limits(self, layer_index: int, group: Group) -> Tensor:
-        """Entries that each head may hold after this generated token, [S]."""
+    def _limits_of(self, group: Group) -> Tensor:
+        """Entries that each head may hold after this generated token, [L, S]."""
         if not self.policy.grows:
-            return self._notes.limits[layer_index, group.rows].long()
+            return self._notes.limits[:, group.rows].long()
         seen = (group.positions[:, -1] + 1).tolist()
-        return torch.tensor([self.policy.budget.entries(count) for count in seen], device=group.rows.device)
+        limits = torch.tensor([self.policy.budget.entries(count) for count in seen], device=group.rows.device)
+        return limits.expand(self.cache.layout.num_layers, -1)
 
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
         policy, last_layer = self.policy, self.cache.layout.num_layers - 1
-        limit = policy.budget.entries(tokens_seen)
+        limit = max(1, policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
         self._notes.limits[layer_index, row] = self._notes.nominal[layer_index, row] = limit
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
         length = int(layer.lengths[row].max())
+        if length == 0:  # delayed gates hold back all there is
+            return
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
         if window is not None:
-            slots = entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)
+            slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
             (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
             entries.row = entries.rows[..., -1, :].mean(2)
         seen = self._seen[row]
@@ -255,14 +258,15 @@ class Eviction(CacheAttention):
             layer_index=layer_index,
             num_layers=self.cache.layout.num_layers,
             lengths=layer.lengths[rows].long(),
-            positions=gather_pages(notes.position, tables, num_entries).long(),
+            num_entries=num_entries,
             tokens_seen=tokens_seen,
-            sums={
+            memory=notes.memory[layer_index, rows],
+            nominal=notes.nominal[layer_index, rows].long(),
+            read_positions=lambda: gather_pages(notes.position, tables, num_entries).long(),
+            read_sums=lambda: {
                 name: gather_pages(column, tables, num_entries)
                 for column, name in zip(notes.sums, self.policy.sums, strict=True)
             },
-            memory=notes.memory[layer_index, rows],
-            nominal=notes.nominal[layer_index, rows].long(),
             read_keys=lambda: read(layer.key_pages),
             read_values=lambda: read(layer.value_pages),
             rotate=turn,

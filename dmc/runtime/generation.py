@@ -1,4 +1,4 @@
-"""What comes out of the engine: continuations and honest memory figures."""
+"""What comes out of the engine: continuations, their probabilities and honest memory figures."""
 
 from __future__ import annotations
 
@@ -51,6 +51,15 @@ class GenerationStats:
             bytes_fast=cache.bytes_fast(row),
             num_preemptions=sequence.num_preemptions,
         )
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A continuation that was given and teacher-forced."""
+
+    logprobs: Tensor
+    """Natural-log probabilities of every token at every position, float32 [len(continuation), vocab]."""
+    stats: GenerationStats
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,17 @@ def fit_policy(
 
     Raises:
         TypeError: it is no policy.
-        ValueError: the model cannot be served with it: it is compressed itself, or shared by several processes, or
-            lacks what the options name; or prompts are to be cut inside what the policy takes together.
+        ValueError: the model cannot be served with it: several processes share it, or it compresses by itself and the
+            policy acts while generating, or lacks what the options name; or prompts are to be cut inside what the
+            policy takes together.
     """
     if not isinstance(policy, (EvictionPolicy, ReadingPolicy)):
         raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
-    if getattr(model.config, "compression", None) is not None:
+    acts_decoding = isinstance(policy, ReadingPolicy) or policy.evicts_decoding or bool(policy.sums)
+    if getattr(model.config, "compression", None) is not None and acts_decoding:
         raise ValueError(
-            f"policy={policy!r}: {type(model).__name__} decides by its own gates what its cache keeps; "
-            "give a stock model, or policy=None"
+            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
+            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
         )
     if getattr(model, "ranks", ALONE).size > 1:
         raise ValueError("a policy cannot be used with a model that several processes share: use one process")
@@ -105,7 +107,7 @@ class Runner:
             use_stock_attention(model)
         self._attention = CacheAttention(cache, backend)
         if policy is not None:
-            self._attention = policy_attention(policy, cache, backend, rotary_of(model))
+            self._attention = policy_attention(policy, cache, backend, self._rotary or rotary_of(model))
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:

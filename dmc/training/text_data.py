@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -24,6 +22,7 @@ from dmc.data import (
     open_stream,
     train_tokenizer,
 )
+from dmc.target import build_target
 
 
 def build_sources(specifications: list[dict[str, Any]], name: str) -> list[Any]:
@@ -32,15 +31,7 @@ def build_sources(specifications: list[dict[str, Any]], name: str) -> list[Any]:
     Raises:
         ValueError: a mapping does not describe a source.
     """
-    sources = []
-    for index, specification in enumerate(specifications):
-        if "_target_" not in specification:
-            raise ValueError(f"{name}[{index}] has no _target_: name a source such as dmc.data.TextSource")
-        try:
-            sources.append(instantiate(specification))
-        except InstantiationException as error:
-            raise ValueError(f"{name}[{index}]: {error.__cause__ or error}") from error
-    return sources
+    return [build_target(each, f"{name}[{index}]") for index, each in enumerate(specifications)]
 
 
 def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:

@@ -5,11 +5,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from oracles.backends import backends_here
 from oracles.cache_layers import make_layer, rotary_tables
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
-from dmc.kernels import BACKENDS, load_backend, reference
+from dmc.kernels import load_backend, reference
 from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -17,14 +18,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 HEAD_DIM = 32
 
 
-def runs_here(name: str) -> bool:
-    try:
-        return load_backend(name).supports(torch.float32, HEAD_DIM, 16, torch.device("cpu")) is None
-    except ImportError:
-        return False
-
-
-@pytest.fixture(params=[name for name in BACKENDS if name != "reference" and runs_here(name)])
+@pytest.fixture(params=backends_here(HEAD_DIM)[1:])
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     return load_backend(request.param)
 

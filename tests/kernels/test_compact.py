@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
+from oracles.backends import backends_here
 from oracles.cache_layers import copy_to, fill, make_layer
 
-from dmc.kernels import reference
+from dmc.kernels import load_backend
 from dmc.kernels.base import LayerCache
 
 LENGTHS = [[0, 1], [15, 16], [17, 80]]
+
+
+@pytest.fixture(params=backends_here(16))
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    return load_backend(request.param)
 
 
 def slots_of(layer: LayerCache, row: int, head: int) -> list[tuple[list[float], list[float]]]:
@@ -23,11 +31,16 @@ def slots_of(layer: LayerCache, row: int, head: int) -> list[tuple[list[float], 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1], [1]])
-def test_slots_that_stay_keep_their_order_and_blocks_come_back(rows: list[int], share: float) -> None:
-    layer = fill(make_layer(None, max_blocks=5), torch.tensor(LENGTHS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slots_that_stay_keep_their_order_and_blocks_come_back(
+    backend: ModuleType, dtype: torch.dtype, rows: list[int], share: float
+) -> None:
+    if backend.supports(dtype, 16, 16, torch.device("cpu")) is not None:
+        pytest.skip("not supported")
+    layer = fill(make_layer(None, max_blocks=5, dtype=dtype), torch.tensor(LENGTHS))
     before = copy_to(layer, "cpu")
     keep = torch.rand(len(rows), 2, 80, generator=torch.Generator().manual_seed(0)) < share
-    reference.compact(layer, torch.tensor(rows), keep)
+    backend.compact(layer, torch.tensor(rows), keep)
 
     stack = before.free_blocks[: int(before.num_free)].tolist()
     for sequence, row in enumerate(rows):
@@ -44,9 +57,9 @@ def test_slots_that_stay_keep_their_order_and_blocks_come_back(rows: list[int], 
             assert slots_of(layer, row, head) == slots_of(before, row, head)
 
 
-def test_pages_of_other_heads_are_untouched() -> None:
+def test_pages_of_other_heads_are_untouched(backend: ModuleType) -> None:
     layer = fill(make_layer(None, max_blocks=5), torch.tensor(LENGTHS))
     before = copy_to(layer, "cpu")
-    reference.compact(layer, torch.tensor([2]), torch.zeros(1, 2, 80, dtype=torch.bool))
+    backend.compact(layer, torch.tensor([2]), torch.zeros(1, 2, 80, dtype=torch.bool))
     assert torch.equal(layer.key_pages, before.key_pages) and torch.equal(layer.value_pages, before.value_pages)
     assert layer.lengths[2].tolist() == [0, 0] and layer.lengths[:2].tolist() == LENGTHS[:2]

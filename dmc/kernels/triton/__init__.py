@@ -11,13 +11,22 @@ from __future__ import annotations
 import torch
 import triton
 
-from dmc.kernels.reference import evict
+from dmc.kernels.reference import evict, lowest, note_attention
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact
 from dmc.kernels.triton.prefill import prefill_attention
 
-__all__ = ["append_or_merge", "compact", "evict", "paged_attention", "prefill_attention", "supports"]
+__all__ = [
+    "append_or_merge",
+    "compact",
+    "evict",
+    "lowest",
+    "note_attention",
+    "paged_attention",
+    "prefill_attention",
+    "supports",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

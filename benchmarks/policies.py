@@ -1,0 +1,121 @@
+"""Time what policies add to decoding and to prefill on the CPU: interleaved, medians and ratios.
+
+python benchmarks/policies.py
+python benchmarks/policies.py --kv_heads 2 --decode 1,2048 8,2048 --prefill ""
+
+A decode step of each policy, with its cache full, is compared with a step without one over as many entries; the prompt
+of each policy with the same prompt fed whole into the full cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import dmc.policies
+from dmc import Engine, SamplingParams
+from dmc.budget import Budget
+from dmc.models.build import random_model, twin
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16384,
+}
+DECODING = ["H2O", "TOVA", "StreamingLLM"]
+PROMPTS = ["SnapKV", "PyramidKV", "AdaKV", "LAVa", "CAKE", "H2O"]
+BEYOND = 32
+"""Prompt tokens beyond the budget, so that the cache is full from the first generated token on."""
+
+Case = Callable[[], object]
+
+
+def medians(cases: dict[str, Case], rounds: int) -> dict[str, float]:
+    """Give the median milliseconds of each case, the cases taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if turn > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+def existing(names: list[str]) -> list[str]:
+    return [name for name in names if hasattr(dmc.policies, name)]
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def engine_of(model: torch.nn.Module, name: str | None, budget: Budget | None) -> Engine:
+    policy = None if name is None else getattr(dmc.policies, name)(budget=budget)
+    return Engine(twin(model), policy=policy, token_budget=None)
+
+
+def start_decoding(engine: Engine, batch: int, length: int, num_steps: int) -> None:
+    """Feed prompts, until every sequence has its first token."""
+    params = SamplingParams(max_new_tokens=num_steps, temperature=0.0)
+    requests = [engine.submit(random_prompt(length, seed), params) for seed in range(batch)]
+    while any(request.sequence.num_fed < length for request in requests):
+        engine.step()
+
+
+def decode_cases(model: torch.nn.Module, batch: int, length: int, rounds: int) -> dict[str, Case]:
+    engines = {"no policy": engine_of(model, None, None)}
+    start_decoding(engines["no policy"], batch, length, rounds + 3)
+    for name in existing(DECODING):
+        engines[name] = engine_of(model, name, Budget(tokens=length))
+        start_decoding(engines[name], batch, length + BEYOND, rounds + 3)
+    return {name: engine.step for name, engine in engines.items()}
+
+
+def prefill_cases(model: torch.nn.Module, length: int, ratio: float) -> dict[str, Case]:
+    prompt, one = random_prompt(length, seed=0), SamplingParams(max_new_tokens=1, temperature=0.0)
+    engines = {"no policy": engine_of(model, None, None)}
+    engines.update({name: engine_of(model, name, Budget(ratio=ratio)) for name in existing(PROMPTS)})
+    return {name: (lambda engine=engine: engine.generate([prompt], one, False)) for name, engine in engines.items()}
+
+
+def print_table(title: str, found: dict[str, float]) -> None:
+    plain = found["no policy"]
+    print(f"\n| {title} | ms | of no policy |\n|---|---:|---:|")
+    for name, milliseconds in found.items():
+        print(f"| {name} | {milliseconds:.1f} | {milliseconds / plain:.2f}x |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv_heads", type=int, nargs="*", default=[8, 2])
+    parser.add_argument("--decode", nargs="*", default=["1,2048", "1,4096", "8,2048"], help="batch,entries")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[4096], help="prompt lengths")
+    parser.add_argument("--ratio", type=float, default=4.0, help="compression ratio of the prompts")
+    parser.add_argument("--decode_rounds", type=int, default=25)
+    parser.add_argument("--prefill_rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for kv_heads in options.kv_heads:
+        model = random_model({**SHAPE, "num_key_value_heads": kv_heads}, torch.float32, "cpu")
+        for text in options.decode:
+            batch, length = (int(number) for number in text.split(","))
+            cases = decode_cases(model, batch, length, options.decode_rounds)
+            found = medians(cases, options.decode_rounds)
+            print_table(f"step of {batch} sequences, {kv_heads} KV heads, {length} entries each", found)
+        for length in options.prefill:
+            found = medians(prefill_cases(model, length, options.ratio), options.prefill_rounds)
+            print_table(f"prompt of {length}, {kv_heads} KV heads, CR {options.ratio:g}", found)
+
+
+if __name__ == "__main__":
+    main()

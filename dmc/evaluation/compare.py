@@ -1,0 +1,178 @@
+"""Run the grid model x policy x budget x task, one row for each cell; what is finished is not run again."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dmc.budget import achieved_ratio
+from dmc.evaluation.grid import Cell, CompareConfig, ComparedModel, Grid, digest
+from dmc.evaluation.row_store import Row, RowStore
+from dmc.evaluation.speed import measure_speed
+from dmc.evaluation.tasks import Sample, SampleResult, Task
+from dmc.policies.from_config import budget_name
+from dmc.provenance import provenance
+from dmc.runtime import Engine, GenerationStats
+
+DONE, FAILED = "done", "failed"
+FAILURES = (ValueError, NotImplementedError, torch.OutOfMemoryError)
+"""What ends a cell but not the grid."""
+
+Load = Callable[[ComparedModel], tuple[Any, Any]]
+"""Loads a model and its tokenizer, None where it has none."""
+
+
+@dataclass
+class Subject:
+    """A loaded model and the samples that its cells share."""
+
+    model: Any
+    tokenizer: Any
+    samples: dict[str, list[Sample]]
+
+    def samples_of(self, name: str, task: Task) -> list[Sample]:
+        """Make a task's samples, once."""
+        if name not in self.samples:
+            vocab_size = self.model.get_input_embeddings().num_embeddings
+            self.samples[name] = task.samples(self.tokenizer, vocab_size)
+        return self.samples[name]
+
+
+def unfinished(grid: Grid, rows: list[Row]) -> list[Cell]:
+    """List the cells that have no row yet or have failed."""
+    finished = {row["key"] for row in rows if row["status"] == DONE}
+    return [cell for cell in grid.cells if cell.key not in finished]
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    grid: Grid,
+    config: CompareConfig,
+    store: RowStore,
+    load: Load,
+    make_engine: Callable[..., Engine] = Engine,
+) -> list[Row]:
+    """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
+
+    Args:
+        cells: of the grid, those of a model one after the other; every model is loaded once.
+        grid: models and tasks.
+        config: engine settings, seed.
+        store: receives the rows.
+        load: gives a model, on its device, and its tokenizer.
+        make_engine: called as `Engine`.
+    Returns:
+        The rows.
+    """
+    rows = []
+    source = provenance()
+    with tqdm(total=len(cells), unit="cell", smoothing=0, disable=None) as bar:
+        for name, group in itertools.groupby(cells, key=lambda cell: cell.model):
+            subject = Subject(*load(grid.models[name]), samples={})
+            for cell in group:
+                bar.set_description(cell.title)
+                row = describe(cell, grid, config) | {"device": device_name(subject.model), "provenance": source}
+                try:
+                    row |= measure(cell, grid, config, subject, make_engine)
+                except FAILURES as error:
+                    row |= {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
+                    bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
+                store.append(row)
+                rows.append(row)
+                bar.update()
+                release_memory()  # the cache of one cell, before the next
+            del subject
+            release_memory()
+    return rows
+
+
+def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
+    """Say what a row measures and with which settings."""
+    method, task = cell.method, grid.tasks[cell.task]
+    return {
+        "key": cell.key,
+        "method": f"{cell.model}, {'own gates' if cell.own_gates else method.name}",
+        "model": cell.model,
+        "own_gates": cell.own_gates,
+        "policy": method.name,
+        "budget": None if method.budget is None else budget_name(method.budget),
+        "task": cell.task,
+        "model_key": cell.model_key,
+        "task_key": cell.task_key,
+        "main_metric": task.main_metric,
+        "higher_is_better": task.higher_is_better,
+        "requested_ratio": method.requested_ratio,
+        "settings": {
+            "model": asdict(grid.models[cell.model]),
+            "policy": method.settings,
+            "task": grid.task_settings[cell.task],
+            "engine": asdict(config.engine),
+            "seed": config.seed,
+        },
+    }
+
+
+def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, make_engine: Callable[..., Engine]) -> Row:
+    """Measure quality, memory and speed of one cell.
+
+    Raises:
+        ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
+    """
+    torch.manual_seed(config.seed)
+    task = grid.tasks[cell.task]
+    samples = subject.samples_of(cell.task, task)
+    engine = make_engine(subject.model, subject.tokenizer, policy=cell.method.build(), **asdict(config.engine))
+    size = config.engine.max_batch_size
+    results: list[SampleResult] = []
+    for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
+        results += task.evaluate(engine, samples[begin : begin + size])
+    row = {
+        "status": DONE,
+        "metrics": {name: statistics.fmean(each.metrics[name] for each in results) for name in results[0].metrics},
+        "sample_values": [each.metrics[task.main_metric] for each in results],
+        "samples": len(results),
+        "samples_key": digest([[each.prompt, each.continuation] for each in samples]),
+        **memory_of([each.stats for each in results]),
+    }
+    if (budget := cell.method.budget) is not None and budget.tokens is not None:
+        seen = [each.stats.tokens_seen for each in results]
+        row["requested_ratio"] = sum(seen) / sum(min(budget.tokens, each) for each in seen)
+    if config.speed_tokens:
+        speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
+        row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
+    return row
+
+
+def memory_of(stats: list[GenerationStats]) -> dict[str, float]:
+    """Sum up the memory of samples: their common ratio, and the bytes of the one that takes most."""
+    layers, kv_heads = stats[0].slots.shape
+    tokens, slots = sum(each.tokens_seen for each in stats), sum(int(each.slots.sum()) for each in stats)
+    peak = max(stats, key=lambda each: each.bytes_allocated)
+    return {
+        "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, slots),
+        "peak_tokens": peak.tokens_seen,
+        "bytes_allocated": peak.bytes_allocated,
+        "bytes_used": peak.bytes_used,
+        "bytes_allocated_per_token": peak.bytes_allocated / peak.tokens_seen,
+        "bytes_used_per_token": peak.bytes_used / peak.tokens_seen,
+    }
+
+
+def device_name(model: Any) -> str:
+    """Name the device that a model lies on."""
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+
+
+def release_memory() -> None:
+    """Give back what is not in use any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

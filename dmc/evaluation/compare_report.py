@@ -1,0 +1,161 @@
+"""Rows of a comparison as a table, a CSV file and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from dmc.evaluation.compare import DONE, FAILED
+from dmc.evaluation.quality_plot import plot_quality
+from dmc.evaluation.row_store import Row
+
+TABLE, CSV, PLOT = "table.md", "results.csv", "quality_over_bytes.png"
+COLUMNS = (
+    *("model", "policy", "budget", "task", "main_metric", "quality", "over_full_cache", "over_full_cache_error"),
+    *("requested_ratio", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
+    *("bytes_allocated", "bytes_used", "peak_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
+    *("samples", "device", "key"),
+)
+
+
+def write_report(rows: list[Row], folder: Path, reference: str | None = None) -> str:
+    """Write `table.md`, `results.csv` and `quality_over_bytes.png`; each is replaced whole.
+
+    Args:
+        rows: of one or several runs, in the order in which they were written.
+        folder: where to.
+        reference: stock model with whose full cache compressed models are compared; None: the first.
+    Returns:
+        The table.
+    """
+    current = comparable(rows)
+    done = [row | over_full_cache(row, current, reference) for row in current if row["status"] == DONE]
+    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in current if row["status"] == FAILED]
+    if len(current) < len(rows):
+        notes.append(f"left out: {len(rows) - len(current)} rows of other settings or earlier versions of a model")
+    table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
+    _replace(folder / TABLE, f"{table}\n".encode())
+    _replace(folder / CSV, format_csv(done).encode())
+    if done:
+        picture = io.BytesIO()
+        plot_quality({task: _ranked(task, done) for task in _tasks(done)}, picture)
+        _replace(folder / PLOT, picture.getvalue())
+    return table
+
+
+def comparable(rows: list[Row]) -> list[Row]:
+    """Keep the newest row of every cell, and of them those with the newest settings of their task and model."""
+    newest = {(row["model"], row["policy"], row["budget"], row["task"]): row for row in rows}
+    task_keys = {row["task"]: row["task_key"] for row in rows}
+    model_keys = {row["model"]: row["model_key"] for row in rows}
+    return [
+        row
+        for row in newest.values()
+        if row["task_key"] == task_keys[row["task"]] and row["model_key"] == model_keys[row["model"]]
+    ]
+
+
+def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> dict[str, Any]:
+    """Compare a row with the full cache of its model, or of the reference for a compressed model.
+
+    Returns:
+        The quality, the difference in it and the standard error of that difference, paired sample by sample; None where
+        there is no other row of the full cache on the same samples.
+    """
+    found: dict[str, Any] = {"quality": row["metrics"][row["main_metric"]]}
+    model = reference if row["own_gates"] else row["model"]
+    full = next(
+        (
+            other
+            for other in rows
+            if other["status"] == DONE
+            and other["budget"] is None
+            and not other["own_gates"]
+            and model in (None, other["model"])
+            and (other["task"], other["samples_key"]) == (row["task"], row["samples_key"])
+        ),
+        None,
+    )
+    if full is None or full["key"] == row["key"]:
+        return found | {"over_full_cache": None, "over_full_cache_error": None}
+    differences = [own - other for own, other in zip(row["sample_values"], full["sample_values"], strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    return found | {"over_full_cache": statistics.fmean(differences), "over_full_cache_error": error}
+
+
+def requested(row: Row) -> str:
+    """Write the budget; for a model's own gates the ratio that they were trained for."""
+    if row["budget"] is not None and row["budget"].startswith("tokens:"):
+        return row["budget"].removeprefix("tokens:") + " tokens"
+    return f"CR {row['requested_ratio']:g}"
+
+
+def format_task(task: str, rows: list[Row]) -> str:
+    """Write one task's rows as Markdown, within each budget the best first."""
+    rows = _ranked(task, rows)
+    metric, samples = rows[0]["main_metric"], rows[0]["samples"]
+    better = "higher" if rows[0]["higher_is_better"] else "lower"
+    lines = [
+        f"### {task}: {metric} of {samples} samples ({better} is better)\n",
+        f"| method | requested | achieved CR | {metric} | over full cache | cache bytes/token | prefill tokens/s "
+        "| decode tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['method']} | {requested(row)} | {row['achieved_ratio']:.2f} | {row['quality']:.4f} "
+            f"| {_difference(row)} | {row['bytes_allocated_per_token']:,.0f} "
+            f"| {_speed(row, 'prefill')} | {_speed(row, 'decode')} |"
+        )
+    return "\n".join(lines)
+
+
+def format_csv(rows: list[Row]) -> str:
+    """Write all figures, one line per cell; every metric has a column."""
+    metrics = sorted({name for row in rows for name in row["metrics"]})
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*COLUMNS, *metrics])
+    for task in _tasks(rows):
+        for row in _ranked(task, rows):
+            writer.writerow([*(row.get(name) for name in COLUMNS), *(row["metrics"].get(name) for name in metrics)])
+    return file.getvalue()
+
+
+def _tasks(rows: list[Row]) -> list[str]:
+    return sorted({row["task"] for row in rows})
+
+
+def _ranked(task: str, rows: list[Row]) -> list[Row]:
+    """Sort a task's rows: ratios from 1 up, then fixed budgets from large to small; the best first within each."""
+
+    def place(row: Row) -> tuple[bool, float, float]:
+        fixed = row["budget"] is not None and row["budget"].startswith("tokens:")
+        budget = -float(row["budget"].removeprefix("tokens:")) if fixed else row["requested_ratio"]
+        return fixed, budget, -row["quality"] if row["higher_is_better"] else row["quality"]
+
+    return sorted((row for row in rows if row["task"] == task), key=place)
+
+
+def _difference(row: Row) -> str:
+    if row["over_full_cache"] is None:
+        return "-"
+    error = row["over_full_cache_error"]
+    return f"{row['over_full_cache']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _speed(row: Row, phase: str) -> str:
+    speed = row.get(f"{phase}_tokens_per_second")
+    return "-" if speed is None else f"{speed:,.0f}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole: jobs of a sweep write the same one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

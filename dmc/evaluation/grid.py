@@ -1,0 +1,269 @@
+"""What is compared: the grid model x policy x budget x task, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from transformers import PretrainedConfig
+
+from dmc.budget import Budget
+from dmc.config import build_config
+from dmc.data.corpus import file_stamps
+from dmc.evaluation.tasks import Task
+from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
+from dmc.target import build_target, suggest
+
+FULL = "full"
+"""The policy that keeps everything, or leaves it to the model's own gates."""
+MODEL_FILES = {".safetensors", ".json", ".model", ".txt"}
+"""Weights, configuration and tokenizer, but no README."""
+FORMAT = 1
+"""Raise it when what a cell measures changes: finished cells then run again."""
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model of the grid."""
+
+    path: str
+    """Folder or hub name of a stock or compressed model."""
+    dtype: str = "auto"
+    revision: str | None = None
+    """Hub revision."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How cells are served; see `Engine`."""
+
+    block_size: int = 16
+    memory: int | float | str | None = None
+    kernels: str = "auto"
+    max_batch_size: int = 8
+    """Samples that run at the same time."""
+    prefill_chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """The grid as the user writes it.
+
+    Raises:
+        ValueError: a value is missing or out of range.
+    """
+
+    models: dict[str, Any]
+    """Name: folder, or a mapping with the fields of `ComparedModel`."""
+    policies: list[Any]
+    """Names of `configs/policy/*.yaml`, or mappings: see `named_settings`."""
+    tasks: list[Any]
+    """Names of `configs/task/*.yaml`, or mappings: see `named_settings`."""
+    budgets: list[Any]
+    """Compression ratios (4), or entries per KV head (tokens:128)."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    speed_tokens: int = 16
+    """Steps of decoding that are timed; 0: speed is not measured."""
+    seed: int = 0
+    """Of whatever draws without a seed of its own."""
+    reference: str | None = None
+    """Stock model with whose full cache compressed models are compared; None: the first."""
+    output: str = "outputs/compare"
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("models is empty: name at least one, 'models={base: DIR}'")
+        if not self.tasks:
+            raise ValueError("tasks is empty: give tasks=[text_loss], names of files in configs/task")
+        if self.speed_tokens < 0:
+            raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
+        if self.engine.max_batch_size < 1:
+            raise ValueError(f"engine.max_batch_size={self.engine.max_batch_size}: expected a whole number >= 1")
+        if self.reference is not None and self.reference not in self.models:
+            raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What decides about the cache of a model."""
+
+    name: str
+    """Of the policy."""
+    settings: dict[str, Any]
+    budget: Budget | None
+    requested_ratio: float | None
+    """None: the budget is a number of entries."""
+    identity: Any
+    """What defines it, as JSON has it."""
+
+    def build(self) -> Any | None:
+        """Construct the policy, anew for every cell: what it remembers of one must not reach the next."""
+        return policy_from_config(self.settings, self.budget)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    model: str
+    own_gates: bool
+    """Whether the model is itself compressed."""
+    method: Method
+    task: str
+    model_key: str
+    task_key: str
+    """Hash of task, engine and seed: rows of one table have the same."""
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that defines the cell."""
+        names = [self.model, self.method.name, self.task]
+        return digest([names, self.model_key, self.task_key, self.method.identity])
+
+    @property
+    def title(self) -> str:
+        """For progress and messages."""
+        budget = "" if self.method.budget is None else f" {budget_name(self.method.budget)}"
+        return f"{self.model} {self.method.name}{budget} {self.task}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All cells, those of a model one after the other, and what they refer to by name."""
+
+    cells: list[Cell]
+    models: dict[str, ComparedModel]
+    tasks: dict[str, Task]
+    task_settings: dict[str, dict[str, Any]]
+
+
+def plan_grid(config: CompareConfig, configs: Path) -> Grid:
+    """Look up every name, construct every policy and task, and list the cells.
+
+    A compressed model has one cell for each task, whatever the policies and budgets; so has the full cache.
+
+    Args:
+        config: the grid.
+        configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
+    Raises:
+        ValueError: a model, policy, task, option or budget is unknown or out of range.
+        FileNotFoundError: a task's files are not there.
+    """
+    models = {name: build_model(value, f"models.{name}") for name, value in config.models.items()}
+    methods = _methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
+    task_settings = named_settings(config.tasks, configs / "task", "tasks")
+    tasks: dict[str, Task] = {name: build_target(each, f"tasks.{name}") for name, each in task_settings.items()}
+    shared = [FORMAT, asdict(config.engine), config.speed_tokens, config.seed]
+    task_keys = {name: digest([shared, task_settings[name], task.identity()]) for name, task in tasks.items()}
+    cells = []
+    for name, model in models.items():
+        identity, target_ratio = describe_model(model, f"models.{name}")
+        own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio, [FULL])]
+        cells += [
+            Cell(name, bool(own), method, task, digest(identity), task_keys[task])
+            for method in own or methods
+            for task in tasks
+        ]
+    return Grid(cells, models, tasks, task_settings)
+
+
+def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[str, dict[str, Any]]:
+    """Look up settings by name.
+
+    Args:
+        entries: names of YAML files in `folder`, or mappings: `{name: mine, _target_: my_module.MyPolicy, ...}` for
+            something new, `{name: mine, like: h2o, ...}` for a file of the folder with other options.
+        folder: where the files lie.
+        setting: whose entries these are, for messages.
+    Returns:
+        Name: settings, in the order given.
+    Raises:
+        ValueError: a name is unknown, missing or given twice.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for index, entry in enumerate(entries):
+        where = f"{setting}[{index}]"
+        own = {"name": entry, "like": entry} if isinstance(entry, str) else entry
+        if not isinstance(own, dict) or "name" not in own or ("like" in own) == ("_target_" in own):
+            raise ValueError(f"{where}={entry!r}: expected a name, or a mapping with name and either _target_ or like")
+        settings = _read(own["like"], folder, where) if "like" in own else {}
+        settings |= {key: value for key, value in own.items() if key not in ("name", "like")}
+        if own["name"] in found:
+            raise ValueError(f"{where}: {own['name']!r} is there twice; give one of them another name")
+        found[own["name"]] = settings
+    return found
+
+
+def _read(name: str, folder: Path, where: str) -> dict[str, Any]:
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise ValueError(f"{where}={name!r} is not in {folder.parent.name}/{folder.name}; {suggest(name, known)}")
+    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"), resolve=True)
+    return settings
+
+
+def _methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Method]:
+    parsed = {budget_name(budget): budget for budget in map(parse_budget, budgets)}
+    if not parsed and any(policies.values()):
+        raise ValueError("budgets is empty: give budgets=[2,4], compression ratios, or tokens:128")
+    methods = []
+    for name, settings in policies.items():
+        if not settings:
+            methods.append(Method(name, {}, None, 1.0, [FULL]))
+        for label, budget in parsed.items() if settings else ():
+            identity = [settings, label, _own_code(policy_from_config(settings, budget))]
+            methods.append(Method(name, settings, budget, budget.ratio, identity))
+    return methods
+
+
+def _own_code(policy: Any) -> str | None:
+    """Hash the source file of a user's own policy, which changes more often than its name."""
+    module = type(policy).__module__
+    source = getattr(sys.modules[module], "__file__", None)
+    if module.startswith("dmc.") or source is None:
+        return None
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def build_model(value: Any, name: str) -> ComparedModel:
+    """Read a model of the grid: a folder or hub name, or a mapping."""
+    return build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, name)
+
+
+def describe_model(model: ComparedModel, name: str) -> tuple[Any, float | None]:
+    """Tell which model this is without loading it.
+
+    Returns:
+        What identifies it (its configuration; names, sizes and times of a folder's files), and the target ratio of its
+        own gates, None for a stock model.
+    Raises:
+        ValueError: there is no such model.
+    """
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
+        beside = [str(folder.parent / each.name) for each in folder.parent.glob("*") if each.is_dir()]
+        close = difflib.get_close_matches(str(folder), beside, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{name}: there is no folder {model.path}{hint}")
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
+    except OSError as error:
+        raise ValueError(f"{name}={model.path}: {str(error).splitlines()[0]}") from error
+    if "model_type" not in values:
+        raise ValueError(f"{name}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES] if folder.is_dir() else []
+    compressed = str(values.get("model_type")).startswith("dmc_")
+    target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
+    return [model.dtype, file_stamps(files) or asdict(model), values], target_ratio
+
+
+def digest(content: Any) -> str:
+    """Hash what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

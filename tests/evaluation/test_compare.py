@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmc import Engine, load_model
+from dmc.config import build_config
+from dmc.evaluation.compare import run_cells, unfinished
+from dmc.evaluation.compare_report import comparable, over_full_cache, write_report
+from dmc.evaluation.grid import CompareConfig, named_settings, plan_grid
+from dmc.evaluation.row_store import RowStore
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+NEEDLE = {"name": "needle", "like": "needle", "num_samples": 3, "sequence_length": 40, "answer_length": 2}
+KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
+MODULE = """
+class Keep:
+    def __init__(self, *, budget, fails=False):
+        if budget.tokens == 1:
+            raise ValueError("Keep needs 2 entries")
+        self.budget, self.fails = budget, fails
+"""
+
+
+@pytest.fixture(autouse=True)
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "users_keep.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_keep", raising=False)
+    return tmp_path / "users_keep.py"
+
+
+@pytest.fixture
+def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
+    def build(**changes: Any) -> CompareConfig:
+        values = {
+            "models": {"base": str(folders.stock)},
+            "policies": ["full", KEEP],
+            "budgets": [2, "tokens:8"],
+            "tasks": [NEEDLE],
+            "speed_tokens": 0,
+            "output": str(tmp_path / "out"),
+        }
+        return build_config(CompareConfig, {**values, **changes})
+
+    return build
+
+
+class Workshop:
+    """Loads models and makes engines that leave policies aside, and counts both."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.loaded: list[str] = []
+        self.num_engines, self.stop_at = 0, stop_at
+
+    def load(self, model: Any) -> tuple[Any, Any]:
+        self.loaded.append(model.path)
+        return load_model(model.path), None
+
+    def make_engine(self, model: Any, tokenizer: Any, policy: Any = None, **options: Any) -> Engine:
+        if self.num_engines == self.stop_at:
+            raise KeyboardInterrupt
+        self.num_engines += 1
+        if policy is not None and policy.fails:
+            raise NotImplementedError("Keep does not serve this model")
+        return Engine(model, tokenizer, **options)
+
+
+def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
+    grid, store = plan_grid(config, CONFIGS), RowStore(Path(config.output) / "cells.jsonl")
+    run_cells(unfinished(grid, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
+    return store.rows()
+
+
+def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config: Any, folders: Any) -> None:
+    models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
+    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
+    assert [cell.title for cell in cells] == [
+        "base keep 2 needle",
+        "base keep tokens:8 needle",
+        "base full needle",
+        "small full needle",
+    ]
+    assert [cell.own_gates for cell in cells] == [False, False, False, True]
+    assert [cell.method.requested_ratio for cell in cells] == [2.0, None, 1.0, 2.0]
+    assert len({cell.key for cell in cells}) == 4
+
+
+def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) -> None:
+    models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    rows = run(make_config(models=models, speed_tokens=2, budgets=["tokens:8"]), Workshop())
+    full, keep, small = rows
+    assert [row["status"] for row in rows] == ["done"] * 3
+    assert [(row["budget"], row["requested_ratio"]) for row in rows] == [(None, 1.0), ("tokens:8", 39 / 8), (None, 2.0)]
+    assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
+    entries = 39 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
+    assert entries <= full["bytes_used"] <= full["bytes_allocated"]
+    assert full["bytes_allocated_per_token"] == full["bytes_allocated"] / 39
+    assert small["achieved_ratio"] > 1.2
+    assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
+    assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
+    assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
+    assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep"}
+    assert keep["settings"]["task"]["sequence_length"] == 40
+    assert "versions" in full["provenance"]
+
+
+def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config: Any, folders: Any) -> None:
+    config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)})
+    first = Workshop(stop_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, first)
+    before = RowStore(Path(config.output) / "cells.jsonl").rows()
+    assert len(before) == 2
+    second = Workshop()
+    rows = run(config, second)
+    assert second.num_engines == 2
+    assert rows[:2] == before
+    assert [row["model"] for row in rows] == ["base", "base", "base", "small"]
+    third = Workshop()
+    assert run(config, third) == rows
+    assert third.loaded == []
+
+
+def test_a_damaged_line_is_told_and_its_cell_runs_again(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(budgets=[2])
+    rows = run(config, Workshop())
+    path = Path(config.output) / "cells.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    workshop = Workshop()
+    again = run(config, workshop)
+    assert workshop.num_engines == 1
+    assert [row["key"] for row in again] == [row["key"] for row in rows]
+    assert "line 2 is damaged" in caplog.text
+
+
+def test_a_cell_that_fails_is_recorded_and_tried_again(make_config: Any) -> None:
+    config = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2])
+    failed, full = run(config, Workshop())
+    assert (failed["status"], failed["error"]) == ("failed", "NotImplementedError: Keep does not serve this model")
+    assert full["status"] == "done"
+    workshop = Workshop()
+    run(config, workshop)
+    assert workshop.num_engines == 1
+    table = write_report([full, failed], Path(config.output))
+    assert table.endswith("failed: base, keep, needle: NotImplementedError: Keep does not serve this model")
+
+
+def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any) -> None:
+    tasks = ["text_loss", {**NEEDLE, "vocab_size": 500}, {**NEEDLE, "name": "n"}]
+    rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
+    assert [row["status"] for row in rows] == ["failed", "failed", "done"]
+    assert rows[0]["error"] == "ValueError: text_loss needs a tokenizer in the model's folder"
+    assert "the model knows 300 tokens" in rows[1]["error"]
+
+
+def keys(config: CompareConfig) -> list[str]:
+    return [cell.key for cell in plan_grid(config, CONFIGS).cells]
+
+
+def test_whatever_defines_a_cell_is_in_its_key(
+    make_config: Any, folders: Any, tmp_path: Path, users_module: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folders.stock, copy)
+    models = {"base": str(copy)}
+    keep = {"policies": [KEEP], "budgets": [2], "models": models}
+    (key,) = keys(make_config(**keep))
+    assert keys(make_config(**{**keep, "budgets": ["2.0"]})) == [key]
+    assert keys(make_config(**keep, output="elsewhere")) == [key]
+    changes: list[dict[str, Any]] = [
+        {"budgets": [4]},
+        {"policies": [{**KEEP, "fails": True}]},
+        {"tasks": [{**NEEDLE, "seed": 1}]},
+        {"engine": {"block_size": 32}},
+        {"seed": 1},
+        {"speed_tokens": 4},
+        {"models": {"base": {"path": str(copy), "dtype": "bfloat16"}}},
+    ]
+    found = {key, *(keys(make_config(**{**keep, **change}))[0] for change in changes)}
+    assert len(found) == 1 + len(changes)
+    (copy / "README.md").write_text("no part of the model")
+    assert keys(make_config(**keep)) == [key]
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    (newer,) = keys(make_config(**keep))
+    users_module.write_text(MODULE + "# another version\n")
+    (newest,) = keys(make_config(**keep))
+    assert len({key, newer, newest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {}}, r"models is empty"),
+        ({"models": {"base": "STOCKK"}}, r"models.base: there is no folder .*stockk; did you mean .*stock\?"),
+        ({"models": {"base": "EMPTY"}}, r"models.base: .* has no config.json with a model_type"),
+        ({"models": {"base": {"pth": "x"}}}, r"unknown setting models.base.pth: did you mean 'path'\?"),
+        ({"policies": ["full", "h20"]}, r"policies\[1\]='h20' is not in configs/policy; did you mean 'h2o'\?"),
+        ({"policies": [{"name": "mine"}]}, r"expected a name, or a mapping with name and either _target_ or like"),
+        ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
+        ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
+        ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
+        ({"budgets": [0.5]}, r"budget=0.5"),
+        ({"budgets": []}, r"budgets is empty"),
+        ({"tasks": ["needel"]}, r"tasks\[0\]='needel' is not in configs/task; did you mean 'needle'\?"),
+        ({"tasks": [{**NEEDLE, "sequence_length": 3}]}, r"sequence_length=3 has no room"),
+        ({"tasks": []}, r"tasks is empty"),
+        ({"reference": "bas"}, r"reference='bas' is no model; did you mean 'base'\?"),
+        ({"engine": {"max_batch_size": 0}}, r"max_batch_size=0: expected a whole number >= 1"),
+        ({"speed_tokens": -1}, r"speed_tokens=-1: expected a whole number >= 0"),
+    ],
+)
+def test_wrong_settings_end_it_before_any_work(
+    changes: dict[str, Any], message: str, make_config: Any, folders: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    paths = {"STOCKK": f"{folders.stock}k", "EMPTY": str(tmp_path / "empty")}
+    if "models" in changes:
+        models = {name: path if isinstance(path, dict) else paths[path] for name, path in changes["models"].items()}
+        changes = {"models": models}
+    with pytest.raises(ValueError, match=message):
+        plan_grid(make_config(**changes), CONFIGS)
+
+
+def test_a_file_can_be_taken_with_other_options() -> None:
+    (found,) = named_settings(
+        [{"name": "long", "like": "text_loss", "context_tokens": 9}], CONFIGS / "task", "t"
+    ).items()
+    assert found[0] == "long"
+    assert (found[1]["context_tokens"], found[1]["scored_tokens"]) == (9, 256)
+    assert found[1]["source"]["_target_"] == "dmc.data.StandardLibrarySource"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "task").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_task_can_be_built(path: Path, make_config: Any) -> None:
+    grid = plan_grid(make_config(tasks=[path.stem], policies=["full"]), CONFIGS)
+    assert grid.tasks[path.stem].main_metric in ("loss", "exact_match")
+
+
+def make_row(policy: str, budget: str | None, values: list[float], **changes: Any) -> dict[str, Any]:
+    row = {
+        "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
+        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "task_key": "t", "samples_key": "s",
+        "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
+        "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
+        "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
+        "requested_ratio": float(budget) if budget and budget.isdigit() else 1.0, "device": "cpu",
+        "decode_tokens_per_second": 1234.5,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
+    gates = {"key": "gates", "model": "small", "method": "small, own gates", "own_gates": True, "requested_ratio": 4.0}
+    rows = [
+        make_row("tova", "4", [2.0, 2.5]),
+        make_row("h2o", "4", [1.5, 2.5]),
+        make_row("h2o", "tokens:128", [3.0, 3.0]),
+        make_row("h2o", "tokens:256", [2.5, 2.5]),
+        make_row("h2o", "2", [1.0, 2.1]),
+        make_row("full", None, [1.0, 2.0]),
+        make_row("full", None, [1.0, 2.2], **gates),
+    ]
+    table = write_report(rows, tmp_path)
+    assert (tmp_path / "table.md").read_text() == table + "\n"
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
+    assert [line[:2] for line in lines] == [
+        ["base, full", "CR 1"],
+        ["base, h2o", "CR 2"],
+        ["small, own gates", "CR 4"],
+        ["base, h2o", "CR 4"],
+        ["base, tova", "CR 4"],
+        ["base, h2o", "256 tokens"],
+        ["base, h2o", "128 tokens"],
+    ]
+    # differences to (1, 2): h2o at CR 4 has (0.5, 0.5), tova (1, 0.5)
+    assert lines[3] == ["base, h2o", "CR 4", "3.96", "2.0000", "+0.5000 ± 0.0000", "100", "-", "1,234"]
+    differences = ["-", "+0.0500 ± 0.0500", "+0.1000 ± 0.1000", lines[3][4], "+0.7500 ± 0.2500"]
+    assert [line[4] for line in lines[:5]] == differences
+    with (tmp_path / "results.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [row["policy"] for row in written] == ["full", "h2o", "full", "h2o", "tova", "h2o", "h2o"]
+    assert (written[4]["quality"], written[4]["loss"], written[4]["over_full_cache"]) == ("2.25", "2.25", "0.75")
+    assert (tmp_path / "quality_over_bytes.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.glob("*[!y]")) == ["quality_over_bytes.png", "results.csv", "table.md"]
+
+
+def test_nothing_is_compared_across_settings_samples_or_models() -> None:
+    old = make_row("h2o", "4", [9.0], task_key="old", key="1")
+    new = make_row("h2o", "4", [2.0], key="2")
+    other = make_row("tova", "4", [2.0], task_key="old", key="3")
+    full = make_row("full", None, [1.0], key="4")
+    assert comparable([old, other, new, full]) == [new, full]
+    assert over_full_cache(new, [full])["over_full_cache"] == 1.0
+    assert over_full_cache(new, [{**full, "model": "another"}])["over_full_cache"] is None
+    assert over_full_cache(new, [{**full, "samples_key": "others"}])["over_full_cache"] is None
+    gates = make_row("full", None, [3.0], own_gates=True, model="small", key="5")
+    control = {**full, "model": "control", "sample_values": [1.5]}
+    assert over_full_cache(gates, [gates, full, control])["over_full_cache"] == 2.0
+    assert over_full_cache(gates, [gates, full, control], reference="control")["over_full_cache"] == 1.5
+
+
+def test_jobs_of_a_sweep_share_a_folder(folders: Any, tmp_path: Path) -> None:
+    needle = json.dumps(NEEDLE).replace('"', "")
+    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), "-m", "policies=[],[full]", f"tasks=[{needle}]"]
+    command += [f"models={{base: {folders.stock}, small: {folders.compressed}}}", f"output={tmp_path / 'out'}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = RowStore(tmp_path / "out" / "cells.jsonl").rows()
+    assert [(row["model"], row["status"]) for row in rows] == [("small", "done"), ("base", "done")]
+    assert "2 cells, 1 finished before" in done.stderr
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.strip() in done.stdout
+    assert "| small, own gates | CR 2 |" in table

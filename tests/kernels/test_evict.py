@@ -1,0 +1,245 @@
+"""What every backend does after a generated token, against python lists of entries and blocks: note what it attends to,
+choose what goes, evict it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+import torch
+from oracles.backends import backends_here
+from oracles.cache_layers import fill, make_layer
+from torch import Tensor
+
+from dmc.kernels import load_backend
+from dmc.kernels.base import EntryNotes, NewTokens
+
+LENGTHS = [[0, 1], [15, 16], [17, 80]]
+HEAD_DIM, BLOCK, STEPS = 32, 16, 60
+POWERS = [1, 2, 0]
+
+
+@pytest.fixture(params=backends_here(HEAD_DIM))
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    return load_backend(request.param)
+
+
+@dataclass
+class Entry:
+    key: Tensor
+    value: Tensor
+    position: int
+    sums: list[float]
+    slot: int
+
+
+@dataclass
+class Head:
+    """What one head should hold, oldest entry first."""
+
+    entries: list[Entry] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    def append(self, entry: Entry, stack: list[int]) -> None:
+        if len(self.entries) == BLOCK * len(self.blocks):
+            self.blocks.append(stack.pop())
+        self.entries.append(entry)
+
+    def evict(self, age: int, stack: list[int]) -> None:
+        if age < 0:
+            return
+        self.entries[-1].slot = self.entries[age].slot  # the newest moves to where the evicted one lay
+        del self.entries[age]
+        if len(self.entries) <= BLOCK * (len(self.blocks) - 1):
+            stack.append(self.blocks.pop())
+
+
+class Simulation:
+    """A layer with notes, and what should be in it."""
+
+    def __init__(self, backend: ModuleType, dtype: torch.dtype) -> None:
+        self.backend, self.dtype = backend, dtype
+        self.generator = torch.Generator().manual_seed(1)
+        self.layer = fill(
+            make_layer(None, head_dim=HEAD_DIM, max_blocks=9, block_size=BLOCK, dtype=dtype), torch.tensor(LENGTHS)
+        )
+        pages = self.layer.key_pages.shape[:2]
+        self.notes = EntryNotes(
+            torch.full(pages, -7, dtype=torch.int32),
+            torch.full(pages, -7, dtype=torch.int32),
+            torch.full((len(POWERS), *pages), -7.0),
+        )
+        self.stack = self.layer.free_blocks[: int(self.layer.num_free)].tolist()
+        self.heads = [[self.filled(row, head) for head in range(2)] for row in range(3)]
+        self.positions = [80, 80, 80]
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def place(self, row: int, head: int, slot: int) -> tuple[int, int]:
+        return int(self.layer.block_tables[row, head, slot // BLOCK]), slot % BLOCK
+
+    def filled(self, row: int, head: int) -> Head:
+        result = Head(blocks=self.layer.block_tables[row, head, : -(-LENGTHS[row][head] // BLOCK)].tolist())
+        for age in range(LENGTHS[row][head]):
+            place = self.place(row, head, age)
+            key, value = self.layer.key_pages[place].clone(), self.layer.value_pages[place].clone()
+            result.entries.append(Entry(key, value, 3 * age, self.noise(len(POWERS)).tolist(), age))
+            self.write_note(row, head, result.entries[-1], age)
+        return result
+
+    def write_note(self, row: int, head: int, entry: Entry, age: int) -> None:
+        place = self.place(row, head, age)
+        self.notes.position[place], self.notes.slot[place] = entry.position, entry.slot
+        self.notes.sums[(slice(None), *place)] = torch.tensor(entry.sums)
+
+    def append(self, rows: list[int]) -> None:
+        key, value = (self.noise(len(rows), 2, 1, HEAD_DIM).to(self.dtype) for _ in range(2))
+        positions = torch.tensor([[self.positions[row]] for row in rows])
+        self.backend.append_or_merge(self.layer, NewTokens(torch.tensor(rows), positions, key, value), None)
+        for sequence, row in enumerate(rows):
+            for head, expected in enumerate(self.heads[row]):
+                age, sums = len(expected.entries), self.noise(len(POWERS)).tolist()
+                entry = Entry(key[sequence, head, 0], value[sequence, head, 0], self.positions[row], sums, age)
+                expected.append(entry, self.stack)
+                self.write_note(row, head, entry, age)
+            self.positions[row] += 1
+
+    def evict(self, rows: list[int], ages: list[list[int]]) -> None:
+        self.backend.evict(self.layer, self.notes, torch.tensor(rows), torch.tensor(ages))
+        for row, of_row in zip(rows, ages, strict=True):
+            for expected, age in zip(self.heads[row], of_row, strict=True):
+                expected.evict(age, self.stack)
+
+    def random_age(self, row: int, head: int) -> int:
+        """None, the newest, the oldest, or any."""
+        length = len(self.heads[row][head].entries)
+        kind = int(torch.randint(5, (), generator=self.generator))
+        anywhere = int(torch.randint(length, (), generator=self.generator))
+        return [-1, length - 1, 0, anywhere, anywhere][kind]
+
+    def check(self) -> None:
+        layer, notes = self.layer, self.notes
+        assert layer.free_blocks[: int(layer.num_free)].tolist() == self.stack
+        assert len(set(self.stack)) == len(self.stack)
+        for row in range(3):
+            for head, expected in enumerate(self.heads[row]):
+                length = len(expected.entries)
+                assert int(layer.lengths[row, head]) == length
+                assert len(expected.blocks) == -(-length // BLOCK)
+                assert layer.block_tables[row, head, : len(expected.blocks)].tolist() == expected.blocks
+                assert sorted(entry.slot for entry in expected.entries) == list(range(length))
+                if length == 0:
+                    continue
+                ages = tuple(torch.tensor([self.place(row, head, age) for age in range(length)]).T)
+                slots = tuple(torch.tensor([self.place(row, head, entry.slot) for entry in expected.entries]).T)
+                assert notes.position[ages].tolist() == [entry.position for entry in expected.entries]
+                assert notes.slot[ages].tolist() == [entry.slot for entry in expected.entries]
+                sums = torch.tensor([entry.sums for entry in expected.entries])
+                torch.testing.assert_close(notes.sums[(slice(None), *ages)].T, sums, rtol=1e-5, atol=1e-5)
+                assert torch.equal(layer.key_pages[slots], torch.stack([entry.key for entry in expected.entries]))
+                assert torch.equal(layer.value_pages[slots], torch.stack([entry.value for entry in expected.entries]))
+
+    def attend(self, rows: list[int]) -> None:
+        """Compare attention with softmax over the entries in the order of age, and add it to the sums."""
+        query = self.noise(len(rows), 4, HEAD_DIM).to(self.dtype)
+        pages = self.layer.key_pages, self.layer.value_pages, self.layer.block_tables
+        tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
+        index, longest = torch.tensor(rows), int(self.layer.lengths[rows].max())
+        out, scores = self.backend.paged_attention(
+            query, *pages, self.layer.lengths, 0.3, rows=index, return_scores=True
+        )
+        attention, sums = self.backend.note_attention(self.layer, self.notes, index, scores, POWERS, longest)
+        for sequence, row in enumerate(rows):
+            for head, expected in enumerate(self.heads[row]):
+                length = len(expected.entries)
+                key, value = (
+                    torch.stack([getattr(entry, name) for entry in expected.entries]).double()
+                    for name in ("key", "value")
+                )
+                group = slice(2 * head, 2 * head + 2)
+                weights = (0.3 * query[sequence, group].double() @ key.T).softmax(-1)
+                torch.testing.assert_close(out[sequence, group].double(), weights @ value, rtol=0, atol=tolerance)
+                mean = weights.mean(0)
+                torch.testing.assert_close(attention[sequence, head, :length].double(), mean, rtol=0, atol=1e-5)
+                for entry, received in zip(expected.entries, mean.tolist(), strict=True):
+                    entry.sums = [entry.sums[0] + received, entry.sums[1] + received**2, entry.sums[2]]
+                wanted = torch.tensor([entry.sums for entry in expected.entries]).T
+                torch.testing.assert_close(sums[:, sequence, head, :length], wanted, rtol=1e-5, atol=1e-5)
+                assert not attention[sequence, head, length:].any() and not sums[:, sequence, head, length:].any()
+
+
+ORDERS = [[0, 1, 2], [2, 0], [1], [2, 1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: ModuleType, dtype: torch.dtype) -> None:
+    if backend.supports(dtype, HEAD_DIM, BLOCK, torch.device("cpu")) is not None:
+        pytest.skip("not supported")
+    simulation = Simulation(backend, dtype)
+    for step in range(STEPS):
+        rows = ORDERS[step % len(ORDERS)]
+        simulation.append(rows)
+        if step % 6 == 0:
+            simulation.attend(rows)
+        simulation.evict(rows, [[simulation.random_age(row, head) for head in range(2)] for row in rows])
+        simulation.check()
+
+
+@pytest.mark.parametrize("age", ["oldest", "newest", "none"])
+def test_what_always_goes_leaves_what_never_does(backend: ModuleType, age: str) -> None:
+    simulation = Simulation(backend, torch.float32)
+    before = [[[entry.position for entry in head.entries] for head in row] for row in simulation.heads]
+    for _ in range(20):
+        simulation.append([0, 1, 2])
+        ages = [
+            [{"oldest": 0, "newest": len(head.entries) - 1, "none": -1}[age] for head in row]
+            for row in simulation.heads
+        ]
+        simulation.evict([0, 1, 2], ages)
+    simulation.check()
+    for row in range(3):
+        for head, old in enumerate(before[row]):
+            everything = old + list(range(80, 100))
+            kept = {"oldest": everything[20:], "newest": old, "none": everything}[age]
+            assert [entry.position for entry in simulation.heads[row][head].entries] == kept
+
+
+def test_heads_of_other_rows_are_untouched(backend: ModuleType) -> None:
+    simulation = Simulation(backend, torch.float32)
+    tables, lengths = simulation.layer.block_tables.clone(), simulation.layer.lengths.clone()
+    simulation.append([1])
+    simulation.evict([1], [[3, 16]])
+    simulation.check()
+    for row in (0, 2):
+        assert torch.equal(simulation.layer.block_tables[row], tables[row])
+    assert torch.equal(simulation.layer.lengths, lengths)
+
+
+def test_the_youngest_of_the_lowest_goes_where_there_are_too_many(backend: ModuleType) -> None:
+    inf, nan = torch.inf, torch.nan
+    scores = [
+        [3.0, 1.0, 2.0, 1.0, inf, nan, -5.0],
+        [inf, inf, inf, inf, inf, inf, inf],
+        [4.0, inf, inf, inf, inf, inf, 0.0],
+        [-1.0, -2.0, 0.0, -2.0, -3.0, 7.0, 7.0],
+    ]
+    lengths = torch.tensor([[5, 7], [6, 4]])
+    found = backend.lowest(torch.tensor(scores).view(2, 2, 7), lengths, torch.tensor([4, 4]))
+    assert found.tolist() == [[3, 6], [0, -1]]
+
+
+def test_the_lowest_are_found_in_scores_that_heads_or_sequences_share(backend: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 300, (3, 4), generator=generator)
+    limits = torch.tensor([1, 100, 299])
+    for shape in ((3, 4, 300), (3, 1, 300), (1, 4, 300), (300,)):
+        scores = torch.randint(50, shape, generator=generator).float().expand(3, 4, 300)
+        found = backend.lowest(scores, lengths, limits)
+        for sequence in range(3):
+            for head in range(4):
+                own = scores[sequence, head, : int(lengths[sequence, head])].tolist()
+                youngest = max(age for age, score in enumerate(own) if score == min(own))
+                assert int(found[sequence, head]) == (youngest if len(own) > int(limits[sequence]) else -1)

@@ -1,0 +1,132 @@
+"""Policies in the engine beside their oracles, and entries built by hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracles.policies import Trace, run
+from torch import Tensor
+
+from dmc import Engine, policies
+from dmc.budget import Budget
+from dmc.policies import Entries
+
+TOLERANCE = 1e-4
+PROMPT_LENGTHS, CONTINUATION_LENGTHS = (41, 23), (9, 6)
+"""Ragged; the shorter prompt is below a budget of 24 tokens and goes over it while it is continued."""
+
+
+@pytest.fixture(params=[{"ratio": 2}, {"ratio": 4}, {"tokens": 24}], ids=["ratio 2", "ratio 4", "tokens 24"])
+def budget(request: pytest.FixtureRequest) -> dict[str, float]:
+    """Return a budget as the oracles take it."""
+    return request.param
+
+
+@pytest.fixture(params=[1, 4], ids=["group 1", "group 4"])
+def group(request: pytest.FixtureRequest) -> int:
+    """Return the number of query heads that share a KV head."""
+    return request.param
+
+
+def positions_held(cache: Any, row: int) -> list[list[list[int]]]:
+    """Read the position of every entry, by layer and KV head."""
+    pages = cache.notes.position
+    return [
+        [
+            pages[table.long()].flatten()[: int(length)].tolist()
+            for table, length in zip(cache.block_tables[layer, row], cache.lengths[layer, row], strict=True)
+        ]
+        for layer in range(cache.layout.num_layers)
+    ]
+
+
+def serve(
+    model: Any, policy: Any, prompts: list[list[int]], continuations: list[list[int]], **options: Any
+) -> list[Trace]:
+    """Score continuations together, each prompt in the cache row of its number, and see what is held at the end."""
+    engine, held = Engine(model, policy=policy, **options), {}
+    close_row = engine.cache.close_row
+
+    def look_and_close(row: int) -> None:
+        held[row] = engine.cache.slots(row), positions_held(engine.cache, row)
+        close_row(row)
+
+    engine.cache.close_row = look_and_close  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of windows that do not fit
+        log_probs = engine.score(prompts, continuations)
+    assert engine.blocks_in_use == 0
+    return [Trace(each, *held[row]) for row, each in enumerate(log_probs)]
+
+
+@pytest.fixture
+def scored() -> Callable[..., list[Trace]]:
+    """Return `serve`."""
+    return serve
+
+
+@pytest.fixture
+def assert_like_oracle(make_stock: Any, make_prompts: Any) -> Callable[..., None]:
+    """Return what compares a policy with its oracle, over a ragged batch that is scored together."""
+
+    def compare(
+        method: str,
+        budget: dict[str, Any],
+        group: int = 2,
+        oracle: dict[str, Any] | None = None,
+        prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
+        **options: Any,
+    ) -> None:
+        """`oracle`: its options where they are not called as the policy's."""
+        model = make_stock(group=group, num_layers=3)
+        prompts = make_prompts(*prompt_lengths)
+        continuations = make_prompts(*CONTINUATION_LENGTHS[: len(prompts)], seed=2)
+        policy = getattr(policies, method)(budget=Budget(**budget), **options)
+        traces = serve(model, policy, prompts, continuations)
+        for prompt, continuation, trace in zip(prompts, continuations, traces, strict=True):
+            expected = run(model, method, prompt, continuation, budget, **(options if oracle is None else oracle))
+            assert trace.positions == expected.positions
+            assert torch.equal(trace.slots, expected.slots)
+            torch.testing.assert_close(trace.log_probs.double(), expected.log_probs, rtol=0, atol=TOLERANCE)
+
+    return compare
+
+
+@pytest.fixture
+def make_entries() -> Callable[..., Entries]:
+    """Return a builder of what one layer holds of one sequence whose heads are all full."""
+
+    def build(
+        heads: int, length: int, *, layer_index: int = 0, num_layers: int = 1, head_dim: int = 2, **known: Any
+    ) -> Entries:
+        """Lists that are given become tensors; those of heads and entries get a sequence dimension in front."""
+        keys, values = (
+            torch.tensor(known.pop(name, torch.ones(heads, length, head_dim).tolist()))[None]
+            for name in ("keys", "values")
+        )
+        sums = {name: torch.tensor(numbers)[None] for name, numbers in known.pop("sums", {}).items()}
+        parts = {name: as_tensor(numbers)[None] for name, numbers in known.items()}
+        return Entries(
+            layer_index=layer_index,
+            num_layers=num_layers,
+            lengths=torch.full((1, heads), length),
+            positions=parts.pop("positions", torch.arange(length).expand(1, heads, length)),
+            tokens_seen=parts.pop("tokens_seen", torch.tensor([length])),
+            sums=sums,
+            memory=parts.pop("memory", torch.full((1, 1), torch.nan)),
+            read_keys=lambda: keys,
+            read_values=lambda: values,
+            rotate=lambda states, turns: states,
+            nominal=parts.pop("nominal", torch.tensor([0])),
+            **parts,
+        )
+
+    return build
+
+
+def as_tensor(numbers: Any) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)

@@ -1,0 +1,115 @@
+"""D2O against its oracle and worked numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dmc.budget import Budget
+from dmc.policies import D2O
+from dmc.policies.d2o import clamped_shares
+
+
+def test_agrees_with_the_oracle(assert_like_oracle, budget, group):
+    assert_like_oracle("D2O", budget, group)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"similarity": "value"},
+        {"allocation": "reciprocal"},
+        {"allocation": "uniform", "beta": 0},
+        {"allocation": "exponential", "beta": 1},
+        {"heavy_to_recent": (1, 1), "sinks": 0},
+        {"heavy_to_recent": (0, 1), "sinks": 2},
+        {"sinks": 99},
+    ],
+)
+def test_options_agree_with_the_oracle(assert_like_oracle, options):
+    assert_like_oracle("D2O", {"ratio": 3}, **options)
+
+
+def test_plain_averages_agree_with_the_oracle(assert_like_oracle):
+    assert_like_oracle("D2O", {"ratio": 3}, oracle={"merge": "average"}, merge_rule="average")
+
+
+def test_a_tiny_budget_agrees_with_the_oracle(assert_like_oracle):
+    assert_like_oracle("D2O", {"ratio": 12})
+
+
+@pytest.mark.parametrize(
+    ("spreads", "ratio", "shares"),
+    [
+        ((0, 0.5, 1), 0.2, (0.303888, 0.184318, 0.111794)),
+        ((1, 2, 10), 0.8, (1, 1, 0.4)),
+        ((1, 2, 10), 0.2, (0.59 * 0.7310586, 0.59 * 0.2689414, 0.01)),
+    ],
+)
+def test_layers_with_even_attention_get_more(spreads, ratio, shares):
+    assert clamped_shares([math.exp(-spread) for spread in spreads], ratio) == pytest.approx(shares, abs=1e-6)
+
+
+def test_layer_budgets_are_whole_shares_of_the_prompt():
+    policy = D2O(budget=Budget(ratio=5))
+    assert policy.layer_budgets([1.0, math.exp(-0.5), math.exp(-1)], 20, 3, 100) == [30, 18, 11]
+    assert policy.layer_budgets([1.0, 1.0, 1.0], 20, 3, 100) == [20, 20, 20]
+    assert D2O(budget=Budget(tokens=20)).layer_budgets([1.0, 1.0, 1.0], 20, 3, 100) == [20, 20, 20]
+
+
+def test_a_budget_is_sinks_then_three_to_one_heavy_and_recent(make_entries):
+    scores = D2O(budget=Budget(tokens=40)).scores(make_entries(1, 100, sums={"mass": [[0.5] * 100]}), 40)
+    assert (scores == torch.inf).flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, *range(91, 100)]
+
+
+COSINES = {0.5: math.sqrt(0.75), 0.6: 0.8, 0.9: math.sqrt(0.19)}
+
+
+def entries_with_one_leaving(make_entries, similarity, threshold):
+    """The last of three entries goes; it is most like the first."""
+    keys = [[[2.0, 0.0], [0.0, -1.0], [4 * similarity, 4 * COSINES[similarity]]]]
+    return make_entries(1, 3, keys=keys, memory=[threshold])
+
+
+@pytest.mark.parametrize(
+    ("before", "similarity", "after"), [(torch.nan, 0.6, 0.6), (0.8, 0.6, 0.66), (0.66, 0.9, 0.828)]
+)
+def test_the_threshold_follows_the_similarities(make_entries, before, similarity, after):
+    entries = entries_with_one_leaving(make_entries, similarity, before)
+    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
+    assert entries.memory.item() == pytest.approx(after)
+    merged = [0] if similarity >= after - 1e-6 else []
+    assert [age for age in rewrite.ages.flatten().tolist() if age >= 0] == merged
+
+
+def test_weights_of_a_merge_sum_to_one(make_entries):
+    entries = entries_with_one_leaving(make_entries, 0.5, torch.nan)
+    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
+    own, other = (math.exp(each) / (math.exp(1) + math.exp(0.5)) for each in (1, 0.5))
+    assert own + other == pytest.approx(1)
+    assert rewrite.key[0, 0, 0].tolist() == pytest.approx([own * 2 + other * 2, other * 4 * COSINES[0.5]])
+    assert rewrite.value[0, 0, 0].tolist() == pytest.approx([1, 1])  # all values are alike
+
+
+def test_what_nothing_takes_in_stays_as_it_was(make_entries):
+    entries = entries_with_one_leaving(make_entries, 0.6, 0.8)
+    assert D2O(budget=Budget(tokens=2)).merge(entries, torch.zeros(1, 1, 3, dtype=torch.bool)) is None
+    assert entries.memory.item() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"sinks": -1}, "sinks=-1, heavy_to_recent=.3, 1.: expected numbers >= 0"),
+        ({"heavy_to_recent": (0, 0)}, "heavy_to_recent=.0, 0.: expected numbers >= 0, one ratio above 0"),
+        ({"beta": 1.1}, "beta=1.1: expected a weight from 0 to 1"),
+        ({"similarity": "query"}, "similarity='query' is unknown: expected one of key, value"),
+        ({"merge_rule": "sum"}, "merge_rule='sum' is unknown: expected one of weighted, average"),
+        ({"allocation": "raw"}, "allocation='raw' is unknown: expected one of variance, reciprocal, uniform, exp"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        D2O(budget=Budget(ratio=2), **options)
