@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -96,7 +96,10 @@ class OmniKV(ReadingPolicy):
         if self.memory is not None:
             share = prompt_share(self.memory, num_layers, filters)
             budget = Budget(ratio=max(1.0, (1 - 1e-9) / share))  # 0.3 - 0.25 is a little less than 0.05
-        return dataclasses.replace(self, filter_layers=filters, budget=budget, memory=None)
+        fitted = copy.copy(self)  # not built anew: default filter layers of a shallow model lie next to each other
+        for name, value in (("filter_layers", filters), ("budget", budget), ("memory", None)):
+            object.__setattr__(fitted, name, value)
+        return fitted
 
     def num_chosen(self, prompt_length: int) -> int:
         """Prompt tokens that a layer reads which does not read all."""

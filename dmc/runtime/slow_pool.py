@@ -105,6 +105,11 @@ class SlowPool:
         self._tables: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(max_sequences)]
         self._coming: list[tuple[Arrival, int, Tensor]] = []  # with layer and slots
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are, free ones included."""
+        return self._allocator.num_blocks
+
     def bytes_of(self, row: int) -> int:
         """Bytes of a row's blocks."""
         return len(self._tables[row]) * self._block_size * len(self._place) * self.entry_bytes
