@@ -54,7 +54,7 @@ class Eviction(CacheAttention):
 
     def __init__(self, cache: PagedCache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
         super().__init__(cache, backend)
-        assert cache.notes is not None
+        assert isinstance(cache.notes, NoteStore)
         self.policy, self._rotary = policy, rotary
         self._notes: NoteStore = cache.notes
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
