@@ -14,7 +14,7 @@ from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import use_linear_of
 from dmc.runtime.cache_attention import CacheAttention
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
-from dmc.runtime.policy_attention import policy_attention, side_layout
+from dmc.runtime.policy.dispatch import policy_attention, side_layout
 from dmc.runtime.scheduler import Segment
 from dmc.runtime.step import RotaryTables, Step
 from dmc.runtime.stock_attention import use_stock_attention

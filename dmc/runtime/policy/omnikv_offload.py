@@ -12,12 +12,12 @@ from torch.nn.functional import pad
 from dmc.kernels.base import NewTokens, Seen
 from dmc.policies.omnikv import OmniKV
 from dmc.runtime.cache_attention import Group, Place
-from dmc.runtime.omnikv import OmniKVAttention
-from dmc.runtime.omnikv_prefill import Pages
-from dmc.runtime.omnikv_store import OffloadedStore
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.reading import gather_slots
-from dmc.runtime.slow_pool import Arrival
+from dmc.runtime.policy.omnikv import OmniKVAttention
+from dmc.runtime.policy.omnikv_prefill import Pages
+from dmc.runtime.policy.omnikv_store import OffloadedStore
+from dmc.runtime.policy.reading import gather_slots
+from dmc.runtime.policy.slow_pool import Arrival
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dmc.policies.quest import Quest, upper_bounds
 from dmc.policies.reading import top_positions
 from dmc.runtime.cache_attention import CacheAttention, Group
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
-from dmc.runtime.reading import backend_for_pages, small_page_ids, small_pages
+from dmc.runtime.policy.reading import backend_for_pages, small_page_ids, small_pages
 from dmc.runtime.sequence import Phase
 from dmc.runtime.side_store import SideStore, with_more_rows
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from dmc.policies.omnikv import OmniKV
 from dmc.runtime.cache_attention import Group
 from dmc.runtime.paged_cache import CacheLayout
+from dmc.runtime.policy.slow_pool import Lane, SlowPool
 from dmc.runtime.side_store import SideStore
-from dmc.runtime.slow_pool import Lane, SlowPool
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dmc.kernels.reference import gather_pages
 from dmc.policies.omnikv import OmniKV, selection_scores, selector_weights
 from dmc.policies.reading import top_positions
 from dmc.runtime.cache_attention import CacheAttention, Group
-from dmc.runtime.omnikv_prefill import SparsePrefill
-from dmc.runtime.omnikv_store import OmniKVStore
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.reading import backend_for_pages, small_page_ids, small_pages, with_tail
+from dmc.runtime.policy.omnikv_prefill import SparsePrefill
+from dmc.runtime.policy.omnikv_store import OmniKVStore
+from dmc.runtime.policy.reading import backend_for_pages, small_page_ids, small_pages, with_tail
 from dmc.runtime.sequence import Phase
 
 

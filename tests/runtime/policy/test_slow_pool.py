@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dmc.runtime.slow_pool import FIRST_BLOCKS, Lane, SlowPool
+from dmc.runtime.policy.slow_pool import FIRST_BLOCKS, Lane, SlowPool
 
 RUNS = {0: [2, 3], 4: [6, 7, 8]}
 HEADS, DIM, BLOCK = 2, 3, 4

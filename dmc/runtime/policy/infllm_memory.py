@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.runtime.paged_cache import CacheLayout
-from dmc.runtime.reading import small_page_ids
+from dmc.runtime.policy.reading import small_page_ids
 from dmc.runtime.side_store import SideStore, with_more_rows
 
 

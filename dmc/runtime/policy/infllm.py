@@ -14,9 +14,9 @@ from dmc.kernels.reference import QUERY_BLOCK
 from dmc.policies.infllm import InfLLM, block_relevance
 from dmc.policies.reading import top_positions
 from dmc.runtime.cache_attention import CacheAttention, Group
-from dmc.runtime.infllm_memory import BlockMemory
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.reading import gather_slots
+from dmc.runtime.policy.infllm_memory import BlockMemory
+from dmc.runtime.policy.reading import gather_slots
 from dmc.runtime.sequence import Phase
 from dmc.runtime.step import RotaryTables
 

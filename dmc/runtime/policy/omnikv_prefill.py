@@ -12,7 +12,7 @@ from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.omnikv import OmniKV, selection_scores, selector_weights
 from dmc.policies.reading import top_positions
 from dmc.runtime.cache_attention import Group, Place
-from dmc.runtime.reading import small_page_ids, small_pages
+from dmc.runtime.policy.reading import small_page_ids, small_pages
 
 Pages = tuple[Tensor, Tensor, Tensor]
 """Keys and values, [N, block, D] each, and the tables of S sequences, int32 [S, H, M]."""

@@ -6,14 +6,14 @@ from types import ModuleType
 
 from dmc.policies import CachePolicy, EvictionPolicy, InfLLM, OmniKV, Quest
 from dmc.runtime.cache_attention import CacheAttention
-from dmc.runtime.eviction import Eviction, note_layout
-from dmc.runtime.infllm import InfLLMAttention
-from dmc.runtime.infllm_memory import BlockMemoryLayout
-from dmc.runtime.omnikv import OmniKVAttention
-from dmc.runtime.omnikv_offload import OffloadedOmniKV
-from dmc.runtime.omnikv_store import OmniKVLayout
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.quest import PageBoundsLayout, QuestAttention
+from dmc.runtime.policy.eviction import Eviction, note_layout
+from dmc.runtime.policy.infllm import InfLLMAttention
+from dmc.runtime.policy.infllm_memory import BlockMemoryLayout
+from dmc.runtime.policy.omnikv import OmniKVAttention
+from dmc.runtime.policy.omnikv_offload import OffloadedOmniKV
+from dmc.runtime.policy.omnikv_store import OmniKVLayout
+from dmc.runtime.policy.quest import PageBoundsLayout, QuestAttention
 from dmc.runtime.side_store import SideLayout
 from dmc.runtime.step import RotaryTables
 
