@@ -6,8 +6,12 @@ from dmc.policies.cake import CAKE
 from dmc.policies.cam import CaM
 from dmc.policies.d2o import D2O
 from dmc.policies.h2o import H2O
+from dmc.policies.infllm import InfLLM
 from dmc.policies.lava import LAVa
+from dmc.policies.omnikv import OmniKV
 from dmc.policies.pyramidkv import PyramidKV
+from dmc.policies.quest import Quest
+from dmc.policies.reading import ReadingPolicy
 from dmc.policies.roco import RoCo
 from dmc.policies.snapkv import SnapKV
 from dmc.policies.tova import TOVA
@@ -25,9 +29,13 @@ __all__ = [
     "CachePolicy",
     "Entries",
     "EvictionPolicy",
+    "InfLLM",
     "LAVa",
     "LocalWindow",
+    "OmniKV",
     "PyramidKV",
+    "Quest",
+    "ReadingPolicy",
     "Rewrite",
     "RoCo",
     "SnapKV",

@@ -111,8 +111,14 @@ class CachePolicy(Protocol):
     """A training-free method: what it keeps of the cache, or reads of it."""
 
     budget: Budget
-    one_by_one: bool
-    """Whether every generated token must be fed in a pass of its own, for the policy acts after each."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether every generated token must be fed in a pass of its own, for the policy acts on each."""
+
+    @property
+    def prompt_chunk(self) -> int | None:
+        """Prompt tokens that the policy takes together: a prompt is cut between them only; None: anywhere."""
 
 
 class EvictionPolicy:
@@ -123,6 +129,7 @@ class EvictionPolicy:
     """
 
     budget: Budget
+    prompt_chunk: ClassVar[int | None] = None
     evicts_decoding: ClassVar[bool] = True
     """Whether it evicts after every generated token; else the cache grows after the prompt."""
     grows: ClassVar[bool] = True

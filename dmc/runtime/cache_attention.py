@@ -13,6 +13,18 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import GENERATED, Phase
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one sequence stands, known without asking the device."""
+
+    row: int
+    """Its cache row."""
+    begin: int
+    """Position of its first new token."""
+    prompt_end: int
+    """Where the prompt ends that is being fed, or was fed last."""
+
+
 @dataclass
 class Group:
     """Sequences with the same number of new tokens, handled as one rectangle."""
@@ -23,6 +35,8 @@ class Group:
     """Place of each new token in the flat row of the pass, [S, n]; None: the flat row is the group, with n = 1."""
     positions: Tensor
     """[S, n]."""
+    places: list[Place]
+    """Where each sequence stands."""
     tables: tuple[Tensor, Tensor] | None
     """cos and sin at the n + W positions that end with the last new token's; None: the model rotates by itself."""
     phase: Phase = GENERATED

@@ -16,7 +16,7 @@ from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
-from dmc.runtime.runner import Runner, check_policy, layout_of
+from dmc.runtime.runner import Runner, fit_policy, layout_of
 from dmc.runtime.sampling import SamplingParams, choose_tokens
 from dmc.runtime.scheduler import Pace, Scheduler, Segment
 from dmc.runtime.sequence import Sequence
@@ -66,7 +66,7 @@ class Engine:
         token_budget: int | None = 2048,
     ) -> None:
         if policy is not None:
-            check_policy(model, policy)
+            policy = fit_policy(model, policy, block_size, prefill_chunk_size)
             policy = None if policy.budget.ratio == 1 else policy
         options = {
             "max_batch_size": max_batch_size,
@@ -83,7 +83,11 @@ class Engine:
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
         self._runner = Runner(model, self.cache, kernels, policy)
-        pace = None if policy is None else Pace(policy.one_by_one, whole_prompts=prefill_chunk_size is None)
+        pace = None
+        if policy is not None:
+            # a token budget would cut prompts anywhere
+            is_whole = prefill_chunk_size is None or policy.prompt_chunk is not None
+            pace = Pace(policy.one_by_one, whole_prompts=is_whole)
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
         self._requests: dict[Sequence, Request] = {}
         self._scores: dict[Sequence, list[Tensor]] = {}

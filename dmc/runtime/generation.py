@@ -29,6 +29,8 @@ class GenerationStats:
     """Slots and state: ring, means and tables included."""
     bytes_allocated: int
     """The same with whole pages."""
+    bytes_fast: int
+    """Of those allocated, the ones on the cache's device: all but what a policy has moved to slow memory."""
     num_preemptions: int
     """Times the sequence lost its cache to others and was computed again."""
 
@@ -38,7 +40,7 @@ class GenerationStats:
         layout, row = cache.layout, sequence.row
         if row is None:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
-            return cls(0, slots, 0.0, 0, 0, sequence.num_preemptions)
+            return cls(0, slots, 0.0, 0, 0, 0, sequence.num_preemptions)
         slots = cache.slots(row)
         return cls(
             tokens_seen=sequence.num_fed,
@@ -46,6 +48,7 @@ class GenerationStats:
             achieved_ratio=achieved_ratio(sequence.num_fed, slots.shape[0], slots.shape[1], int(slots.sum())),
             bytes_used=cache.bytes_used(row),
             bytes_allocated=cache.bytes_allocated(row),
+            bytes_fast=cache.bytes_fast(row),
             num_preemptions=sequence.num_preemptions,
         )
 

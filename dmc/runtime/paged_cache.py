@@ -13,7 +13,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, history_size
 from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
-from dmc.runtime.entry_notes import NoteLayout, NoteStore
+from dmc.runtime.side_store import SideLayout, SideStore
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
@@ -32,8 +32,8 @@ class CacheLayout:
     compression: CompressionConfig | None = None
     ranks: Ranks = ALONE
     """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
-    notes: NoteLayout | None = None
-    """What a policy that evicts keeps of each entry."""
+    notes: SideLayout | None = None
+    """What a policy keeps beside keys and values."""
 
     @property
     def history_size(self) -> int:
@@ -49,8 +49,8 @@ class CacheLayout:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block: keys, values and notes."""
-        notes = 0 if self.notes is None else self.notes.bytes_per_entry
-        return block_size * (entry_bytes(self.head_dim, self.dtype.itemsize) + notes)
+        notes = 0 if self.notes is None else self.notes.block_bytes(self, block_size)
+        return block_size * entry_bytes(self.head_dim, self.dtype.itemsize) + notes
 
     @property
     def delay(self) -> int:
@@ -88,9 +88,9 @@ class PagedCache:
         self.history_omega = torch.zeros(*heads, size, **state)
         self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
         self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
-        self.notes: NoteStore | None = None
+        self.notes: SideStore | None = None
         if layout.notes is not None:
-            self.notes = NoteStore(layout.notes, heads[:2], self.allocator.num_blocks, block_size, layout.device)
+            self.notes = layout.notes.store(layout, max_sequences, self.allocator.num_blocks, block_size)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
@@ -122,6 +122,8 @@ class PagedCache:
         self.allocator.free(self._owned_blocks(row))
         self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
+        if self.notes is not None:
+            self.notes.close_row(row)
         self._free_rows.append(row)
         self._count_free()
 
@@ -130,6 +132,9 @@ class PagedCache:
         self.allocator.reset()
         self.lengths.zero_()
         self.tokens_seen.zero_()
+        if self.notes is not None:
+            for row in range(len(self.tokens_seen)):
+                self.notes.close_row(row)
         self._free_rows = list(range(len(self.tokens_seen) - 1, -1, -1))
         self._known_free = self.allocator.num_blocks  # not asked of the other ranks: this one may have failed alone
         self._fed_since_known.zero_()
@@ -271,7 +276,8 @@ class PagedCache:
     def slots(self, row: int) -> Tensor:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""
         recent = min(int(self.tokens_seen[row]), self.layout.delay)
-        return self.layout.ranks.join_heads(self.lengths[:, row].long().cpu()) + recent
+        elsewhere = 0 if self.notes is None else self.notes.slots_elsewhere(row)[:, None]
+        return self.layout.ranks.join_heads(self.lengths[:, row].long().cpu()) + recent + elsewhere
 
     @property
     def state_bytes(self) -> int:
@@ -282,10 +288,16 @@ class PagedCache:
         return beside + sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
 
     def bytes_allocated(self, row: int) -> int:
-        """Bytes held for a sequence on all ranks: whole pages, tables and all state."""
+        """Bytes held for a sequence on all ranks: whole pages, tables and all state, in fast memory and slow."""
+        slow = 0 if self.notes is None else self.notes.slow_bytes_allocated(row)
+        return self.bytes_fast(row) + self.layout.ranks.total(slow)
+
+    def bytes_fast(self, row: int) -> int:
+        """Of `bytes_allocated`, those on the cache's device."""
         return self.layout.ranks.total(self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes)
 
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""
         slots = int(self.lengths[:, row].sum())
-        return self.layout.ranks.total(slots * self.block_bytes // self.block_size + self.state_bytes)
+        slow = 0 if self.notes is None else self.notes.slow_bytes_used(row)
+        return self.layout.ranks.total(slots * self.block_bytes // self.block_size + self.state_bytes + slow)

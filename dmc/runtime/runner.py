@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import choose_backend
-from dmc.policies import CachePolicy, EvictionPolicy
+from dmc.policies import CachePolicy, EvictionPolicy, ReadingPolicy
 from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import use_linear_of
 from dmc.runtime.cache_attention import CacheAttention
-from dmc.runtime.eviction import Eviction, note_layout
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
+from dmc.runtime.policy.dispatch import policy_attention, side_layout
 from dmc.runtime.scheduler import Segment
 from dmc.runtime.step import RotaryTables, Step
 from dmc.runtime.stock_attention import use_stock_attention
@@ -36,26 +36,40 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
         device=parameter.device,
         compression=None if compression is None else CompressionConfig.from_dict(compression),
         ranks=ranks,
-        notes=note_layout(policy, num_kv_heads, head_dim) if isinstance(policy, EvictionPolicy) else None,
+        notes=None if policy is None else side_layout(policy, num_kv_heads, head_dim),
     )
 
 
-def check_policy(model: Any, policy: CachePolicy) -> None:
-    """Refuse a policy that the model cannot be served with.
+def fit_policy(
+    model: Any, policy: CachePolicy, block_size: int = 16, prefill_chunk_size: int | None = None
+) -> CachePolicy:
+    """Return the policy with what depends on the model filled in.
 
     Raises:
         TypeError: it is no policy.
-        ValueError: the model compresses by itself and the policy acts while generating, or several processes share it.
+        ValueError: the model cannot be served with it: several processes share it, or it compresses by itself and the
+            policy acts while generating, or lacks what the options name; or prompts are to be cut inside what the
+            policy takes together.
     """
-    if not isinstance(policy, EvictionPolicy):
+    if not isinstance(policy, (EvictionPolicy, ReadingPolicy)):
         raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
-    if getattr(model.config, "compression", None) is not None and (policy.evicts_decoding or policy.sums):
+    acts_decoding = isinstance(policy, ReadingPolicy) or policy.evicts_decoding or bool(policy.sums)
+    if getattr(model.config, "compression", None) is not None and acts_decoding:
         raise ValueError(
             f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
             "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
         )
     if getattr(model, "ranks", ALONE).size > 1:
         raise ValueError("a policy cannot be used with a model that several processes share: use one process")
+    chunk = policy.prompt_chunk
+    if chunk is not None and prefill_chunk_size is not None and prefill_chunk_size % chunk:
+        raise ValueError(
+            f"prefill_chunk_size={prefill_chunk_size}: {type(policy).__name__} takes {chunk} tokens of a prompt "
+            f"together; give a multiple of {chunk}, or None"
+        )
+    if isinstance(policy, ReadingPolicy):
+        return policy.fitted(model.config.num_hidden_layers, block_size)
+    return policy
 
 
 def rotary_of(model: Any) -> RotaryTables:
@@ -76,7 +90,7 @@ class Runner:
         model: causal LM; its linear layers are made to ask the backend, a stock one's attention the paged cache.
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
-        policy: what a stock model's cache keeps; None: all, or what a compressed model's gates decide.
+        policy: what a stock model's cache keeps, or reads; None: all, or what a compressed model's gates decide.
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
@@ -92,8 +106,8 @@ class Runner:
         if is_stock:
             use_stock_attention(model)
         self._attention = CacheAttention(cache, backend)
-        if isinstance(policy, EvictionPolicy):
-            self._attention = Eviction(cache, backend, policy, self._rotary or rotary_of(model))
+        if policy is not None:
+            self._attention = policy_attention(policy, cache, backend, self._rotary or rotary_of(model))
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -104,7 +118,8 @@ class Runner:
         """
         rows = [segment.sequence.row for segment in segments if segment.sequence.row is not None]
         num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
-        step = Step(self._attention, rows, num_new, self._rotary, phases)
+        prompt_ends = [segment.sequence.prompt_end for segment in segments]
+        step = Step(self._attention, rows, num_new, self._rotary, phases, prompt_ends)
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:

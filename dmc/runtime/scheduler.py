@@ -33,7 +33,7 @@ class Pace:
     one_by_one: bool
     """Whether each generated token has a pass of its own."""
     whole_prompts: bool
-    """Whether the token budget leaves a prompt whole, so that its layers are compressed one after the other."""
+    """Whether the token budget cuts no prompt, so that its layers are compressed one after the other."""
 
 
 class Scheduler:

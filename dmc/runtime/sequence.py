@@ -44,6 +44,11 @@ class Sequence:
         """Tokens that are known but not yet fed."""
         return len(self.tokens) - self.num_fed
 
+    @property
+    def prompt_end(self) -> int:
+        """Where the prompt ends that is being fed, or was fed last; 0 before any."""
+        return max((end for begin, end in self.prompts if begin <= self.num_fed), default=0)
+
     def stretch(self) -> tuple[int, Phase]:
         """Say how many of the tokens to feed next belong together, and what they are."""
         for begin, end in self.prompts:

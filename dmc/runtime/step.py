@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmc.compression import GateOutput, rotate
 from dmc.kernels.base import NewTokens
-from dmc.runtime.cache_attention import CacheAttention, Group, flat_index, members_alike
+from dmc.runtime.cache_attention import CacheAttention, Group, Place, flat_index, members_alike
 from dmc.runtime.sequence import GENERATED, Phase
 
 RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -25,6 +25,7 @@ class Step:
         num_new: new tokens of each sequence, in the order in which they lie in the flat row.
         rotary: position ids [S, n] -> cos, sin [S, n, D] with the borrowed neuron removed; None for stock models.
         phases: what each sequence's tokens are to a policy; None: there is none.
+        prompt_ends: where each sequence's prompt ends that is being fed, or was fed last; None: nobody asks.
     Raises:
         OutOfBlocksError: see `PagedCache.reserve`.
     """
@@ -36,11 +37,14 @@ class Step:
         num_new: list[int],
         rotary: RotaryTables | None,
         phases: list[Phase] | None = None,
+        prompt_ends: list[int] | None = None,
     ) -> None:
         self.cache = attention.cache
         self.cache.reserve(rows, num_new)
         self._attention, self._rows, self._num_new = attention, rows, num_new
         device, delay = self.cache.layout.device, self.cache.layout.delay
+        begins, ends = self.cache.tokens_seen[rows].tolist(), prompt_ends or [0] * len(rows)
+        places = [Place(*each) for each in zip(rows, begins, ends, strict=True)]
         self.groups = []
         for size, phase, members in members_alike(num_new, phases or [GENERATED] * len(rows)):
             row_index = torch.tensor([rows[i] for i in members])
@@ -48,7 +52,8 @@ class Step:
             positions = positions.to(device)
             tables = None if rotary is None else rotary(positions.clamp_min(0))
             index = flat_index(num_new, members, device)
-            self.groups.append(Group(row_index.to(device), index, positions[:, delay:], tables, phase))
+            there = [places[i] for i in members]
+            self.groups.append(Group(row_index.to(device), index, positions[:, delay:], there, tables, phase))
 
     @property
     def position_ids(self) -> Tensor:

@@ -15,8 +15,8 @@ from dmc.kernels.probabilities import attention_probabilities
 from dmc.kernels.reference import gather_pages
 from dmc.policies import Entries, EvictionPolicy, Rewrite
 from dmc.runtime.cache_attention import CacheAttention, Group
-from dmc.runtime.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.policy.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
 from dmc.runtime.sequence import Phase
 from dmc.runtime.step import RotaryTables
 
@@ -54,7 +54,7 @@ class Eviction(CacheAttention):
 
     def __init__(self, cache: PagedCache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
         super().__init__(cache, backend)
-        assert cache.notes is not None
+        assert isinstance(cache.notes, NoteStore)
         self.policy, self._rotary = policy, rotary
         self._notes: NoteStore = cache.notes
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dmc.kernels.base import EntryNotes
 from dmc.kernels.reference import gather_pages
+from dmc.runtime.side_store import SideStore
+
+if TYPE_CHECKING:
+    from dmc.runtime.paged_cache import CacheLayout
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,16 @@ class NoteLayout:
     memory_size: int
     """Numbers for each layer and sequence."""
 
-    @property
-    def bytes_per_entry(self) -> int:
+    def block_bytes(self, layout: CacheLayout, block_size: int) -> int:
         """Position, slot and sums, 4 bytes each."""
-        return 4 * (1 + self.keeps_slots + self.num_sums)
+        return 4 * (1 + self.keeps_slots + self.num_sums) * block_size
+
+    def store(self, layout: CacheLayout, max_sequences: int, num_blocks: int, block_size: int) -> NoteStore:
+        """See `SideLayout.store`."""
+        return NoteStore(self, (layout.num_layers, max_sequences), num_blocks, block_size, layout.device)
 
 
-class NoteStore:
+class NoteStore(SideStore):
     """Notes in pages under the cache's own block tables, so that they come and go with the blocks.
 
     Args:

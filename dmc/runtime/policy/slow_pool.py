@@ -1,0 +1,168 @@
+"""The host's memory beside a device's: entries of runs of layers, packed token by token, and copies on their way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dmc.runtime.allocator import BlockAllocator
+from dmc.runtime.side_store import with_more_rows
+
+FIRST_BLOCKS = 64
+
+
+@dataclass
+class Arrival:
+    """A copy that may still be on its way."""
+
+    states: Tensor
+    event: torch.cuda.Event | None = None
+
+    def on_host(self) -> Tensor:
+        """Wait until the host may read it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.states
+
+    def on_device(self) -> Tensor:
+        """Let what the device does from now on wait for it."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream(self.states.device)
+            stream.wait_event(self.event)
+            self.states.record_stream(stream)
+        return self.states
+
+
+class Lane:
+    """Copies beside the computation, through pinned memory; where device and host are one, there is nothing to copy.
+
+    Args:
+        device: whose other side is the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def empty_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate what `to_device` takes, pinned where that helps."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+
+    def to_host(self, states: Tensor) -> Arrival:
+        """Send states of the device."""
+        if self._stream is None:
+            return Arrival(states)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host = self.empty_on_host(tuple(states.shape), states.dtype).copy_(states, non_blocking=True)
+            states.record_stream(self._stream)
+            return Arrival(host, self._stream.record_event())
+
+    def to_device(self, states: Tensor) -> Arrival:
+        """Send states of the host."""
+        if self._stream is None:
+            return Arrival(states)
+        with torch.cuda.stream(self._stream):
+            copied = states.to(self._device, non_blocking=True)
+            return Arrival(copied, self._stream.record_event())
+
+
+class SlowPool:
+    """Keys and values of some layers in the host's memory, in blocks under one table for each sequence.
+
+    The layers of a run lie together, token by token, so that one gather fetches tokens for all of them.
+
+    Args:
+        runs: layers of each run, by name.
+        entry_shape: of one token of one layer, [H, 2, D].
+        dtype: of keys and values.
+        max_sequences: rows.
+        block_size: tokens of a block.
+        lane: to and from the device.
+    """
+
+    def __init__(
+        self,
+        runs: dict[int, list[int]],
+        entry_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        max_sequences: int,
+        block_size: int,
+        lane: Lane,
+    ) -> None:
+        self.entry_bytes = math.prod(entry_shape) * dtype.itemsize
+        """Bytes of one token of one layer."""
+        self._lane, self._block_size = lane, block_size
+        self._place = {layer: (run, i) for run, layers in runs.items() for i, layer in enumerate(layers)}
+        num_slots = FIRST_BLOCKS * block_size
+        self._tokens = {
+            run: torch.zeros(num_slots, len(layers), *entry_shape, dtype=dtype) for run, layers in runs.items()
+        }
+        self._allocator = BlockAllocator(FIRST_BLOCKS)
+        self._tables: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(max_sequences)]
+        self._coming: list[tuple[Arrival, int, Tensor]] = []  # with layer and slots
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are, free ones included."""
+        return self._allocator.num_blocks
+
+    def bytes_of(self, row: int) -> int:
+        """Bytes of a row's blocks."""
+        return len(self._tables[row]) * self._block_size * len(self._place) * self.entry_bytes
+
+    def free(self, row: int) -> None:
+        """Give a row's blocks back; may be called twice."""
+        self._settle()
+        self._allocator.free(self._tables[row].int())
+        self._tables[row] = self._tables[row][:0]
+
+    def write(self, layer_index: int, row: int, begin: int, key: Tensor, value: Tensor) -> None:
+        """Send keys and values [H, n, D] of the tokens from `begin` on; they arrive when they are asked for."""
+        self._settle()
+        end = begin + key.shape[1]
+        missing = -(-end // self._block_size) - len(self._tables[row])
+        if missing > 0:
+            if missing > self._allocator.num_free:
+                self._grow(missing)
+            self._tables[row] = torch.cat((self._tables[row], self._allocator.allocate(missing).long()))
+        packed = torch.stack((key, value), dim=2).transpose(0, 1).contiguous()  # [n, H, 2, D]
+        self._coming.append((self._lane.to_host(packed), layer_index, self._slots(row, torch.arange(begin, end))))
+
+    def read(self, layer_index: int, row: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copy a layer's keys and values of the first `end` tokens to the device, [H, end, D] each."""
+        self._settle()
+        run, place = self._place[layer_index]
+        packed = self._tokens[run][self._slots(row, torch.arange(end)), place]
+        states = self._lane.to_device(packed).on_device()
+        return states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
+
+    def fetch(self, run: int, rows: list[int], positions: list[Tensor]) -> Arrival:
+        """Send all layers of a run to the device, for the given tokens of some rows: one gather and one copy.
+
+        Returns:
+            [tokens of all rows, layers, H, 2, D].
+        """
+        self._settle()
+        slots = torch.cat([self._slots(row, each) for row, each in zip(rows, positions, strict=True)])
+        tokens = self._tokens[run]
+        packed = self._lane.empty_on_host((len(slots), *tokens.shape[1:]), tokens.dtype)
+        return self._lane.to_device(torch.index_select(tokens, 0, slots, out=packed))
+
+    def _slots(self, row: int, positions: Tensor) -> Tensor:
+        return self._tables[row][positions // self._block_size] * self._block_size + positions % self._block_size
+
+    def _settle(self) -> None:
+        """Put what has been sent where it belongs."""
+        for arrival, layer_index, slots in self._coming:
+            run, place = self._place[layer_index]
+            self._tokens[run][slots, place] = arrival.on_host()
+        self._coming.clear()
+
+    def _grow(self, missing: int) -> None:
+        total = max(2 * self._allocator.num_blocks, self._allocator.num_blocks + missing)
+        self._tokens = {run: with_more_rows(each, total * self._block_size) for run, each in self._tokens.items()}
+        self._allocator.grow(total)

@@ -1,0 +1,226 @@
+"""OmniKV against its oracle, its arithmetic, and its two pools."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles.decoder import Decoder
+from oracles.policies import run
+from oracles.policies.omnikv import filter_layers_of, is_full
+
+from dmc import Engine, SamplingParams
+from dmc.budget import Budget, full_cache_bytes_per_token
+from dmc.policies import OmniKV
+from dmc.policies.omnikv import (
+    default_filter_layers,
+    full_share,
+    memory_share,
+    prompt_share,
+    reads_all,
+    selection_scores,
+    selector_weights,
+    tokens_for_memory,
+)
+
+TOLERANCE = 1e-4
+PROMPT_LENGTHS, CONTINUATION_LENGTHS = (41, 23), (9, 6)
+LLAMA_3_8B, YI_9B, LLAMA_3_70B = (32, (2, 8, 18)), (48, (6, 11, 30)), (80, (4, 19, 41))
+
+
+def assert_like_oracle(model, prompts, continuations, budget, oracle_options, **options):
+    engine = Engine(model, policy=OmniKV(budget=Budget(**budget), **options))
+    for prompt, continuation, scores in zip(prompts, continuations, engine.score(prompts, continuations), strict=True):
+        expected = run(model, "OmniKV", prompt, continuation, budget, **oracle_options).log_probs
+        torch.testing.assert_close(scores.double(), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture
+def texts(make_prompts):
+    return make_prompts(*PROMPT_LENGTHS), make_prompts(*CONTINUATION_LENGTHS, seed=2)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_agrees_with_the_oracle(make_stock, texts, budget, group, offload):
+    options = {"filter_layers": (0, 3)}
+    model = make_stock(group=group, num_layers=6)
+    assert_like_oracle(model, *texts, budget, options, **options, offload=offload)
+
+
+@pytest.mark.parametrize("selector", ["uniform", "exponential"])
+def test_selectors_agree_with_the_oracle(make_stock, make_prompts, selector):
+    options = {"filter_layers": (0,), "selector": selector}
+    prompts, continuations = make_prompts(41, 5), make_prompts(20, 18, seed=2)
+    assert_like_oracle(make_stock(num_layers=3), prompts, continuations, {"ratio": 3}, options, **options)
+
+
+def test_default_filter_layers_agree_with_the_oracle(make_stock, texts):
+    assert_like_oracle(make_stock(num_layers=10), *texts, {"ratio": 4}, {})
+    for num_layers in range(1, 90):
+        filters = default_filter_layers(num_layers)
+        assert list(filters) == list(filter_layers_of(num_layers))
+        assert [reads_all(i, filters) for i in range(num_layers)] == [is_full(i, filters) for i in range(num_layers)]
+
+
+def test_layers_of_llama_3_8b():
+    num_layers, filters = LLAMA_3_8B
+    assert default_filter_layers(num_layers) == filters
+    assert [i for i in range(num_layers) if reads_all(i, filters)] == [0, 1, 2, 3, 8, 9, 18, 19]
+    policy = OmniKV(budget=Budget(tokens=9)).fitted(num_layers, 16)
+    assert policy.sparse_layers(num_layers) == {2: [4, 5, 6, 7], 8: list(range(10, 18)), 18: list(range(20, 32))}
+
+
+def test_worked_numbers_of_memory_shares():
+    assert [full_share(*model) for model in (LLAMA_3_8B, YI_9B, LLAMA_3_70B)] == [0.25, 0.25, 0.125]
+    assert prompt_share(0.3, *LLAMA_3_8B) == pytest.approx(1 / 15)
+    assert prompt_share(0.2, *LLAMA_3_70B) == pytest.approx(0.08571, abs=1e-5)
+    assert prompt_share(0.3, 48, (3, 11, 30)) == pytest.approx(0.13846, abs=1e-5)
+    assert memory_share(2048 / 131072, *LLAMA_3_8B) == pytest.approx(0.262, abs=1e-3)
+    assert tokens_for_memory(0.3, 739, *YI_9B) == 49
+    assert tokens_for_memory(0.3, 150, *LLAMA_3_8B) == 10
+    for share in (0.01, 0.5, 1.0):
+        assert prompt_share(memory_share(share, *LLAMA_3_70B), *LLAMA_3_70B) == pytest.approx(share)
+
+
+def test_a_share_of_memory_gives_the_budget():
+    policy = OmniKV(memory=0.3).fitted(32, 16)
+    assert [policy.num_chosen(length) for length in (150, 739, 15, 3)] == [10, 49, 1, 1]
+    assert OmniKV(memory=1.0).fitted(32, 16).num_chosen(150) == 150
+    assert OmniKV(memory=0.5).fitted(2, 16).num_chosen(150) == 150  # every layer reads all
+
+
+def test_worked_numbers_of_selectors():
+    attention = torch.tensor([[(0.1, 0.2, 0.7), (0.3, 0.3, 0.4)], [(0.6, 0.1, 0.3), (0.05, 0.9, 0.05)]])[None]
+    for selector, expected in (
+        ("uniform", (0.9, 1.1, 1.1)),
+        ("exponential", (0.3, 0.5, 0.375)),
+        ("last", (0.3, 0.9, 0.4)),
+    ):
+        weights = selector_weights(torch.tensor([[1, 0]]), selector)
+        torch.testing.assert_close(selection_scores(attention, weights)[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("memory", [0.6, 0.9])
+def test_fast_memory_is_the_promised_share(make_stock, make_prompts, memory):
+    model, (prompt,) = make_stock(num_layers=8), make_prompts(160)
+    engine = Engine(model, policy=OmniKV(memory=memory, filter_layers=(0, 4), offload=True))
+    full = 160 * full_cache_bytes_per_token(8, 2, 16, 4)
+    for generated in (0, 16):
+        params = SamplingParams(max_new_tokens=generated + 1, temperature=0)
+        (stats,) = (generation.stats for generation in engine.generate([prompt], params))
+        assert stats.bytes_fast - engine.cache.state_bytes == pytest.approx(memory * full + generated * full / 160)
+        assert stats.bytes_allocated - stats.bytes_fast == full // 2  # the prompt in four of eight layers
+        assert (stats.slots == 160 + generated).all()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_stubborn_choice_is_that_of_the_first_token(make_stock, make_prompts, offload):
+    model, (prompt,), (continuation,) = make_stock(num_layers=3), make_prompts(60), make_prompts(8, seed=2)
+
+    def scores(lazy_reload, offload=offload):
+        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), lazy_reload=lazy_reload, offload=offload)
+        return Engine(model, policy=policy).score([prompt], [continuation])[0]
+
+    eager, picky, lazy = scores(None), scores(0.999), scores(0.0)
+    torch.testing.assert_close(picky, eager, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lazy[:2], eager[:2], rtol=0, atol=TOLERANCE)
+    assert (lazy[2:] - eager[2:]).abs().max() > 0.1
+    torch.testing.assert_close(lazy, scores(0.0, not offload), rtol=0, atol=TOLERANCE)
+
+
+def test_raw_scores_rank_as_attention_does_in_a_single_head(make_stock, texts):
+    def scores(raw, **heads):
+        model = make_stock(num_layers=3, **heads)
+        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), raw_scores=raw)
+        return torch.cat(Engine(model, policy=policy).score(*texts))
+
+    single = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    torch.testing.assert_close(scores(True, **single), scores(False, **single), rtol=0, atol=TOLERANCE)
+    assert (scores(True) - scores(False)).abs().max() > 0.1
+
+
+def sparse_prefill(model, prompt, filter_layers, chunk, chunks_read):
+    """Log-probs after each token of a prompt, float64, in masks over the whole of it."""
+    decoder, length = Decoder(model), len(prompt)
+    place = torch.arange(length)
+    chunk_of = place // chunk
+    allowed = place[None] <= place[:, None]
+    causal, choice = allowed, allowed
+
+    def attend(index, query, key, value, first):
+        nonlocal choice
+        query, key = decoder.rotate(query, place), decoder.rotate(key, place)
+        group = len(query) // len(key)
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        logits = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+        if index in filter_layers:
+            choice = causal.clone()
+            for begin in range(0, length, chunk):
+                if begin > chunks_read * chunk:
+                    past = logits[:, chunk_of == begin // chunk, :begin].softmax(-1).amax(0).sum(0)
+                    dropped = past.argsort(descending=True)[chunks_read * chunk :]
+                    choice[begin : begin + chunk, dropped] = False
+        visible = causal if is_full(index, filter_layers) else choice
+        return logits.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+
+    return decoder.feed(prompt, 0, attend)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("chunks_read", [1, 2])
+def test_sparse_prefill_agrees_with_masked_attention(make_stock, make_prompts, offload, chunks_read):
+    model, prompts, continuations = make_stock(num_layers=6), make_prompts(45, 27, 27), make_prompts(1, 1, 1, seed=2)
+    options = {"filter_layers": (0, 3), "chunk": 8, "chunks_read": chunks_read}
+    for chunk in (None, 16):
+        policy = OmniKV(budget=Budget(ratio=2), prefill="sparse", offload=offload, **options)
+        engine = Engine(model, policy=policy, prefill_chunk_size=chunk)
+        for prompt, scores in zip(prompts, engine.score(prompts, continuations), strict=True):
+            expected = sparse_prefill(model, prompt, **options)[-1:]
+            torch.testing.assert_close(scores.double(), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_sparse_prefill_is_exact_while_a_chunk_reads_all(make_stock, texts):
+    model = make_stock(num_layers=3)
+    policy = OmniKV(budget=Budget(tokens=99), filter_layers=(0,), prefill="sparse", chunk=16, chunks_read=2)
+    expected = torch.cat(Engine(model).score(*texts))
+    actual = torch.cat(Engine(model, policy=policy).score(*texts))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, "give exactly one"),
+        ({"budget": Budget(ratio=2), "memory": 0.3}, "give exactly one"),
+        ({"memory": 1.5}, r"memory=1.5: expected a share"),
+        ({"memory": 0.3, "filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
+        ({"memory": 0.3, "filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
+        ({"memory": 0.3, "filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* none next to another"),
+        ({"memory": 0.3, "filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
+        ({"memory": 0.3, "selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
+        ({"memory": 0.3, "selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
+        ({"memory": 0.3, "lazy_reload": 1.0}, "lazy_reload=1.0: expected a share"),
+        ({"memory": 0.3, "prefill": "none"}, "prefill='none': expected 'full' or 'sparse'"),
+        ({"memory": 0.3, "window": 0}, "window=0: expected a whole number >= 1"),
+        ({"memory": 0.3, "chunk": 0}, "chunk=0: expected a whole number >= 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        OmniKV(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "error"),
+    [
+        ({"memory": 0.7, "filter_layers": (1, 6)}, {}, r"filter_layers=\(1, 6\): the model has layers 0 to 5"),
+        ({"memory": 0.5, "filter_layers": (1,)}, {}, "memory=0.5: the layers that read everything hold 0.5 of the"),
+        (
+            {"memory": 0.7, "filter_layers": (1,), "prefill": "sparse", "chunk": 8},
+            {"prefill_chunk_size": 12},
+            "prefill_chunk_size=12: OmniKV takes 8 tokens of a prompt together; give a multiple of 8, or None",
+        ),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_at_once(make_stock, options, engine, error):
+    with pytest.raises(ValueError, match=error):
+        Engine(make_stock(num_layers=6), policy=OmniKV(**options), **engine)
