@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmc.runtime.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
+from dmc.runtime.policy.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
 
 BLOCK, HEADS, HEAD_DIM, BLOCKS = 4, 3, 2, 40
 LENGTHS = torch.tensor([[9, 4, 1], [6, 12, 8]])
