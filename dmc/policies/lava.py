@@ -67,9 +67,11 @@ class LAVa(SnapKV):
         return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
-        """Entropy of the layer's scores as one distribution, in units of its maximum."""
+        """Entropy of the layer's scores as one distribution, in units of its maximum; 0 if none is above 0."""
         assert entries.observed is not None
         scores = entries.observed[entries.exists & (entries.observed < torch.inf)].double()
+        if not scores.any():
+            return 0.0
         share = scores / scores.sum()
         return float(-torch.xlogy(share, share).sum()) / max(math.log(len(scores)), 1e-9)
 

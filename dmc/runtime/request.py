@@ -47,10 +47,15 @@ class Request:
     generation: Generation | None = None
 
     def begin(self) -> None:
-        """Append the prompt to the sequence; the token that ended the turn before was not fed and comes with it."""
-        begin = max(len(self.sequence.tokens) - 1, 0)
+        """Append the prompt to the sequence; the token that ended the turn before was not fed and comes with it.
+
+        A prompt that was aborted before its answer began is a part of this one.
+        """
+        prompts, begin = self.sequence.prompts, max(len(self.sequence.tokens) - 1, 0)
+        if prompts and prompts[-1][1] > begin:
+            begin, _ = prompts.pop()
         self.sequence.tokens += self.prompt
-        self.sequence.prompts.append((begin, len(self.sequence.tokens)))
+        prompts.append((begin, len(self.sequence.tokens)))
         self.sequence.wanted = len(self.sequence.tokens) - 1
 
     def accept(self, token: int, logprob: float) -> TokenEvent:

@@ -57,6 +57,12 @@ def test_the_weight_of_a_layer_is_its_entropy(worked):
     assert policy.layer_weight(worked, 2) == 0
 
 
+@pytest.mark.parametrize("score", [0.0, torch.inf])
+def test_a_layer_without_attention_or_without_candidates_weighs_nothing(worked, score):
+    worked.observed = torch.full((1, 2, 5), score)
+    assert LAVa(budget=Budget(tokens=2), window=1).layer_weight(worked, 2) == 0
+
+
 def test_heads_compete_unless_they_are_equal(worked):
     pooled, equal = (
         LAVa(budget=Budget(tokens=2), window=1, kernel_size=1, head_budget=rule) for rule in ("pooled", "equal")

@@ -46,7 +46,14 @@ POLICIES: dict[str, policies.EvictionPolicy] = {
     "LAVa": policies.LAVa(budget=QUARTER),
     "LAVa, tokens": policies.LAVa(budget=Budget(tokens=17)),
 }
-METHODS = {**GATES, **POLICIES}
+BOTH: dict[str, tuple[dict[str, Any], policies.EvictionPolicy]] = {
+    "merge, SnapKV": ({}, policies.SnapKV(budget=QUARTER, window=3)),
+    "merge, exact, PyramidKV": ({"window_size": None}, policies.PyramidKV(budget=QUARTER, window=3)),
+    "merge, delay 4, LAVa": ({"delay": 4}, policies.LAVa(budget=Budget(ratio=2.5), window=3)),
+    "drop, delay 4, AdaKV": ({"action": "drop", "delay": 4}, policies.AdaKV(budget=Budget(tokens=12), window=3)),
+}
+"""Gates decide token by token, the policy when the prompt ends."""
+METHODS = [*GATES, *POLICIES, *BOTH]
 CHUNKS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40)
 """1 is token by token; the others lie around the delays, windows and the page."""
 POLICY_CHUNKS = (1, 5, 16)
@@ -60,9 +67,13 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def of(method: str) -> tuple[dict[str, Any] | None, policies.EvictionPolicy | None]:
+    return BOTH.get(method) or (GATES.get(method), POLICIES.get(method))
+
+
 @pytest.fixture
 def model(method: str, make_stock: Any, make_compressed: Any) -> Any:
-    gates = GATES.get(method)
+    gates, _ = of(method)
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
@@ -70,7 +81,7 @@ def model(method: str, make_stock: Any, make_compressed: Any) -> Any:
 def policy(method: str) -> Iterator[policies.EvictionPolicy | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of windows that do not fit
-        yield POLICIES.get(method)
+        yield of(method)[1]
 
 
 def scores(engine: Engine, prompts: list[list[int]], continuations: list[list[int]]) -> torch.Tensor:
@@ -91,7 +102,7 @@ def test_closed_gate_or_budget_for_all_equals_the_base_model(
                 projection.weight[7::16] = 0
                 projection.weight[15::16] = 0
         expected = base(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
-    gates = GATES.get(method)
+    gates, _ = of(method)
     closed = CompressionConfig(decision_offset=1e6, **(gates or {}))
     policy = None if policy is None else dataclasses.replace(policy, budget=Budget(tokens=60))
     engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed), policy=policy)
@@ -102,7 +113,8 @@ def test_closed_gate_or_budget_for_all_equals_the_base_model(
 
 
 @pytest.mark.parametrize(
-    ("method", "chunks"), [*((gates, CHUNKS) for gates in GATES), *((each, POLICY_CHUNKS) for each in POLICIES)]
+    ("method", "chunks"),
+    [*((gates, CHUNKS) for gates in GATES), *((each, POLICY_CHUNKS) for each in [*POLICIES, *BOTH])],
 )
 def test_chunked_prefill_equals_the_whole(
     method: str, chunks: tuple[int, ...], model: Any, policy: Any, make_prompts: Any

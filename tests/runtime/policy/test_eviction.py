@@ -1,0 +1,214 @@
+"""Memory under policies, compression layer by layer, and what the engine refuses or warns of."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+from dmc.policies.budgets import warn_once
+
+HEADS, HEAD_DIM, BLOCK = 2, 16, 16
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+HALF = Budget(ratio=2)
+
+
+def num_blocks(slots: torch.Tensor) -> int:
+    return int((-(-slots // BLOCK)).sum())
+
+
+@pytest.mark.parametrize(
+    ("policy", "notes", "memory"),
+    [
+        (policies.LocalWindow(budget=HALF), 2, 0),  # position and slot
+        (policies.StreamingLLM(budget=HALF, rerotate=True, sinks=3), 2, 3 * HEADS * HEAD_DIM),
+        (policies.H2O(budget=HALF), 3, 0),
+        (policies.H2O(budget=HALF, evict_decoding=False), 2, 0),  # no slot: entries stay in order
+        (policies.VATP(budget=HALF), 4, 0),
+        (policies.RoCo(budget=HALF), 4, 0),
+        (policies.D2O(budget=HALF), 3, 1),
+        (policies.CAKE(budget=HALF, window=4), 2, 0),
+        (policies.SnapKV(budget=HALF, window=4), 1, 0),
+        (policies.LAVa(budget=HALF, window=4), 1, 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_bytes_count_whole_pages_notes_and_state(
+    policy: Any, notes: int, memory: int, make_stock: Any, make_prompts: Any
+) -> None:
+    layers, engine = 3, Engine(make_stock(num_layers=3), policy=policy)
+    prompts = make_prompts(90, 41)
+    for prompt, generation in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        stats = generation.stats
+        assert stats.slots.sum() <= (len(prompt) // 2 + 5) * layers * HEADS
+        entry = 2 * HEAD_DIM * 4 + notes * 4
+        tables = layers * HEADS * (engine.cache.block_tables.shape[-1] + 1) * 4  # and lengths
+        state = tables + layers * (2 + memory) * 4  # both limits, and the policy's own numbers
+        assert stats.bytes_used == int(stats.slots.sum()) * entry + state
+        assert stats.bytes_allocated == num_blocks(stats.slots) * BLOCK * entry + state
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.LAVa(budget=HALF, window=4),
+        policies.LAVa(budget=Budget(tokens=20)),
+        policies.LAVa(budget=HALF, floor=0.3),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:window=")
+def test_layers_compressed_again_and_again_hold_what_one_shot_with_the_last_budgets_holds(
+    policy: Any, make_stock: Any, make_prompts: Any
+) -> None:
+    model, (prompt,), held = make_stock(num_layers=6), make_prompts(120), []
+    for each in (policy, OneShot(**{name.name: getattr(policy, name.name) for name in dataclasses.fields(policy)})):
+        engine = Engine(model, policy=each)
+        request = engine.submit(prompt, GREEDY)
+        engine.step()
+        cache = engine.cache
+        positions = [
+            cache.notes.position[table.long()].flatten()[: int(length)].tolist()
+            for tables, lengths in zip(cache.block_tables[:, 0], cache.lengths[:, 0], strict=True)
+            for table, length in zip(tables, lengths, strict=True)
+        ]
+        engine.run([request])
+        held.append((positions, request.generation))
+    (positions, generation), (expected_positions, expected) = held
+    assert positions == expected_positions
+    assert len({len(head) for head in positions}) > 3
+    assert generation.token_ids == expected.token_ids
+    assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+class OneShot(policies.LAVa):
+    """LAVa that looks at all layers first."""
+
+    recompresses = False
+
+
+LAYERS, LENGTH, LIMIT = 8, 800, 48
+
+
+@pytest.mark.parametrize(
+    ("policy", "held_before"),
+    [
+        (policies.LAVa(budget=Budget(tokens=LIMIT)), "budget"),
+        (policies.CAKE(budget=Budget(tokens=LIMIT), cascading=True), "budget"),
+        (policies.SnapKV(budget=Budget(tokens=LIMIT)), "budget"),
+        (policies.H2O(budget=Budget(tokens=LIMIT)), "budget"),
+        (policies.CAKE(budget=Budget(tokens=LIMIT)), "all"),
+    ],
+    ids=["LAVa", "CAKE, cascading", "SnapKV", "H2O", "CAKE"],
+)
+@pytest.mark.filterwarnings("ignore:window=")
+def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
+    policy: Any, held_before: str, make_stock: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)
+    engine, in_use = Engine(make_stock(num_layers=LAYERS), policy=policy), []
+    attention = engine._runner._attention
+    append = attention.append
+
+    def watched(layer_index: int, tokens: Any) -> Any:
+        seen = append(layer_index, tokens)
+        in_use.append(engine.blocks_in_use)
+        return seen
+
+    attention.append = watched  # type: ignore[method-assign]
+    one_layer = HEADS * -(-LENGTH // BLOCK)
+    budget = LAYERS * HEADS * (LIMIT // BLOCK + 1)  # every head may leave a block half empty
+    for _ in range(2):
+        engine.generate(make_prompts(LENGTH), SamplingParams(max_new_tokens=1))
+    if held_before == "budget":
+        assert one_layer < max(in_use) <= budget + one_layer
+        assert engine.cache.allocator.num_blocks <= 2 * (budget + one_layer) < LAYERS * one_layer
+    else:
+        assert max(in_use) == LAYERS * one_layer
+    assert engine.blocks_in_use == 0
+
+
+def test_a_second_prompt_reuses_the_blocks_of_the_first(make_stock: Any, make_prompts: Any) -> None:
+    engine = Engine(make_stock(num_layers=4), policy=policies.SnapKV(budget=Budget(tokens=64)))
+    engine.generate(make_prompts(900), GREEDY)
+    blocks = engine.cache.allocator.num_blocks
+    for seed in range(3):
+        engine.generate(make_prompts(900, seed=seed), GREEDY)
+    assert engine.cache.allocator.num_blocks == blocks
+
+
+@pytest.mark.parametrize("policy", ["h2o", policies.H2O, {"budget": 4}, Budget(ratio=4), 4])
+def test_what_is_no_policy_is_refused(policy: Any, make_stock: Any) -> None:
+    expected = f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        Engine(make_stock(), policy=policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.H2O(budget=HALF), policies.H2O(budget=HALF, evict_decoding=False), policies.CAKE(budget=HALF)],
+)
+def test_a_policy_that_acts_on_tokens_is_refused_for_a_model_whose_gates_do(policy: Any, make_compressed: Any) -> None:
+    with pytest.raises(ValueError, match="the gates of DMCLlamaForCausalLM decide token by token what its cache keeps"):
+        Engine(make_compressed(), policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [
+        ({"tokens": 0}, r"Budget\(tokens=0\): expected a whole number >= 1"),
+        ({"tokens": -4}, r"Budget\(tokens=-4\): expected a whole number >= 1"),
+        ({"tokens": 2.5}, r"Budget\(tokens=2.5\): expected a whole number >= 1"),
+        ({"ratio": 0.5}, "ratio=0.5 is not a compression ratio: expected a number >= 1"),
+        ({"ratio": float("inf")}, "ratio=inf is not a compression ratio"),
+        ({}, "give exactly one, ratio=4.0 or tokens=128"),
+        ({"ratio": 2, "tokens": 9}, "give exactly one, ratio=4.0 or tokens=128"),
+    ],
+)
+def test_budgets_that_hold_nothing_or_more_than_all_are_refused(budget: dict, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Budget(**budget)
+
+
+SMALL = Budget(tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "warning"),
+    [
+        (policies.SnapKV(budget=SMALL), "window=32 is more than half of a budget of 6 .* a window of 3 is used"),
+        (policies.PyramidKV(budget=SMALL), "window=8 is more than half of a budget of 6 .* a window of 3 is used"),
+        (policies.AdaKV(budget=SMALL), "window=32 is more than half of a budget of 6 .* a window of 3 is used"),
+        (policies.CAKE(budget=SMALL), "window=32 is more than half of a budget of 6 .* a window of 3 is used"),
+        (policies.LAVa(budget=SMALL), "window=32 is more than half of a budget of 6 .* a window of 3 is used"),
+        (policies.StreamingLLM(budget=SMALL, sinks=9), "sinks=9 do not fit a budget of 6 entries: 5 are kept"),
+        (
+            policies.VATP(budget=SMALL, sinks=9),
+            "sinks=9 do not fit the heavy half of a budget of 6 entries: 3 are kept",
+        ),
+        (policies.D2O(budget=SMALL, sinks=9, allocation="uniform"), "sinks=9 do not fit a budget of 6 entries: 4 stay"),
+        (policies.H2O(budget=Budget(tokens=1)), None),
+        (policies.TOVA(budget=Budget(tokens=1)), None),
+        (policies.SnapKV(budget=SMALL, window=3), None),
+        (policies.StreamingLLM(budget=SMALL), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_window_or_sinks_beyond_the_budget_bring_one_warning(
+    policy: Any, warning: str | None, make_stock: Any, make_prompts: Any
+) -> None:
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        engine = Engine(make_stock(num_layers=3), policy=policy)
+        for generation in engine.generate(make_prompts(30, 21), GREEDY):
+            most = policy.budget.tokens + (0 if policy.evicts_decoding else 5)
+            assert generation.stats.slots.float().mean() <= most
+    assert len(seen) == (warning is not None)
+    if warning is not None:
+        assert re.match(warning, str(seen[0].message))

@@ -1,0 +1,124 @@
+"""Conversations under policies: whatever happens to turns and between them, the answers stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+
+HALF = Budget(ratio=2)
+POLICIES = [
+    policies.StreamingLLM(budget=HALF, rerotate=True),
+    policies.H2O(budget=Budget(tokens=14)),
+    policies.AdaKV(budget=HALF, window=4),
+    policies.CAKE(budget=HALF, window=4),
+    policies.CaM(budget=HALF),
+    policies.D2O(budget=HALF),
+    policies.LAVa(budget=HALF, window=4),
+]
+ANSWER = SamplingParams(max_new_tokens=9, temperature=0)
+LENGTHS = (30, 7, 21)
+
+
+@pytest.fixture(params=POLICIES, ids=lambda policy: type(policy).__name__)
+def policy(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def prompts(make_prompts: Any) -> list[list[int]]:
+    return make_prompts(*LENGTHS)
+
+
+def answers(engine: Engine, prompts: list[list[int]], between: Any = None) -> list[Any]:
+    """Take all turns of a conversation; `between` is called with its session before each but the first."""
+    with engine.session() as session:
+        generations = []
+        for number, prompt in enumerate(prompts):
+            if number > 0 and between is not None:
+                between(session)
+            generations.append(session.generate(prompt, ANSWER))
+        assert session.tokens == [
+            token
+            for prompt, generation in zip(prompts, generations, strict=True)
+            for token in (*prompt, *generation.token_ids)
+        ]
+    assert engine.blocks_in_use == 0
+    return generations
+
+
+def assert_alike(generations: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(generations, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert torch.equal(one.stats.slots, other.stats.slots)
+        assert one.stats.tokens_seen == other.stats.tokens_seen
+
+
+def test_a_budget_for_all_turns_answers_as_the_full_cache(
+    policy: Any, make_stock: Any, prompts: list[list[int]]
+) -> None:
+    model = make_stock()
+    roomy = type(policy)(budget=Budget(tokens=100))
+    assert_alike(answers(Engine(model, policy=roomy), prompts), answers(Engine(model), prompts))
+
+
+@pytest.mark.parametrize("chunk", [None, 6])
+def test_a_conversation_computed_again_goes_on_as_if_nothing_had_happened(
+    policy: Any, chunk: int | None, make_stock: Any, prompts: list[list[int]]
+) -> None:
+    model = make_stock()
+    expected = answers(Engine(model, policy=policy), prompts)
+    engine = Engine(model, policy=policy, prefill_chunk_size=chunk)
+
+    def lose_the_cache(session: Any) -> None:
+        engine._scheduler._evict(session.sequence)
+        assert engine.blocks_in_use == 0
+
+    again = answers(engine, prompts, lose_the_cache)
+    assert_alike(again, expected)
+    assert [generation.stats.num_preemptions for generation in again] == [0, 1, 1]
+
+
+def test_entries_stay_within_the_budget_through_all_turns(
+    policy: Any, make_stock: Any, prompts: list[list[int]]
+) -> None:
+    for generation, fed in zip(
+        answers(Engine(make_stock(), policy=policy), prompts), (38, 38 + 16, 38 + 16 + 30), strict=True
+    ):
+        assert generation.stats.tokens_seen == fed
+        most = policy.budget.entries(fed if policy.grows else fed - 8) + (0 if policy.evicts_decoding else 8)
+        assert generation.stats.slots.sum() <= most * generation.stats.slots.numel()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_prompt_aborted_halfway_is_continued_by_the_next_one(
+    policy: Any, steps: int, make_stock: Any, prompts: list[list[int]]
+) -> None:
+    model = make_stock()
+    first, aborted, last = prompts[0], [*prompts[2], *prompts[1]], prompts[1]
+    expected = answers(Engine(model, policy=policy), [first, [*aborted, *last]])[1]
+    engine = Engine(model, policy=policy, prefill_chunk_size=6)
+    with engine.session() as session:
+        session.generate(first, ANSWER)
+        request = engine.submit(aborted, ANSWER, session)
+        for _ in range(steps):
+            assert engine.step() == []
+        engine.abort(request)
+        assert_alike([session.generate(last, ANSWER)], [expected])
+
+
+def test_an_answer_aborted_halfway_ends_its_turn(policy: Any, make_stock: Any, prompts: list[list[int]]) -> None:
+    model, engine = make_stock(), Engine(make_stock(), policy=policy)
+    with engine.session() as session, Engine(model, policy=policy).session() as other:
+        request = engine.submit(prompts[0], ANSWER, session)
+        for _ in range(4):
+            engine.step()
+        engine.abort(request)
+        other.generate(prompts[0], SamplingParams(max_new_tokens=4, temperature=0))
+        assert session.tokens == other.tokens
+        assert_alike([session.generate(prompts[2], ANSWER)], [other.generate(prompts[2], ANSWER)])
