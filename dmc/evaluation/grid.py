@@ -164,8 +164,11 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     task_keys = {name: digest([shared, task_settings[name], task.identity()]) for name, task in tasks.items()}
     cells = []
     for name, model in models.items():
-        identity, target_ratio = describe_model(model, f"models.{name}")
+        identity, values, target_ratio = describe_model(model, f"models.{name}")
         own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio, [FULL])]
+        for method in () if own else methods:
+            if (policy := method.build()) is not None:
+                _check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
         cells += [
             Cell(name, bool(own), method, task, digest(identity), task_keys[task])
             for method in own or methods
@@ -223,6 +226,13 @@ def _methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Me
     return methods
 
 
+def _check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
+    try:
+        policy.fitted(num_layers, block_size)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 def _own_code(policy: Any) -> str | None:
     """Hash the source file of a user's own policy, which changes more often than its name."""
     module = type(policy).__module__
@@ -237,12 +247,12 @@ def build_model(value: Any, name: str) -> ComparedModel:
     return build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, name)
 
 
-def describe_model(model: ComparedModel, name: str) -> tuple[Any, float | None]:
+def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any], float | None]:
     """Tell which model this is without loading it.
 
     Returns:
-        What identifies it (its configuration; names, sizes and times of a folder's files), and the target ratio of its
-        own gates, None for a stock model.
+        What identifies it (its configuration; names, sizes and times of a folder's files), its configuration, and the
+        target ratio of its own gates, None for a stock model.
     Raises:
         ValueError: there is no such model.
     """
@@ -261,7 +271,7 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, float | None]:
     files = [path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES] if folder.is_dir() else []
     compressed = str(values.get("model_type")).startswith("dmc_")
     target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
-    return [model.dtype, file_stamps(files) or asdict(model), values], target_ratio
+    return [model.dtype, file_stamps(files) or asdict(model), values], values, target_ratio
 
 
 def digest(content: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class Rewrite:
     """[S, H, K, D]; None: values stay."""
 
 
-class CachePolicy(Protocol):
+class CachePolicy:
     """A training-free method: what it keeps of the cache, or reads of it."""
 
     budget: Budget
@@ -115,21 +115,37 @@ class CachePolicy(Protocol):
     @property
     def one_by_one(self) -> bool:
         """Whether every generated token must be fed in a pass of its own, for the policy acts on each."""
+        return True
 
     @property
     def prompt_chunk(self) -> int | None:
         """Prompt tokens that the policy takes together: a prompt is cut between them only; None: anywhere."""
+        return None
+
+    @property
+    def serves_compressed(self) -> bool:
+        """Whether it can compress further what a model's own gates leave."""
+        return False
+
+    def fitted(self, num_layers: int, block_size: int) -> CachePolicy:
+        """Return the policy with what depends on the model filled in.
+
+        Args:
+            num_layers: of the model.
+            block_size: entries of the cache's pages.
+        Raises:
+            ValueError: it does not fit them.
+        """
+        return self
 
 
-class EvictionPolicy:
+class EvictionPolicy(CachePolicy):
     """Keeps the entries with the highest scores: score x layer budget x head budget x what happens to the evicted.
 
     A method is a frozen dataclass that says what it must see (the class variables) and overrides `scores`; layer
     budgets, head budgets and the fate of the evicted have defaults: the same budget everywhere, and gone.
     """
 
-    budget: Budget
-    prompt_chunk: ClassVar[int | None] = None
     evicts_decoding: ClassVar[bool] = True
     """Whether it evicts after every generated token; else the cache grows after the prompt."""
     grows: ClassVar[bool] = True
@@ -153,6 +169,11 @@ class EvictionPolicy:
     def one_by_one(self) -> bool:
         """See `CachePolicy`."""
         return self.evicts_decoding
+
+    @property
+    def serves_compressed(self) -> bool:
+        """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
+        return not self.evicts_decoding and not self.sums
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
         """Numbers that the policy keeps for each layer and sequence."""

@@ -88,7 +88,7 @@ class OmniKV(ReadingPolicy):
         return 1 if self.selector == "last" else self.window
 
     def fitted(self, num_layers: int, block_size: int) -> OmniKV:
-        """See `ReadingPolicy.fitted`: fills in filter layers and budget."""
+        """See `CachePolicy.fitted`: fills in filter layers and budget."""
         filters = default_filter_layers(num_layers) if self.filter_layers is None else self.filter_layers
         if filters[-1] >= num_layers:
             raise ValueError(f"filter_layers={filters}: the model has layers 0 to {num_layers - 1}")

@@ -37,7 +37,7 @@ class Quest(ReadingPolicy):
             raise ValueError(f"dense_layers={self.dense_layers}: expected a number of layers >= 0")
 
     def fitted(self, num_layers: int, block_size: int) -> Quest:
-        """See `ReadingPolicy.fitted`."""
+        """See `CachePolicy.fitted`."""
         if block_size % self.page_size:
             raise ValueError(
                 f"page_size={self.page_size}: expected a divisor of block_size={block_size}; "

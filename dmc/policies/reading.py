@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from dmc.budget import Budget
+from dmc.policies.base import CachePolicy
 
 
-class ReadingPolicy:
+class ReadingPolicy(CachePolicy):
     """Holds every entry; a generated token's query reads some of them. A method is a frozen dataclass."""
-
-    budget: Budget
-    one_by_one: ClassVar[bool] = True
-    """See `CachePolicy`."""
-
-    @property
-    def prompt_chunk(self) -> int | None:
-        """See `CachePolicy`; default: a prompt is read as if the policy were not there."""
-        return None
-
-    def fitted(self, num_layers: int, block_size: int) -> ReadingPolicy:
-        """Return the policy with what depends on the model filled in.
-
-        Args:
-            num_layers: of the model.
-            block_size: entries of the cache's pages.
-        Raises:
-            ValueError: it does not fit them.
-        """
-        return self
 
 
 def top_positions(scores: Tensor, counts: Tensor, most: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import choose_backend
-from dmc.policies import CachePolicy, EvictionPolicy, ReadingPolicy
+from dmc.policies import CachePolicy
 from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import use_linear_of
 from dmc.runtime.cache_attention import CacheAttention
@@ -51,10 +51,9 @@ def fit_policy(
             policy acts while generating, or lacks what the options name; or prompts are to be cut inside what the
             policy takes together.
     """
-    if not isinstance(policy, (EvictionPolicy, ReadingPolicy)):
+    if not isinstance(policy, CachePolicy):
         raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
-    acts_decoding = isinstance(policy, ReadingPolicy) or policy.evicts_decoding or bool(policy.sums)
-    if getattr(model.config, "compression", None) is not None and acts_decoding:
+    if getattr(model.config, "compression", None) is not None and not policy.serves_compressed:
         raise ValueError(
             f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
             "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
@@ -67,9 +66,7 @@ def fit_policy(
             f"prefill_chunk_size={prefill_chunk_size}: {type(policy).__name__} takes {chunk} tokens of a prompt "
             f"together; give a multiple of {chunk}, or None"
         )
-    if isinstance(policy, ReadingPolicy):
-        return policy.fitted(model.config.num_hidden_layers, block_size)
-    return policy
+    return policy.fitted(model.config.num_hidden_layers, block_size)
 
 
 def rotary_of(model: Any) -> RotaryTables:

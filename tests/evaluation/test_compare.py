@@ -24,11 +24,21 @@ CONFIGS = ROOT / "configs"
 NEEDLE = {"name": "needle", "like": "needle", "num_samples": 3, "sequence_length": 40, "answer_length": 2}
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
 MODULE = """
-class Keep:
-    def __init__(self, *, budget, fails=False):
-        if budget.tokens == 1:
+from dataclasses import dataclass
+from dmc.policies import LocalWindow
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(LocalWindow):
+    fails: bool = False
+
+    def __post_init__(self):
+        if self.budget.tokens == 1:
             raise ValueError("Keep needs 2 entries")
-        self.budget, self.fails = budget, fails
+
+    def fitted(self, num_layers, block_size):
+        if self.budget.tokens == 3:
+            raise ValueError(f"Keep does not fit {num_layers} layers")
+        return self
 """
 
 
