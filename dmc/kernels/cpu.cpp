@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -901,13 +902,18 @@ class Tenant {  // one head of one sequence, and its blocks
     const int32_t* table_;
 };
 
+// Runs work(0) to work(count - 1); `cost` is what they move or multiply together.
 template <class Work>
-void for_each_head(const Heads& a, int64_t moved, const Work& work) {
-    const int64_t num_heads = a.sequences * a.heads;
+void for_each(int64_t count, int64_t cost, int64_t threads, const Work& work) {
     std::atomic<int64_t> taken{0};
-    on_threads(moved < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
-        for (int64_t i; (i = taken++) < num_heads;) work(i);
+    on_threads(cost < MIN_PARALLEL_WORK ? 1 : threads, [&] {
+        for (int64_t i; (i = taken++) < count;) work(i);
     });
+}
+
+template <class Work>
+void for_each_head(const Heads& a, int64_t cost, const Work& work) {
+    for_each(a.sequences * a.heads, cost, a.threads, work);
 }
 
 template <class T>
@@ -1004,21 +1010,185 @@ inline void note_attention(const NoteAttention& n) {
 
 inline void lowest(const Lowest& l) {
     const int64_t num_heads = l.sequences * l.heads;
-    std::atomic<int64_t> taken{0};
-    on_threads(num_heads * l.entries < MIN_PARALLEL_WORK ? 1 : l.threads, [&] {
-        for (int64_t i; (i = taken++) < num_heads;) {
-            const float* scores = l.scores + i / l.heads * l.score_sequence_step + i % l.heads * l.score_head_step;
-            const int64_t length = l.lengths[i];
-            int64_t age = -1;
-            if (length > l.limits[i / l.heads]) {
-                float least = scores[0];
-                for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
-                for (age = length - 1; age > 0 && scores[age] != least;) age--;
-            }
-            l.ages[i] = age;
+    for_each(num_heads, num_heads * l.entries, l.threads, [&](int64_t i) {
+        const float* scores = l.scores + i / l.heads * l.score_sequence_step + i % l.heads * l.score_head_step;
+        const int64_t length = l.lengths[i];
+        int64_t age = -1;
+        if (length > l.limits[i / l.heads]) {
+            float least = scores[0];
+            for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
+            for (age = length - 1; age > 0 && scores[age] != least;) age--;
         }
+        l.ages[i] = age;
     });
 }
+
+}  // namespace
+
+// What slots receive from all queries of a prompt. Mirrored in cpu.py.
+struct Received {
+    Heads heads;
+    int64_t group, queries, entries;
+    double scaling;
+    const void* query;  // [S, H_q, n, D]
+    int64_t query_sequence_step, query_head_step, query_step;
+    const int32_t* slots;  // seen by each query, [S, H, n]
+    float *columns, *squares;  // [S, H, group, entries], [S, H, entries], zeros
+};
+
+namespace {
+
+constexpr int WIDTH = ROWS * LANES;  // queries that share a pass over the keys, one to a lane
+constexpr int KEY_TILE = 32;         // keys whose sums a task holds
+
+// Two passes over Q K^T: the first finds each query's normalisation, its tasks are blocks of queries; in the second each
+// task owns some keys, so that sums need no locks and do not depend on the number of threads.
+template <class T>
+class Receiver {
+  public:
+    explicit Receiver(const Received& v)
+        : v_(v), a_(v.heads), dim_(int(a_.dim)), num_heads_(a_.sequences * a_.heads),
+          blocks_((v.queries + WIDTH - 1) / WIDTH), packed_(new float[num_heads_ * v.group * blocks_ * dim_ * WIDTH]),
+          normalisation_(num_heads_ * v.group * blocks_ * WIDTH), limits_(num_heads_ * blocks_ * WIDTH),
+          last_(num_heads_ * blocks_) {}
+
+    void run() {
+        for (int64_t head = 0; head < num_heads_; head++)
+            for (int64_t query = 0; query < v_.queries; query++) {
+                const int32_t limit = limits_[head * blocks_ * WIDTH + query] = v_.slots[head * v_.queries + query];
+                int32_t& last = last_[head * blocks_ + query / WIDTH];
+                last = std::max(last, limit);
+            }
+        const int64_t cost = v_.queries * v_.entries * dim_ * num_heads_ * v_.group;
+        for_each(blocks_ * num_heads_ * v_.group, cost, a_.threads, [&](int64_t i) {
+            normalise(i % (num_heads_ * v_.group), blocks_ - 1 - i / (num_heads_ * v_.group));
+        });
+        const int64_t tiles = (v_.entries + KEY_TILE - 1) / KEY_TILE;
+        for_each(tiles * num_heads_, cost, a_.threads,
+                 [&](int64_t i) { receive(i % num_heads_, i / num_heads_ * KEY_TILE); });
+    }
+
+  private:
+    float* packed(int64_t query_head, int64_t block) const {
+        return &packed_[(query_head * blocks_ + block) * dim_ * WIDTH];
+    }
+    const int32_t* limits(int64_t head, int64_t block) const { return &limits_[(head * blocks_ + block) * WIDTH]; }
+
+    // Lays the channels of the queries side by side, scaled for the softmax to the base 2.
+    void pack_queries(int64_t query_head, int64_t block) const {
+        const int64_t heads = a_.heads * v_.group, first = block * WIDTH;
+        const T* query = static_cast<const T*>(v_.query) + query_head / heads * v_.query_sequence_step +
+                         query_head % heads * v_.query_head_step;
+        float* to = packed(query_head, block);
+        float channels[MAX_DIM];
+        std::fill_n(to, dim_ * WIDTH, 0.0f);
+        for (int64_t lane = 0; lane < std::min<int64_t>(WIDTH, v_.queries - first); lane++) {
+            unpack(query + (first + lane) * v_.query_step, dim_, channels);
+            for (int d = 0; d < dim_; d++) to[d * WIDTH + lane] = channels[d] * float(v_.scaling * 1.4426950408889634);
+        }
+    }
+
+    // Scores of a block's queries with some keys; MASKED where a query does not see the key.
+    void score(const float* queries, const int32_t* limits, int32_t first, const float* const* keys,
+               Vec (&scores)[KEYS][ROWS]) const {
+        for (auto& of_key : scores) std::fill_n(of_key, ROWS, Vec{});
+        for (int d = 0; d < dim_; d++, queries += WIDTH) {
+            Vec query[ROWS];
+            for (int r = 0; r < ROWS; r++) query[r] = load(queries + r * LANES);
+            for (int j = 0; j < KEYS; j++)
+                for (int r = 0; r < ROWS; r++) scores[j][r] += query[r] * keys[j][d];
+        }
+        for (int r = 0; r < ROWS; r++) {
+            const Ints limit = *reinterpret_cast<const Ints*>(limits + r * LANES);
+            for (int j = 0; j < KEYS; j++) scores[j][r] = limit > first + j ? scores[j][r] : Vec{} + MASKED;
+        }
+    }
+
+    const T* key(const Tenant<T>& tenant, int64_t slot) const {
+        return static_cast<const T*>(a_.key_pages) + tenant.place(std::min<int64_t>(slot, tenant.length() - 1)) * dim_;
+    }
+
+    void normalise(int64_t query_head, int64_t block) {
+        pack_queries(query_head, block);
+        const int64_t head = query_head / v_.group;
+        const Tenant<T> tenant(a_, head);
+        Vec maximum[ROWS], sum[ROWS] = {};
+        std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
+        for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
+            float wide[KEYS * MAX_DIM];
+            const T* narrow[KEYS];
+            const float* keys[KEYS];
+            for (int j = 0; j < KEYS; j++) narrow[j] = key(tenant, first + j);
+            widen(narrow, KEYS, 0, dim_, wide, keys);
+            Vec scores[KEYS][ROWS];
+            score(packed(query_head, block), limits(head, block), first, keys, scores);
+            for (int r = 0; r < ROWS; r++) {
+                Vec highest = maximum[r];
+                for (int j = 0; j < KEYS; j++) highest = larger(highest, scores[j][r]);
+                sum[r] *= exp2_of(maximum[r] - highest);
+                for (int j = 0; j < KEYS; j++) sum[r] += exp2_of(scores[j][r] - highest);
+                maximum[r] = highest;
+            }
+        }
+        float* normalisation = &normalisation_[(query_head * blocks_ + block) * WIDTH];
+        for (int lane = 0; lane < WIDTH; lane++) {
+            const float total = sum[lane / LANES][lane % LANES];
+            normalisation[lane] = total > 0 ? maximum[lane / LANES][lane % LANES] + std::log2(total) : 0;
+        }
+    }
+
+    void receive(int64_t head, int64_t first) {
+        const Tenant<T> tenant(a_, head);
+        const float share = 1.0f / float(v_.group);
+        float keys[KEY_TILE][MAX_DIM];
+        if (first >= tenant.length()) return;
+        for (int j = 0; j < KEY_TILE; j++) unpack(key(tenant, first + j), dim_, keys[j]);
+        std::vector<float> columns(v_.group * KEY_TILE * LANES), squares(KEY_TILE * LANES);
+        for (int64_t block = 0; block < blocks_; block++) {
+            const int32_t last = last_[head * blocks_ + block];
+            for (int tile = 0; tile < KEY_TILE && first + tile < last; tile += KEYS) {
+                const float* four[KEYS];
+                for (int j = 0; j < KEYS; j++) four[j] = keys[tile + j];
+                Vec mean[KEYS][ROWS] = {};
+                for (int64_t member = 0; member < v_.group; member++) {
+                    const int64_t query_head = head * v_.group + member;
+                    const float* normalisation = &normalisation_[(query_head * blocks_ + block) * WIDTH];
+                    Vec scores[KEYS][ROWS];
+                    score(packed(query_head, block), limits(head, block), int32_t(first) + tile, four, scores);
+                    for (int j = 0; j < KEYS; j++) {
+                        float* column = &columns[(member * KEY_TILE + tile + j) * LANES];
+                        Vec sum = load(column);
+                        for (int r = 0; r < ROWS; r++) {
+                            const Vec weight = exp2_of(scores[j][r] - load(normalisation + r * LANES));
+                            mean[j][r] += share * weight;
+                            sum += weight;
+                        }
+                        store(column, sum);
+                    }
+                }
+                for (int j = 0; j < KEYS; j++) {
+                    Vec sum = load(&squares[(tile + j) * LANES]);
+                    for (int r = 0; r < ROWS; r++) sum += mean[j][r] * mean[j][r];
+                    store(&squares[(tile + j) * LANES], sum);
+                }
+            }
+        }
+        for (int64_t j = 0; j < std::min<int64_t>(KEY_TILE, v_.entries - first); j++) {
+            v_.squares[head * v_.entries + first + j] = sum_of(load(&squares[j * LANES]));
+            for (int64_t member = 0; member < v_.group; member++)
+                v_.columns[(head * v_.group + member) * v_.entries + first + j] =
+                    sum_of(load(&columns[(member * KEY_TILE + j) * LANES]));
+        }
+    }
+
+    const Received& v_;
+    const Heads& a_;
+    const int dim_;
+    const int64_t num_heads_, blocks_;
+    std::unique_ptr<float[]> packed_;      // queries, [S, H_q, blocks, D, WIDTH]
+    std::vector<float> normalisation_;     // log2 of the sum of a query's 2^scores, [S, H_q, blocks, WIDTH]
+    std::vector<int32_t> limits_, last_;   // slots seen, 0 where there is no query, [S, H, blocks, WIDTH]; most of a block
+};
 
 }  // namespace
 
@@ -1037,4 +1207,6 @@ void evict_bfloat16(const Evict* arguments) { evict<BFloat16>(*arguments); }
 void note_tokens(const NoteTokens* arguments) { note_tokens(*arguments); }
 void note_attention(const NoteAttention* arguments) { note_attention(*arguments); }
 void lowest(const Lowest* arguments) { lowest(*arguments); }
+void receive_float32(const Received* arguments) { Receiver<float>(*arguments).run(); }
+void receive_bfloat16(const Received* arguments) { Receiver<BFloat16>(*arguments).run(); }
 }

@@ -62,6 +62,12 @@ _NOTE_ATTENTION = (
 """
 )
 _LOWEST = "sequences heads entries threads scores score_sequence_step score_head_step lengths limits ages"
+_RECEIVED = (
+    _HEADS
+    + """
+    group queries entries scaling query query_sequence_step query_head_step query_step slots columns squares
+"""
+)
 _LINEAR = "rows inputs outputs threads x weight out"
 
 
@@ -91,6 +97,10 @@ class _NoteAttention(ctypes.Structure):
 
 class _Lowest(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _LOWEST.split()]
+
+
+class _Received(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in _RECEIVED.split()]
 
 
 class _Linear(ctypes.Structure):
@@ -251,6 +261,33 @@ def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
     )
     library.lowest(ctypes.byref(arguments))
     return ages
+
+
+def attention_received(
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See `dmc.kernels.probabilities.attention_received`."""
+    library = _library(cache.key_pages, query)
+    if library is None:
+        return reference.attention_received(query, cache, rows, slots, scaling)
+    query, slots = _rows_of_channels(query), slots.int().contiguous()
+    (sequences, heads, num_queries), num_entries = slots.shape, int(slots.max())
+    columns = torch.zeros(sequences, heads, query.shape[1] // heads, num_entries)
+    squares = torch.zeros(sequences, heads, num_entries)
+    arguments = _Received(
+        *_heads(cache, rows),
+        columns.shape[2],
+        num_queries,
+        num_entries,
+        scaling,
+        query.data_ptr(),
+        *query.stride()[:3],
+        slots.data_ptr(),
+        columns.data_ptr(),
+        squares.data_ptr(),
+    )
+    getattr(library, "receive_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
+    return columns, squares
 
 
 def paged_attention(

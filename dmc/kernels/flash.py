@@ -90,6 +90,13 @@ def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> N
     load_backend("auto", cache.lengths.device).evict(cache, notes, rows, ages)
 
 
+def attention_received(
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See `dmc.kernels.probabilities.attention_received`."""
+    return load_backend("auto", query.device).attention_received(query, cache, rows, slots, scaling)
+
+
 def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
     """See `dmc.kernels.reference.note_tokens`."""
     load_backend("auto", rows.device).note_tokens(cache, notes, rows, positions, sums)

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from dmc.kernels.base import LayerCache
-from dmc.kernels.reference import QUERY_BLOCK, gather_pages
+from dmc.kernels.pages import gather_pages
+
+QUERY_BLOCK = 128
+"""Queries whose scores are held at once."""
 
 
 def attention_probabilities(
@@ -39,3 +42,27 @@ def attention_probabilities(
         scores = (block.flatten(2, 3) @ key[:, :, :width].transpose(-1, -2)).view(*block.shape[:-1], width)
         hidden = place[:width] >= seen[:, :, None, :, None]
         yield scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+
+
+def attention_received(
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Sum what slots receive from all queries, without an [n, n] tensor; a backend may have a faster way.
+
+    Args:
+        query: rotated, [S, H_q, n, D].
+        cache: whose keys are attended to.
+        rows: cache row of each sequence, int64 [S].
+        slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
+        scaling: factor on the scores.
+    Returns:
+        Over the N slots of the longest head: the attention by query head, float32 [S, H, group, N], and the square of
+        its mean over the group, [S, H, N].
+    """
+    sequences, heads, _ = slots.shape
+    columns = query.new_zeros(sequences, heads, query.shape[1] // heads, int(slots.max()), dtype=torch.float32)
+    squares = torch.zeros_like(columns[:, :, 0])
+    for block in attention_probabilities(query, cache, rows, slots, scaling):
+        columns[..., : block.shape[-1]] += block.sum(3)
+        squares[..., : block.shape[-1]] += block.mean(2).square().sum(2)
+    return columns, squares

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
 from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
-
-QUERY_BLOCK = 128
-"""Queries whose scores are held at once."""
+from dmc.kernels.pages import gather_pages
+from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.kernels.probabilities import attention_received as attention_received
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
@@ -319,12 +319,6 @@ def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
     youngest_first = scores.where(exists, torch.inf).flip(-1)
     ages = scores.shape[-1] - 1 - youngest_first.argmin(-1)
     return ages.where(lengths > limits[:, None], -1)
-
-
-def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
-    """Copy the first `num_slots` slots of each head out of their pages, [S, H, num_slots, D]."""
-    num_blocks = -(-num_slots // pages.shape[1])
-    return pages[block_tables[..., :num_blocks].long()].flatten(2, 3)[:, :, :num_slots]
 
 
 def paged_attention(

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 from oracles.backends import backends_here
-from oracles.cache_layers import make_layer, rotary_tables
+from oracles.cache_layers import fill, make_layer, rotary_tables
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
@@ -285,3 +285,36 @@ def test_a_piece_between_single_tokens_leaves_the_same_state(backend: ModuleType
         pages = expected.key_pages, expected.value_pages, expected.block_tables
         assert_agree(out, reference.prefill_attention(query, *pages, wanted, 0.3, rows=tokens.rows), torch.float32)
         begin += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("before", "num_new"), [(0, 1), (0, 16), (37, 90), (0, 200)])
+def test_slots_receive_the_column_sums_of_the_attention_matrix(
+    before: int, num_new: int, group: int, dtype: torch.dtype
+) -> None:
+    layer = fill(
+        make_layer(None, head_dim=HEAD_DIM, max_blocks=14, dtype=dtype),
+        torch.tensor([[before + num_new, 0], [0, 0], [before + num_new, before + num_new + 9]]),
+    )
+    layer.lengths[2, 1] -= 9  # beyond the end lies garbage
+    layer.lengths[0, 1] = layer.lengths[0, 0]
+    layer.block_tables[0, 1] = layer.block_tables[0, 0]
+    query, rows = noise(2, 2 * group, num_new, HEAD_DIM, seed=3, dtype=dtype), torch.tensor([2, 0])
+    slots = (before + 1 + torch.arange(num_new)).expand(2, 2, -1).clone()
+    slots[0, 1] = (slots[0, 1] - 30).clamp_min(1)  # a head of fewer slots
+    wanted = torch.zeros(2, 2, group, before + num_new).double()
+    squares = wanted[:, :, 0].clone()
+    for sequence, row in enumerate(rows.tolist()):
+        for head in range(2):
+            table = layer.block_tables[row, head].long()
+            key = layer.key_pages[table].flatten(0, 1)[: before + num_new].double()
+            own = query[sequence, head * group : (head + 1) * group].double()
+            seen = torch.arange(before + num_new) < slots[sequence, head][:, None]
+            weights = (0.3 * own @ key.T).masked_fill(~seen, -torch.inf).softmax(-1)
+            wanted[sequence, head], squares[sequence, head] = weights.sum(1), weights.mean(0).square().sum(0)
+    for name in backends_here(HEAD_DIM):
+        if load_backend(name).supports(dtype, HEAD_DIM, 16, torch.device("cpu")) is None:
+            got = load_backend(name).attention_received(query, layer, rows, slots, 0.3)
+            torch.testing.assert_close(got[0].double(), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[1].double(), squares, rtol=1e-5, atol=1e-5)

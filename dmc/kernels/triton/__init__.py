@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from dmc.kernels.probabilities import attention_received
 from dmc.kernels.reference import evict, lowest, note_attention, note_tokens
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
@@ -19,6 +20,7 @@ from dmc.kernels.triton.prefill import prefill_attention
 
 __all__ = [
     "append_or_merge",
+    "attention_received",
     "compact",
     "evict",
     "lowest",

@@ -112,18 +112,12 @@ class Eviction(CacheAttention):
         if not {"mass", "squares"} & set(policy.sums):
             return
         entries = self._entries(layer_index, group.rows, group.positions[:, -1] + 1, int(slots.max()))
-        sequences, heads, length = entries.shape
-        columns = torch.zeros(sequences, heads, query.shape[1] // heads, length, device=query.device)
-        squares = torch.zeros(entries.shape, device=query.device)
-        for block in attention_probabilities(query, layer, group.rows, slots, scaling):
-            columns[..., : block.shape[-1]] += block.sum(3)
-            if "squares" in policy.sums:
-                squares[..., : block.shape[-1]] += block.mean(2).square().sum(2)
+        columns, squares = self.backend.attention_received(query, layer, group.rows, slots, scaling)
         self._add(entries, group.rows, columns.mean(2), squares)
         if policy.needs_columns:
             for row, own in zip(group.rows.tolist(), columns, strict=True):
                 before = self._columns.get((layer_index, row), own[..., :0])
-                self._columns[layer_index, row] = own + pad(before, (0, length - before.shape[-1]))
+                self._columns[layer_index, row] = own + pad(before, (0, own.shape[-1] - before.shape[-1]))
 
     def _add(self, entries: Entries, rows: Tensor, mass: Tensor, squares: Tensor) -> None:
         """Add to the sums of all entries, [S, H, N] each."""
