@@ -825,6 +825,17 @@ struct Evict {
     int64_t num_sums, sum_step;
 };
 
+struct NoteTokens {
+    Heads heads;
+    int64_t tokens;
+    const int64_t* positions;  // [S, n]
+    int64_t position_step;
+    int32_t *position, *slot;  // [N, block]; slot may be null
+    float* sums;               // [K, N, block]
+    int64_t num_sums, sum_step;
+    const float* starts;  // [K, S, H, n]
+};
+
 struct NoteAttention {
     Heads heads;
     int64_t group, entries;
@@ -941,6 +952,22 @@ void evict(const Evict& e) {
     }
 }
 
+inline void note_tokens(const NoteTokens& n) {
+    const Heads& a = n.heads;
+    const int64_t num_heads = a.sequences * a.heads;
+    for_each_head(a, num_heads * n.tokens * (2 + n.num_sums), [&](int64_t i) {
+        const Tenant<float> tenant(a, i);
+        const int64_t* positions = n.positions + i / a.heads * n.position_step;
+        for (int64_t token = 0; token < n.tokens; token++) {
+            const int64_t age = tenant.length() - n.tokens + token, place = tenant.place(age);
+            n.position[place] = int32_t(positions[token]);
+            if (n.slot) n.slot[place] = int32_t(age);
+            for (int64_t k = 0; k < n.num_sums; k++)
+                n.sums[k * n.sum_step + place] = n.starts[(k * num_heads + i) * n.tokens + token];
+        }
+    });
+}
+
 inline void note_attention(const NoteAttention& n) {
     const Heads& a = n.heads;
     const int64_t num_heads = a.sequences * a.heads;
@@ -1007,6 +1034,7 @@ void compact_float32(const Compact* arguments) { compact<float>(*arguments); }
 void compact_bfloat16(const Compact* arguments) { compact<BFloat16>(*arguments); }
 void evict_float32(const Evict* arguments) { evict<float>(*arguments); }
 void evict_bfloat16(const Evict* arguments) { evict<BFloat16>(*arguments); }
+void note_tokens(const NoteTokens* arguments) { note_tokens(*arguments); }
 void note_attention(const NoteAttention* arguments) { note_attention(*arguments); }
 void lowest(const Lowest* arguments) { lowest(*arguments); }
 }

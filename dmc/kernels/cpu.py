@@ -54,6 +54,7 @@ _HEADS = """
 """
 _COMPACT = _HEADS + "keep keep_step"
 _EVICT = _HEADS + "ages position slot sums num_sums sum_step"
+_NOTE_TOKENS = _HEADS + "tokens positions position_step position slot sums num_sums sum_step starts"
 _NOTE_ATTENTION = (
     _HEADS
     + """
@@ -78,6 +79,10 @@ class _Compact(ctypes.Structure):
 
 class _Evict(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _EVICT.split()]
+
+
+class _NoteTokens(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _NOTE_TOKENS.split()]
 
 
 class _NoteAttention(ctypes.Structure):
@@ -177,6 +182,27 @@ def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> N
     pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
     arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
     getattr(library, "evict_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+
+
+def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
+    """See `reference.note_tokens`."""
+    library = load_library()
+    if library is None:
+        return reference.note_tokens(cache, notes, rows, positions, sums)
+    positions, sums = _rows_of_channels(positions), sums.contiguous()
+    arguments = _NoteTokens(
+        *_heads(cache, rows),
+        positions.shape[1],
+        positions.data_ptr(),
+        positions.stride(0),
+        notes.position.data_ptr(),
+        _address(notes.slot),
+        notes.sums.data_ptr(),
+        len(notes.sums),
+        notes.sums.stride(0),
+        sums.data_ptr(),
+    )
+    library.note_tokens(ctypes.byref(arguments))
 
 
 def note_attention(

@@ -90,6 +90,11 @@ def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> N
     load_backend("auto", cache.lengths.device).evict(cache, notes, rows, ages)
 
 
+def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
+    """See `dmc.kernels.reference.note_tokens`."""
+    load_backend("auto", rows.device).note_tokens(cache, notes, rows, positions, sums)
+
+
 def note_attention(
     cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
 ) -> tuple[Tensor, Tensor]:

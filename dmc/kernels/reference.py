@@ -253,6 +253,27 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
     cache.num_free += blocks.numel()
 
 
+def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
+    """Write the notes of entries that have just been appended, in place; their keys lie at their ages.
+
+    Args:
+        cache: whose tables and lengths are read.
+        notes: are updated.
+        rows: cache row of each sequence, int64 [S].
+        positions: of the n new tokens, int64 [S, n].
+        sums: what each of the K sums begins with, float32 [K, S, H, n].
+    """
+    num_new = positions.shape[1]
+    tables = cache.block_tables[rows].long()
+    age = cache.lengths[rows].long()[..., None] + torch.arange(-num_new, 0, device=rows.device)
+    place = tables.gather(2, age // cache.block_size), age % cache.block_size  # [S, H, n] each
+    notes.position[place] = positions.int()[:, None].expand_as(age)
+    if notes.slot is not None:
+        notes.slot[place] = age.int()
+    for column, start in zip(notes.sums, sums, strict=True):
+        column[place] = start
+
+
 def note_attention(
     cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
 ) -> tuple[Tensor, Tensor]:

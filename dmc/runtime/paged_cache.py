@@ -91,6 +91,7 @@ class PagedCache:
         self.notes: SideStore | None = None
         if layout.notes is not None:
             self.notes = layout.notes.store(layout, max_sequences, self.allocator.num_blocks, block_size)
+        self._layers: dict[int, LayerCache] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
@@ -177,7 +178,12 @@ class PagedCache:
         return tables[owned]
 
     def layer(self, index: int) -> LayerCache:
-        """Layer `index` as kernels see it; valid until the pool or the tables grow in `reserve`."""
+        """Layer `index` as kernels see it; valid until the pool or the tables grow."""
+        if index not in self._layers:
+            self._layers[index] = self._view(index)
+        return self._layers[index]
+
+    def _view(self, index: int) -> LayerCache:
         return LayerCache(
             key_pages=self.key_pages,
             value_pages=self.value_pages,
@@ -223,6 +229,7 @@ class PagedCache:
         capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
         if wanted > capacity:
             self.block_tables = torch.nn.functional.pad(self.block_tables, (0, max(wanted, 2 * capacity) - capacity))
+            self._layers.clear()
 
     def make_room(self, num_sequences: int, num_new: int) -> None:
         """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer.
@@ -272,6 +279,7 @@ class PagedCache:
         if self.notes is not None:
             self.notes.grow(total)
         self.allocator.grow(total)
+        self._layers.clear()
 
     def slots(self, row: int) -> Tensor:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""

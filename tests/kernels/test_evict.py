@@ -95,17 +95,19 @@ class Simulation:
         self.notes.position[place], self.notes.slot[place] = entry.position, entry.slot
         self.notes.sums[(slice(None), *place)] = torch.tensor(entry.sums)
 
-    def append(self, rows: list[int]) -> None:
-        key, value = (self.noise(len(rows), 2, 1, HEAD_DIM).to(self.dtype) for _ in range(2))
-        positions = torch.tensor([[self.positions[row]] for row in rows])
-        self.backend.append_or_merge(self.layer, NewTokens(torch.tensor(rows), positions, key, value), None)
+    def append(self, rows: list[int], count: int = 1) -> None:
+        key, value = (self.noise(len(rows), 2, count, HEAD_DIM).to(self.dtype) for _ in range(2))
+        positions = torch.tensor([[self.positions[row] + i for i in range(count)] for row in rows])
+        sums, index = self.noise(len(POWERS), len(rows), 2, count), torch.tensor(rows)
+        self.backend.append_or_merge(self.layer, NewTokens(index, positions, key, value), None)
+        self.backend.note_tokens(self.layer, self.notes, index, positions, sums)
         for sequence, row in enumerate(rows):
             for head, expected in enumerate(self.heads[row]):
-                age, sums = len(expected.entries), self.noise(len(POWERS)).tolist()
-                entry = Entry(key[sequence, head, 0], value[sequence, head, 0], self.positions[row], sums, age)
-                expected.append(entry, self.stack)
-                self.write_note(row, head, entry, age)
-            self.positions[row] += 1
+                for i in range(count):
+                    place, start = (sequence, head, i), sums[:, sequence, head, i].tolist()
+                    entry = Entry(key[place], value[place], self.positions[row] + i, start, len(expected.entries))
+                    expected.append(entry, self.stack)
+            self.positions[row] += count
 
     def evict(self, rows: list[int], ages: list[list[int]]) -> None:
         self.backend.evict(self.layer, self.notes, torch.tensor(rows), torch.tensor(ages))
@@ -186,6 +188,13 @@ def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: Mo
             simulation.attend(rows)
         simulation.evict(rows, [[simulation.random_age(row, head) for head in range(2)] for row in rows])
         simulation.check()
+
+
+def test_notes_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleType) -> None:
+    simulation = Simulation(backend, torch.float32)
+    simulation.append([2, 0], 37)
+    simulation.append([1], 1)
+    simulation.check()
 
 
 @pytest.mark.parametrize("age", ["oldest", "newest", "none"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from dmc.kernels.reference import evict, lowest, note_attention
+from dmc.kernels.reference import evict, lowest, note_attention, note_tokens
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact
@@ -23,6 +23,7 @@ __all__ = [
     "evict",
     "lowest",
     "note_attention",
+    "note_tokens",
     "paged_attention",
     "prefill_attention",
     "supports",

@@ -69,7 +69,7 @@ class Eviction(CacheAttention):
             self._begin_prompt(layer_index, group)
         seen = self.append(layer_index, tokens)
         if self.cache.layout.compression is None:
-            self._note(layer_index, group, tokens)
+            self._note(layer_index, group, tokens.value)
         if not is_prompt and self.policy.evicts_decoding:
             return self._decode(layer_index, group, query, scaling)
         attended = self.attend_to_all(layer_index, group, query, seen, scaling)
@@ -92,19 +92,14 @@ class Eviction(CacheAttention):
                 pages = [layer.key_pages, layer.value_pages]
                 rewrite_in_order(pages, self._notes.slot, layer.block_tables[row][None], layer.lengths[row][None])
 
-    def _note(self, layer_index: int, group: Group, tokens: NewTokens) -> None:
-        """Write the notes of entries that have just been appended."""
-        layer, num_new = self.cache.layer(layer_index), group.positions.shape[1]
-        tables, block_size = layer.block_tables[group.rows], layer.block_size
-        age = layer.lengths[group.rows].long()[..., None] + torch.arange(-num_new, 0, device=tables.device)
-        place = tables.gather(2, age // block_size).long() * block_size + age % block_size  # [S, H, n]
-        notes = self._notes
-        notes.position.view(-1)[place] = group.positions.int()[:, None].expand_as(place)
-        if notes.slot is not None:
-            notes.slot.view(-1)[place] = age.int()
-        for column, name in zip(notes.sums, self.policy.sums, strict=True):
-            start = tokens.value.float().abs().sum(-1) if name == "value_norm" else column.new_zeros(())
-            column.view(-1)[place] = start
+    def _note(self, layer_index: int, group: Group, value: Tensor) -> None:
+        """Write the notes of entries that have just been appended, `value` [S, H, n, D] theirs."""
+        sums = torch.zeros(len(self.policy.sums), *value.shape[:3], device=value.device)
+        for column, name in zip(sums, self.policy.sums, strict=True):
+            if name == "value_norm":
+                column.copy_(value.float().abs().sum(-1))
+        layer = self.cache.layer(layer_index)
+        self.backend.note_tokens(layer, self._notes.pages, group.rows, group.positions, sums)
 
     def _look(self, layer_index: int, group: Group, query: Tensor, slots: Tensor, scaling: float) -> None:
         """Add the attention of a prompt's queries to the sums, and hold on to the last queries."""
@@ -241,13 +236,15 @@ class Eviction(CacheAttention):
 
     def _entries(self, layer_index: int, rows: Tensor, tokens_seen: Tensor, num_entries: int) -> Entries:
         layer, notes = self.cache.layer(layer_index), self._notes
-        tables = layer.block_tables[rows]
+
+        def gather(pages: Tensor) -> Tensor:
+            return gather_pages(pages, layer.block_tables[rows], num_entries)
 
         def read(pages: Tensor) -> Tensor:
-            states = gather_pages(pages, tables, num_entries)
+            states = gather(pages)
             if notes.slot is None:
                 return states
-            slot = gather_pages(notes.slot, tables, num_entries).long().clamp(0, num_entries - 1)
+            slot = gather(notes.slot).long().clamp(0, num_entries - 1)
             return states.gather(2, slot[..., None].expand_as(states))
 
         def turn(states: Tensor, positions: Tensor) -> Tensor:
@@ -262,11 +259,8 @@ class Eviction(CacheAttention):
             tokens_seen=tokens_seen,
             memory=notes.memory[layer_index, rows],
             nominal=notes.nominal[layer_index, rows].long(),
-            read_positions=lambda: gather_pages(notes.position, tables, num_entries).long(),
-            read_sums=lambda: {
-                name: gather_pages(column, tables, num_entries)
-                for column, name in zip(notes.sums, self.policy.sums, strict=True)
-            },
+            read_positions=lambda: gather(notes.position).long(),
+            read_sums=lambda: dict(zip(self.policy.sums, map(gather, notes.sums), strict=True)),
             read_keys=lambda: read(layer.key_pages),
             read_values=lambda: read(layer.value_pages),
             rotate=turn,

@@ -29,8 +29,10 @@ class Choice:
     """Tokens of the prompt, ascending, int64 [S, k]; anything beyond the count."""
     counts: Tensor
     """How many of them, int64 [S]."""
-    is_new: Tensor | None
+    is_new: Tensor | None = None
     """Whether it differs from the last choice, bool [S]; None: it always may."""
+    reads: tuple[Tensor, Tensor] | None = None
+    """With all generated tokens, int64 [S, K], and how many that are, int32 [S, 1]; once a layer has asked."""
 
 
 class OmniKVAttention(CacheAttention):
@@ -80,21 +82,26 @@ class OmniKVAttention(CacheAttention):
         """Feed generated tokens to a sparse layer, [S, H_q, 1, D]."""
         self.append(layer_index, tokens)
         assert self._choice is not None
-        layer, choice = self.cache.layer(layer_index), self._choice
-        prompt, end = self._prompts(group), group.positions[:, -1] + 1
-        most_generated = max(place.begin + 1 - place.prompt_end for place in group.places)
-        width = choice.positions.shape[1] + most_generated
-        positions = with_tail(choice.positions, choice.counts, prompt, end, width)
-        lengths = (choice.counts + end - prompt).int()[:, None].expand(-1, layer.lengths.shape[1])
+        if self._choice.reads is None:
+            self._choice.reads = self._with_generated(group, self._choice)
+        layer, (positions, lengths) = self.cache.layer(layer_index), self._choice.reads
         attended = self._entry_backend.paged_attention(
             query[:, :, 0],
             small_pages(layer.key_pages, 1),
             small_pages(layer.value_pages, 1),
             small_page_ids(layer.block_tables[group.rows], positions[:, None], layer.block_size),
-            lengths,
+            lengths.expand(-1, layer.lengths.shape[1]),
             scaling,
         )
         return attended[:, :, None]
+
+    def _with_generated(self, group: Group, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Return what layers read under a choice: see `Choice.reads`."""
+        prompt, end = self._prompts(group), group.positions[:, -1] + 1
+        most_generated = max(place.begin + 1 - place.prompt_end for place in group.places)
+        width = choice.positions.shape[1] + most_generated
+        positions = with_tail(choice.positions, choice.counts, prompt, end, width)
+        return positions, (choice.counts + end - prompt).int()[:, None]
 
     def choose(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
         """Attend from generated tokens in a filter layer, and choose for the layers after it."""
@@ -102,8 +109,8 @@ class OmniKVAttention(CacheAttention):
         attended, scores = self._look(layer_index, group, query, prompt, scaling)
         scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= prompt[:, None], -torch.inf)
         counts = [self.policy.num_chosen(place.prompt_end) for place in group.places]
-        choice = Choice(prompt, torch.tensor(counts, device=prompt.device), None)
-        choice.positions = top_positions(scores, choice.counts, max(counts))
+        num_chosen = torch.tensor(counts, device=prompt.device)
+        choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen)
         if self.policy.lazy_reload is not None:
             self._prefer_last_choice(layer_index, group, choice, self.policy.lazy_reload)
         self._choice = choice

@@ -105,10 +105,11 @@ class OffloadedOmniKV(OmniKVAttention):
         old_key, old_value = store.pool.read(layer_index, row, offloaded)
         store.pool.write(layer_index, row, offloaded, new_key, new_value)
         store.offloaded[layer_index, row] = offloaded + new_key.shape[1]
-        # no more slots than tokens were fed: the pass has made sure of those
-        most = room + new_key.shape[1]
-        self._resize(layer_index, rows, room + len(generated), min(most, self.policy.num_chosen(place.prompt_end)))
-        store.room[layer_index, row] = self.cache.lengths[layer_index, row, 0]
+        held = room + len(generated)
+        # one more slot for each new token at most: the pass has made sure of those
+        wanted = min(held + key.shape[1], self.policy.num_chosen(place.prompt_end))
+        self._resize(layer_index, rows, held, wanted)
+        store.room[layer_index, row] = wanted
         return torch.cat((old_key, new_key), dim=1), torch.cat((old_value, new_value), dim=1)
 
     def _resize(self, layer_index: int, rows: Tensor, held: int, wanted: int) -> None:
