@@ -287,6 +287,9 @@ def run(model: Any, policy: Any, make_prompts: Any, **profile: Any) -> Counter:
     return count
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")  # that do not fit a short prompt's budget
+
+
 @pytest.fixture(autouse=True)
 def small_first_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)

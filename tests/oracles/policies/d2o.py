@@ -54,7 +54,7 @@ class D2O(Method):
             spreads = [spread(torch.cat(layer.weights).sum(1)) for layer in layers]
             share = capacity / self.prompt_length if "tokens" in self.budget else 1 / self.budget["ratio"]
             shares = clamped_shares(layer_weights(spreads, self.allocation), share)
-            self.sizes = [max(1, math.floor(each * self.prompt_length)) for each in shares]
+            self.sizes = [max(1, math.floor(each * self.prompt_length + 1e-9)) for each in shares]
         super().after_prompt(layers)
 
     def after_step(self, layer: Layer) -> None:

@@ -69,4 +69,4 @@ def entropy(scores: Sequence[float]) -> float:
 
 def layer_budgets(entropies: Sequence[float], total: int, cap: int) -> list[int]:
     """Whole entries per head of each layer: `total` shared by the entropies of the layers seen, none above `cap`."""
-    return [math.floor(share) for share in share_out(entropies, total, cap)]
+    return [math.floor(share + 1e-9) for share in share_out(entropies, total, cap)]  # 12 e / e may lie below 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dmc.runtime.paged_cache import CacheLayout
 from dmc.runtime.policy.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
 
 BLOCK, HEADS, HEAD_DIM, BLOCKS = 4, 3, 2, 40
@@ -34,9 +35,9 @@ def entries_of(pages: torch.Tensor, table: torch.Tensor, length: int) -> list:
 
 
 def test_bytes_are_those_of_position_slot_and_sums() -> None:
-    assert NoteLayout(0, False, 0).bytes_per_entry == 4
-    assert NoteLayout(0, True, 9).bytes_per_entry == 8
-    assert NoteLayout(2, True, 9).bytes_per_entry == 16
+    cache = CacheLayout(2, HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+    for layout, per_entry in ((NoteLayout(0, False, 0), 4), (NoteLayout(0, True, 9), 8), (NoteLayout(2, True, 9), 16)):
+        assert layout.block_bytes(cache, BLOCK) == per_entry * BLOCK
     assert make_store(memory_size=3).row_bytes == 4 * 2 * (2 + 3)
 
 

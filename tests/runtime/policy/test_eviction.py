@@ -142,6 +142,31 @@ def test_a_second_prompt_reuses_the_blocks_of_the_first(make_stock: Any, make_pr
     assert engine.cache.allocator.num_blocks == blocks
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.StreamingLLM(budget=HALF, rerotate=True),
+        policies.VATP(budget=HALF),
+        policies.RoCo(budget=HALF),
+        policies.CAKE(budget=HALF, window=4),
+        policies.CaM(budget=HALF),
+        policies.D2O(budget=HALF, allocation="uniform"),
+        policies.LAVa(budget=HALF, window=4, layer_budget="uniform"),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_models_of_half_precision_hold_as_many_entries(
+    policy: Any, dtype: torch.dtype, make_stock: Any, make_prompts: Any
+) -> None:
+    prompts = make_prompts(40, 19)
+    full, half = (Engine(make_stock().to(each), policy=policy) for each in (torch.float32, dtype))
+    assert half.cache.key_pages.dtype == dtype
+    for expected, generation in zip(full.generate(prompts, GREEDY), half.generate(prompts, GREEDY), strict=True):
+        assert generation.stats.slots.sum() == expected.stats.slots.sum()
+        assert torch.tensor(generation.logprobs).isfinite().all()
+
+
 @pytest.mark.parametrize("policy", ["h2o", policies.H2O, {"budget": 4}, Budget(ratio=4), 4])
 def test_what_is_no_policy_is_refused(policy: Any, make_stock: Any) -> None:
     expected = f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))"
