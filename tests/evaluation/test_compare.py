@@ -220,6 +220,7 @@ def test_whatever_defines_a_cell_is_in_its_key(
         ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
         ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
         ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
+        ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),
         ({"budgets": [0.5]}, r"budget=0.5"),
         ({"budgets": []}, r"budgets is empty"),
         ({"tasks": ["needel"]}, r"tasks\[0\]='needel' is not in configs/task; did you mean 'needle'\?"),
