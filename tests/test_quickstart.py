@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -57,10 +58,18 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert second.returncode == 0, second.stderr[-2000:]
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
 
-    for example in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S):
-        command = [sys.executable, "-c", example]
+    readme = (ROOT / "README.md").read_text()
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", readme, flags=re.S)):
+        file = tmp_path / ("key_norm.py" if "class KeyNorm" in example else f"example_{number}.py")
+        file.write_text(example)
+        command = [sys.executable, file.name]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert shown.returncode == 0, shown.stderr[-2000:]
+
+    (own,) = [line for line in re.findall(r"`python scripts/([^`]+)`", readme) if "key_norm.KeyNorm" in line]
+    compared = run_script(tmp_path, *shlex.split(own), "tasks.0.num_samples=1")
+    assert compared.returncode == 0, compared.stderr[-2000:]
+    assert "key_norm" in (tmp_path / "outputs/compare/table.md").read_text()
 
     model = "model.path=outputs/quickstart/retrofit/final"
     sample = run_script(tmp_path, "generate.py", model, "prompt=import os", "max_new_tokens=8")
