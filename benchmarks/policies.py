@@ -97,11 +97,11 @@ def print_table(title: str, found: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv_heads", type=int, nargs="*", default=[8, 2])
-    parser.add_argument("--decode", nargs="*", default=["1,2048", "1,4096", "8,2048"], help="batch,entries")
+    parser.add_argument("--decode", nargs="*", default=["1,4096", "8,2048"], help="batch,entries")
     parser.add_argument("--prefill", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--ratio", type=float, default=4.0, help="compression ratio of the prompts")
     parser.add_argument("--decode_rounds", type=int, default=25)
-    parser.add_argument("--prefill_rounds", type=int, default=5)
+    parser.add_argument("--prefill_rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

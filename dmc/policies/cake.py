@@ -96,4 +96,5 @@ class CAKE(EvictionPolicy):
 
 def variance(rows: Tensor) -> Tensor:
     """Unbiased variance over the window's queries, 0 for a single one; [..., w, N] -> [..., N]."""
-    return rows.var(-2) if rows.shape[-2] > 1 else torch.zeros_like(rows[..., 0, :])
+    centred = rows - rows.mean(-2, keepdim=True)  # `var` over a dimension that is not the last is 20 times as slow
+    return centred.square().sum(-2) / max(1, rows.shape[-2] - 1)
