@@ -142,6 +142,7 @@ def test_a_second_prompt_reuses_the_blocks_of_the_first(make_stock: Any, make_pr
     assert engine.cache.allocator.num_blocks == blocks
 
 
+@pytest.mark.filterwarnings("ignore:kernels.cpu has no compiled code")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "policy",
