@@ -35,11 +35,14 @@ def main(settings: DictConfig) -> None:
         config = run_config(settings)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    from dmc.training import train
+    from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 
     try:
         run = train(config)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except PreemptedError as stop:
+        print(stop)
+        sys.exit(EXIT_PREEMPTED)
+    except (ValueError, OSError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     print(f"exported {run.final}")
 
