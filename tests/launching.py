@@ -31,11 +31,16 @@ class Ranks:
             port = free.getsockname()[1]
         self.log = log
         self.processes = [
-            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log)), daemon=True)
-            for rank in range(count)
+            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log))) for rank in range(count)
         ]
         for process in self.processes:
             process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     @property
     def alive(self) -> bool:
@@ -43,11 +48,13 @@ class Ranks:
         return all(process.is_alive() for process in self.processes)
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
-        """Send a signal."""
+        """Send a signal to ranks and, as Slurm does, to their data workers."""
         for rank in ranks:
             process = self.processes[rank].pid
             assert process is not None
-            os.kill(process, number)
+            workers = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+            for target in (process, *map(int, workers)):
+                os.kill(target, number)
 
     def join(self, seconds: float = 120, grace: float = 20) -> list[int | None]:
         """Wait for the exit codes; kill what is left after `seconds`, or `grace` seconds after a failure."""
@@ -73,7 +80,8 @@ def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
     Raises:
         AssertionError: a process failed; the message holds what was printed.
     """
-    codes = Ranks(values, count, log).join()
+    with Ranks(values, count, log) as ranks:
+        codes = ranks.join()
     assert codes == [0] * count, f"{codes}\n{log.read_text()[-4000:]}"
 
 
@@ -108,6 +116,7 @@ def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str) -
     from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of data workers: this process was started in another way
     try:
         train(build_config(RunConfig, values))
     except PreemptedError as stop:

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,18 +82,6 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert sorted(logged_losses(folder)) == list(range(steps))
 
 
-def test_cancelled_job_saves_the_step_it_is_in(slurm, settings, tmp_path):
-    folder = tmp_path / "run"
-    overrides = [*settings, *long_run(2000), f"output_dir={folder}"]
-    job = slurm.submit(
-        "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log", "slurm/train.sbatch", *overrides
-    )
-    slurm.wait_until(lambda: any(10 in part for part in logged_parts(folder)), "step 10")
-    slurm.call("scancel", job)
-    assert slurm.wait(job) == "CANCELLED"
-    slurm.wait_until((folder / "checkpoints" / "last.ckpt").exists, logs(tmp_path), 20)
-
-
 def table_of(folder: Path) -> list[dict]:
     done = subprocess.run(
         [sys.executable, "scripts/collect.py", f"folder={folder}"], cwd=ROOT, capture_output=True, text=True, timeout=90
@@ -120,7 +107,7 @@ def test_submitit_sweep_returns_every_ratio_in_one_table(slurm, settings, tmp_pa
     assert all(float(row["loss"]) > 0 and float(row["achieved_ratio"]) >= 1 for row in rows)
 
 
-def test_array_sweep_trains_every_ratio(slurm, settings, tmp_path):
+def test_array_sweep_trains_every_ratio_and_each_can_be_exported_again(slurm, settings, tmp_path):
     folder = tmp_path / "sweep"
     job = slurm.submit(
         "--array=2,4", "--ntasks-per-node=1", f"--output={tmp_path}/job-%a.log", "slurm/sweep.sbatch", *settings,
@@ -128,6 +115,10 @@ def test_array_sweep_trains_every_ratio(slurm, settings, tmp_path):
     )  # fmt: skip
     assert set(slurm.wait(job).split()) == {"COMPLETED"}, logs(tmp_path)
     assert [(row["run"], float(row["target_ratio"])) for row in table_of(folder)] == [("cr2", 2.0), ("cr4", 4.0)]
+    output = tmp_path / "exported"
+    job = slurm.submit(f"--output={tmp_path}/job.log", "slurm/export.sbatch", f"run={folder}/cr2", f"output={output}")
+    assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
+    assert (output / "model.safetensors").read_bytes() == (folder / "cr2" / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
@@ -136,13 +127,3 @@ def test_job_file_opens_with_its_use_and_asks_for_what_exists(slurm, path):
     assert lines[0] == "#!/usr/bin/env bash" and lines[1].startswith("# ")
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
     slurm.call("sbatch", "--test-only", "--ntasks-per-node=1", str(path))
-
-
-def test_export_job_exports_the_run_of_a_job(slurm, settings, tmp_path):
-    folder, output = tmp_path / "run", tmp_path / "exported"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "scripts/train.py", *settings, f"output_dir={folder}"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=90)
-    job = slurm.submit(f"--output={tmp_path}/job.log", "slurm/export.sbatch", f"run={folder}", f"output={output}")
-    assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
-    assert (output / "model.safetensors").is_file()

@@ -57,6 +57,7 @@ KILLS = (
 @pytest.mark.slow
 def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp_path):
     steps = 120
+    two_ranks["data"]["num_workers"] = 1
     two_ranks["training"] |= {
         "stages": [{"name": "zero_out", "steps": 15}, {"name": "retrofit", "steps": steps - 15}],
         "checkpoint_every_steps": 5,
@@ -68,15 +69,13 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     chooser = random.Random(0)
     expected = [0]
     for what, *targets in chooser.sample(KILLS, len(KILLS)):
-        parts, ranks = len(logged_parts(killed)), Ranks(values, 2, log)
-        goal = expected[-1] + chooser.randint(1, 8)
-        wait_until(lambda: len(logged_parts(killed)) > parts and goal in logged_parts(killed)[-1], ranks)
-        if what == "while writing":
-            wait_until((killed / "checkpoints" / "last.ckpt.partial").exists, ranks)
-            ranks.send(signal.SIGKILL, *targets)
-        else:
-            ranks.send(getattr(signal, what), *targets)
-        codes = ranks.join(grace=1 if "SIGKILL" in what or "writing" in what else 20)
+        parts, goal = len(logged_parts(killed)), expected[-1] + chooser.randint(1, 8)
+        with Ranks(values, 2, log) as ranks:
+            wait_until(lambda: len(logged_parts(killed)) > parts and goal in logged_parts(killed)[-1], ranks)
+            if what == "while writing":
+                wait_until((killed / "checkpoints" / "last.ckpt.partial").exists, ranks)
+            ranks.send(signal.SIGKILL if what == "while writing" else getattr(signal, what), *targets)
+            codes = ranks.join(grace=20 if what in ("SIGTERM", "SIGUSR1") else 1)
         if what in ("SIGTERM", "SIGUSR1"):
             assert codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], f"{what}: {codes}\n{log.read_text()[-4000:]}"
             assert saved_step(killed) == max(logged_losses(killed)) + 1  # nothing is lost at all
@@ -101,10 +100,10 @@ def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus,
     log = tmp_path / "ranks.log"
     train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
     values = dict(two_ranks, output_dir=str(stopped))
-    ranks = Ranks(values, 2, log)
-    wait_until(lambda: logged_parts(stopped) and 5 in logged_parts(stopped)[-1], ranks)
-    ranks.send(signal.SIGUSR1, 1)
-    assert ranks.join() == [EXIT_PREEMPTED, EXIT_PREEMPTED], log.read_text()[-4000:]
+    with Ranks(values, 2, log) as ranks:
+        wait_until(lambda: logged_parts(stopped) and 5 in logged_parts(stopped)[-1], ranks)
+        ranks.send(signal.SIGUSR1, 1)
+        assert ranks.join() == [EXIT_PREEMPTED, EXIT_PREEMPTED], log.read_text()[-4000:]
     train_ranks(values, 2, log)
     assert 0 < starts(stopped)[1] < 25
     assert_same_run(stopped, whole)
