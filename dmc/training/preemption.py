@@ -64,6 +64,7 @@ class Preemption(AfterStep):
             return
         requeue = trainer.strategy.reduce_boolean_decision(bool(self._received & REQUEUE_SIGNALS), all=False)
         self.save_last.save(trainer, step)
+        logger.warning("told to stop: step %d is saved", step)  # now: a requeued job is soon killed
         if requeue and trainer.is_global_zero:
             requeue_job()
         self.stopped_at = step
