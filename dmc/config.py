@@ -218,6 +218,8 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     output_dir: str = "outputs/run"
+    use_previous_checkpoint: bool = False
+    """Go on from `previous.ckpt` where `last.ckpt` is damaged; False: refuse."""
     seed: int = 0
 
     def __post_init__(self) -> None:

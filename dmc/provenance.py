@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("dmc-retrofit", "torch", "transformers", "lightning", "datasets", "tokenizers", "numpy")
+
+SLURM_VARIABLES = (
+    "CLUSTER_NAME", "JOB_ID", "JOB_NAME", "JOB_PARTITION", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT",
+    "JOB_NODELIST", "NNODES", "NTASKS", "GPUS_ON_NODE",
+)  # fmt: skip
 
 
 def package_versions() -> dict[str, str]:
@@ -48,3 +54,14 @@ def provenance() -> dict[str, Any]:
         "git_commit": git_commit(),
         "machine": f"{platform.machine()} {platform.system()}",
     }
+
+
+def slurm_job() -> dict[str, str]:
+    """Return what Slurm says about the job this process is in; empty outside one. No tokens are among it."""
+    names = [f"SLURM_{name}" for name in SLURM_VARIABLES]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def installed_packages() -> list[str]:
+    """Return every installed package as `name==version`, sorted."""
+    return sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions() if item.name})

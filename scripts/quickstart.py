@@ -13,6 +13,7 @@ from train import run_config
 
 from dmc.config import RunConfig
 from dmc.quickstart import run_quickstart
+from dmc.training import EXIT_PREEMPTED, PreemptedError
 
 
 def experiment(name: str, overrides: list[str]) -> RunConfig:
@@ -33,7 +34,10 @@ def main(arguments: list[str]) -> None:
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
         run_quickstart(base, control, retrofit, Path("outputs/quickstart"))
-    except (ValueError, FileNotFoundError) as error:
+    except PreemptedError as stop:
+        print(stop)
+        sys.exit(EXIT_PREEMPTED)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

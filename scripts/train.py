@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,15 +33,19 @@ def run_config(settings: DictConfig) -> RunConfig:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(settings: DictConfig) -> None:
-    try:
-        config = run_config(settings)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    from dmc.training import train
+    from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 
+    sweeps = HydraConfig.get().mode is RunMode.MULTIRUN
+    if sweeps:
+        settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
     try:
-        run = train(config)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        run = train(run_config(settings))
+    except PreemptedError as stop:
+        print(stop)
+        sys.exit(EXIT_PREEMPTED)
+    except (ValueError, OSError, NotImplementedError) as error:
+        if sweeps:
+            raise  # a launcher waits for a result for ever if the process just exits
         sys.exit(f"error: {error}")
     print(f"exported {run.final}")
 

@@ -96,3 +96,13 @@ def test_wrong_settings_give_one_line(override, message, tmp_path):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert message in line
     assert "Traceback" not in result.stderr
+
+
+def test_failed_run_of_a_sweep_is_told_to_the_launcher(tmp_path):
+    script = str(CONFIGS.parent / "scripts" / "train.py")
+    command = [sys.executable, script, "-m", "compression.target_ratio=0.5", f"output_dir={tmp_path / 'out'}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert (
+        "ValueError: compression.target_ratio=0.5" in result.stderr or "ValueError: target_ratio=0.5" in result.stderr
+    )

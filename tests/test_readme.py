@@ -7,7 +7,9 @@ from hydra import compose, initialize_config_dir
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"`((?:python scripts|\./scripts)/[^`]+)`", README)
+SLURM_README = (ROOT / "slurm" / "README.md").read_text()
+COMMANDS = re.findall(r"`((?:python scripts|\./scripts)/[^`]+)`", README + SLURM_README)
+JOBS = re.findall(r"`[^`]*sbatch [^`]*?(slurm/\w+\.sbatch) ?([^`]*)`", README + SLURM_README)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -21,6 +23,15 @@ def test_every_command_names_a_script_and_settings_that_exist(command):
             overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             compose(script.stem, overrides=overrides)
+
+
+@pytest.mark.parametrize(("job", "settings"), JOBS)
+def test_every_job_file_exists_and_its_settings_compose(job, settings):
+    assert (ROOT / job).is_file()
+    name = {"train": "train", "sweep": "train", "export": "export"}.get(Path(job).stem)
+    if name is not None:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            compose(name, overrides=shlex.split(settings))
 
 
 def test_files_named_in_the_readme_exist():

@@ -9,6 +9,7 @@ from dmc.data.blend import Blend
 from dmc.data.corpus import DocumentSource, build_packed
 from dmc.data.order import OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens, pack_documents
+from dmc.data.ranked_loader import RankedLoader
 from dmc.data.stdlib import StandardLibrarySource, stdlib_documents
 from dmc.data.streaming import StreamingPacked
 from dmc.data.synthetic import RecallSequences
@@ -20,6 +21,7 @@ __all__ = [
     "DocumentSource",
     "OrderedDataset",
     "PackedTokens",
+    "RankedLoader",
     "RecallSequences",
     "ResumableOrder",
     "StandardLibrarySource",

@@ -25,9 +25,9 @@ class StreamingPacked(IterableDataset[dict[str, Any]]):
     its shards (a worker without a shard stays idle). There is no shuffle buffer: its content would be lost on resume.
     The last tokens of the stream, fewer than a sequence, are left out, and so are empty documents (`num_skipped`).
 
-    The state belongs to one rank and one worker and resumes only with the same number of both. Lightning stores the
-    loader state of rank 0 alone: with several ranks, gather and restore each rank's state. Ranks reach the end of the
-    stream after different numbers of sequences: train on several ranks with `open_stream(..., repeat=True)`.
+    The state belongs to one rank and one worker and resumes only with the same number of both; `RankedLoader` saves the
+    states of all ranks. Ranks reach the end of the stream after different numbers of sequences: train on several ranks
+    with `open_stream(..., repeat=True)`.
     """
 
     def __init__(

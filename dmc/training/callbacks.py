@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from dmc.measure import TextScore, score_text
+from dmc.training.after_step import AfterStep
 from dmc.training.heatmap import draw_ratio_heatmap
 
 
-class Throughput(Callback):
+class Throughput(AfterStep):
     """Logs tokens per second and peak memory.
 
     Args:
@@ -28,12 +28,12 @@ class Throughput(Callback):
         self.tokens_per_step = tokens_per_step
         self._mark: tuple[int, float] | None = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Log at the logger's rate, over the steps since the last time."""
-        step, now = trainer.global_step, time.perf_counter()
+        now = time.perf_counter()
         if self._mark is None:
             self._mark = (step, now)
-        elif step > self._mark[0] and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        elif step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             steps, seconds = step - self._mark[0], now - self._mark[1]
             pl_module.log("train/tokens_per_second", steps * self.tokens_per_step / seconds)
             if pl_module.device.type == "cuda":
@@ -41,26 +41,27 @@ class Throughput(Callback):
             self._mark = (step, now)
 
 
-class Validation(Callback):
+class Validation(AfterStep):
     """Scores held-out text with thresholded decisions; logs loss, achieved ratio, and the ratio of every head.
 
     Args:
-        batches: token ids, each [B, T].
+        open_batches: called once the text is there; returns token ids, each [B, T].
         folder: where heatmaps go as PNG.
         every_steps: optimizer steps between two.
     """
 
-    def __init__(self, batches: list[Tensor], folder: Path, every_steps: int) -> None:
-        self.batches, self.folder, self.every_steps = batches, folder, every_steps
-        self._done_step = -1
+    def __init__(self, open_batches: Callable[[], list[Tensor]], folder: Path, every_steps: int) -> None:
+        self.open_batches, self.folder, self.every_steps = open_batches, folder, every_steps
+        self._batches: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Validate after an optimizer step whose turn it is."""
-        step = trainer.global_step
-        if step == self._done_step or step == 0 or (step % self.every_steps and step != trainer.max_steps):
-            return
-        self._done_step = step
-        self.log_score(trainer, score_text(pl_module.model, self.batches, "validate"))
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the held-out text."""
+        self._batches = self.open_batches()
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Validate after a step whose turn it is."""
+        if step % self.every_steps == 0 or step == trainer.max_steps:
+            self.log_score(trainer, score_text(pl_module.model, self._batches, "validate"))
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:
         """Send a score to the loggers."""
@@ -78,7 +79,7 @@ class Validation(Callback):
                 logger.log_image("validation/ratio_per_head", [str(image)], step=trainer.global_step)
 
 
-class Snapshots(Callback):
+class Snapshots(AfterStep):
     """Exports a ready-to-use model whenever the ramp has reached a chosen ratio.
 
     Args:
@@ -88,12 +89,10 @@ class Snapshots(Callback):
 
     def __init__(self, ratio_at_step: dict[int, float], export: Callable[[Any, float], None]) -> None:
         self.ratio_at_step, self.export = ratio_at_step, export
-        self._done_step = -1
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Export after an optimizer step that reached a ratio; once more after a resume replaces it."""
-        step = trainer.global_step
-        if step in self.ratio_at_step and step != self._done_step:
-            self._done_step = step
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Export after a step that reached a ratio: rank 0 does, all wait."""
+        if step in self.ratio_at_step:
             if trainer.is_global_zero:
                 self.export(pl_module.model, self.ratio_at_step[step])
+            trainer.strategy.barrier("snapshot")

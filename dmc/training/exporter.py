@@ -14,10 +14,9 @@ from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
 from dmc.training.checkpoint import LAST_CHECKPOINT, load_checkpoint_model
+from dmc.training.record import CONFIG_NAME
 from dmc.training.text_data import TextData, build_tokenizer
 
-CONFIG_NAME = "run.json"
-"""Configuration and provenance, in a run's output folder."""
 RATIO_TOLERANCE = 0.05
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import warnings
@@ -13,24 +12,24 @@ from typing import Any
 import torch
 import transformers
 from lightning import Trainer, seed_everything
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
 from dmc.models import load_model, retrofit
-from dmc.provenance import provenance
 from dmc.training.callbacks import Snapshots, Throughput, Validation
-from dmc.training.checkpoint import LAST_CHECKPOINT, AtomicCheckpointIO, SaveLast, read_checkpoint
-from dmc.training.exporter import CONFIG_NAME, Exporter
+from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_checkpoint
+from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
+from dmc.training.preemption import PreemptedError, Preemption
+from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
 from dmc.training.text_data import TextData, build_tokenizer
 
 logger = logging.getLogger(__name__)
-PLACES = {"output_dir", "logger", "data.cache_folder", "data.num_workers", "training.log_every_steps"}
-"""Settings that may change between the parts of one run."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ def _keep_quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -73,14 +73,15 @@ def train(config: RunConfig) -> TrainedRun:
     """Train, validate, snapshot, calibrate and export one run.
 
     A finished run is returned as it is; an unfinished one goes on at the step after its last checkpoint, with the same
-    data order and noise.
+    data order and noise. With several processes all call this; rank 0 writes.
 
     Raises:
         ValueError: the output folder holds a run with other settings, or a damaged or foreign checkpoint.
+        OSError: a checkpoint could not be written; the one before it stays.
+        PreemptedError: a signal stopped the run; its state is saved.
     """
     folder = Path(config.output_dir)
-    module, data, tokenizer = None, None, None
-    _claim(folder, config)
+    claim(folder, config)
     plan = Plan(config.training, config.target_ratio)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
@@ -88,6 +89,17 @@ def train(config: RunConfig) -> TrainedRun:
         logger.info("%s is finished; reused", folder)
         return run
     _keep_quiet()
+    with Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps)) as preemption:
+        _fit(config, plan, run, preemption)
+    return run
+
+
+def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption) -> None:
+    """Train from the last checkpoint to the end and export.
+
+    Raises:
+        ValueError, OSError, PreemptedError: see `train`.
+    """
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
     model = build_model(config.model, len(tokenizer), config.seed)
@@ -95,85 +107,63 @@ def train(config: RunConfig) -> TrainedRun:
         model = retrofit(model, config.compression)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id)
     data = TextData(config, tokenizer, plan.total_steps)
-    data.prepare_data()
     exporter = Exporter(config, data, tokenizer)
-    trainer = _build_trainer(config, module, data, exporter, run)
-    checkpoint = folder / "checkpoints" / LAST_CHECKPOINT
-    if checkpoint.exists():
-        read_checkpoint(checkpoint)
-    trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
+    trainer = _build_trainer(config, plan, [*_build_callbacks(module, exporter, run), preemption.save_last, preemption])
+    checkpoint = find_checkpoint(preemption.save_last.folder, model, config.use_previous_checkpoint)
+    if is_rank_zero():
+        record_start(run.folder, 0 if checkpoint is None else read_checkpoint(checkpoint)["global_step"])
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if preemption.stopped_at is not None:
+        raise PreemptedError(
+            f"stopped by a signal after step {preemption.stopped_at} of {plan.total_steps}, which is saved in "
+            f"{run.folder}: the same command goes on"
+        )
     if trainer.is_global_zero:
         exporter.write(module.model, run.final, config.target_ratio)
-    return run
+    trainer.strategy.barrier("export")
 
 
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Record the configuration in the output folder, or check that it is the same run that goes on there."""
-    record, values = folder / CONFIG_NAME, _flat(json.loads(json.dumps(dataclasses.asdict(config))))
-    if record.is_file():
-        known = _flat(json.loads(record.read_text())["config"])
-        free = tuple(PLACES)
-        differing = {key for key in set(known) | set(values) if known.get(key) != values.get(key)}
-        changed = sorted(key for key in differing if not key.startswith(free))
-        if changed:
-            shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
-            raise ValueError(
-                f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
-            )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"config": dataclasses.asdict(config), **provenance()}
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(record)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _build_trainer(
-    config: RunConfig, module: RetrofitModule, data: TextData, exporter: Exporter, run: TrainedRun
-) -> Trainer:
-    training, settings = config.training, config.trainer
-    loggers: list[Any] = [CSVLogger(run.folder, name="logs")]
-    if config.logger.wandb_project is not None:
-        loggers.append(
-            WandbLogger(project=config.logger.wandb_project, save_dir=run.folder, offline=config.logger.wandb_offline)
-        )
-    callbacks = [
+def _build_callbacks(module: RetrofitModule, exporter: Exporter, run: TrainedRun) -> list[Callback]:
+    """Make what watches a run, in the order it acts after a step; saving comes after all of it."""
+    training = module.config.training
+    ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
+    return [
         TQDMProgressBar(refresh_rate=training.log_every_steps),
         Throughput(training.tokens_per_step),
-        Validation(data.validation_batches(), run.folder / "heatmaps", training.validate_every_steps),
-        Snapshots(
-            module.plan.snapshot_steps(training.snapshot_ratios) if config.has_gates else {},
-            lambda model, ratio: exporter.write(model, run.snapshots[ratio], ratio),
-        ),
-        SaveLast(run.folder / "checkpoints", training.checkpoint_every_steps),
+        Validation(exporter.data.validation_batches, run.folder / "heatmaps", training.validate_every_steps),
+        Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, run.snapshots[ratio], ratio)),
     ]
+
+
+def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback]) -> Trainer:
+    training, settings = config.training, config.trainer
+    folder = Path(config.output_dir)
+    loggers: list[Any] = [CSVLogger(folder, name="logs")]
+    if config.logger.wandb_project is not None:
+        loggers.append(
+            WandbLogger(project=config.logger.wandb_project, save_dir=folder, offline=config.logger.wandb_offline)
+        )
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
+        plugins.append(SLURMEnvironment(auto_requeue=False))
     trainer = Trainer(
         accelerator=settings.accelerator,
         devices=settings.devices,
         num_nodes=settings.num_nodes,
         strategy=settings.strategy,
         precision=settings.precision,
-        max_steps=module.plan.total_steps,
+        max_steps=plan.total_steps,
         max_epochs=1,
         gradient_clip_val=training.gradient_clip,
         logger=loggers,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=plugins,
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         log_every_n_steps=training.log_every_steps,
-        default_root_dir=run.folder,
+        default_root_dir=folder,
     )
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size)
     return trainer

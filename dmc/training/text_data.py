@@ -9,13 +9,13 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dmc.config import DataConfig, RunConfig
 from dmc.data import (
     OrderedDataset,
     PackedTokens,
+    RankedLoader,
     ResumableOrder,
     StreamingPacked,
     build_packed,
@@ -23,6 +23,7 @@ from dmc.data import (
     train_tokenizer,
 )
 from dmc.target import build_target
+from dmc.training.preemption import leave_signals_to_parent
 
 
 def build_sources(specifications: list[dict[str, Any]], name: str) -> list[Any]:
@@ -89,17 +90,21 @@ class TextData(LightningDataModule):
         else:
             self._train = self._packed("train")
 
-    def train_dataloader(self) -> DataLoader[dict[str, Any]] | StatefulDataLoader[dict[str, Any]]:
+    def train_dataloader(self) -> DataLoader[dict[str, Any]] | RankedLoader:
         """Start at the sample after the last one that an optimizer step has consumed."""
         training, trainer = self.config.training, self.trainer
         assert trainer is not None
-        options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
+        options: dict[str, Any] = {
+            "batch_size": training.micro_batch_size,
+            "num_workers": self.config.data.num_workers,
+            "worker_init_fn": leave_signals_to_parent,
+        }
         rank: dict[str, Any] = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         if self.config.data.streaming:
             stream = StreamingPacked(
                 self._train, self.tokenizer, training.sequence_length, num_draws=self.num_draws, **rank
             )
-            return StatefulDataLoader(stream, **options)
+            return RankedLoader(stream, **options)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
         return DataLoader(OrderedDataset(self._train, order), sampler=order, **options)

@@ -1,4 +1,3 @@
-import csv
 import json
 import os
 import random
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import logged_losses, train_ranks
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
@@ -18,17 +18,6 @@ from dmc.training.checkpoint import read_checkpoint
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.stages import Plan
 from dmc.training.text_data import TextData, build_tokenizer
-
-
-def logged_losses(folder: Path) -> dict[int, float]:
-    """Loss of every optimizer step over all parts of a run; a step run twice counts as the later part says."""
-    losses = {}
-    for version in sorted((folder / "logs").glob("version_*")):
-        with (version / "metrics.csv").open() as file:
-            for row in csv.DictReader(file):
-                if row.get("train/loss"):
-                    losses[int(row["step"])] = float(row["train/loss"])
-    return losses
 
 
 def test_run_leaves_loadable_models_and_records(run_config):
@@ -177,12 +166,7 @@ def test_streaming_text_trains(run_values):
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(run_values))
-    script = tmp_path / "run.py"
-    script.write_text(KILLED_RUN)
-    command = [sys.executable, str(script), str(settings)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    train_ranks(run_values, 2, tmp_path / "ranks.log")
     two = logged_losses(Path(run_values["output_dir"]))
     run_values["trainer"] |= {"devices": 1, "strategy": "auto"}
     run_values["output_dir"] = str(tmp_path / "one")

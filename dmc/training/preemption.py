@@ -1,0 +1,101 @@
+"""Runs that are told to give way: save at the end of the step on all ranks, ask Slurm for another turn, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from typing import Any
+
+from lightning import LightningModule, Trainer
+
+from dmc.training.after_step import AfterStep
+from dmc.training.checkpoint import SaveLast
+
+REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""What `--signal` sends before the time limit: SIGUSR1 in our job files, SIGUSR2 under submitit."""
+SIGNALS = REQUEUE_SIGNALS | {signal.SIGTERM}
+EXIT_PREEMPTED = 75
+"""Exit code of a run that saved and stopped (EX_TEMPFAIL: try again)."""
+logger = logging.getLogger(__name__)
+
+
+class PreemptedError(Exception):
+    """A run saved its state and stopped because it was told to; the same command goes on."""
+
+
+class Preemption(AfterStep):
+    """Saves and stops after the step in which any rank got a signal; requeues the Slurm job on `REQUEUE_SIGNALS`.
+
+    The handlers only take a note: a rank that saved from inside one would wait for ranks that are in mid-step. As a
+    context around the run it also keeps `REQUEUE_SIGNALS` from killing what comes before the first step.
+
+    Args:
+        save_last: writes the checkpoint.
+    """
+
+    def __init__(self, save_last: SaveLast) -> None:
+        self.save_last = save_last
+        self.stopped_at: int | None = None
+        """Step saved before the stop; None: the run was not told to stop."""
+        self._received: set[int] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Preemption:
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._listen(REQUEUE_SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if _in_main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to SIGTERM too, instead of Lightning, whose handler waits for the other ranks."""
+        super().on_train_start(trainer, pl_module)
+        self._listen(SIGNALS)
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Agree with the other ranks; on a signal to any of them save, requeue, stop."""
+        if not trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
+            return
+        requeue = trainer.strategy.reduce_boolean_decision(bool(self._received & REQUEUE_SIGNALS), all=False)
+        self.save_last.save(trainer, step)
+        logger.warning("told to stop: step %d is saved", step)  # now: a requeued job is soon killed
+        if requeue and trainer.is_global_zero:
+            requeue_job()
+        self.stopped_at = step
+        trainer.should_stop = True
+
+    def _listen(self, numbers: frozenset[signal.Signals]) -> None:
+        if _in_main_thread():  # Python allows handlers nowhere else
+            for number in numbers:
+                signal.signal(number, lambda received, frame: self._received.add(received))
+
+
+def leave_signals_to_parent(_worker: int) -> None:
+    """Make a data worker ignore the signals, which Slurm sends to every process: a dead worker is an error."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def requeue_job() -> None:
+    """Ask Slurm to run this job again, with the same files; outside Slurm do nothing."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone may stand for the whole array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning("%s failed (%s): submit the job again to go on", " ".join(command), str(reason).strip())
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,28 @@
+"""Put the results of a sweep into one table and plot: python scripts/collect.py folder=outputs/sweep."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from dmc.training.collect import collect, format_table, write_results
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="collect")
+def main(settings: DictConfig) -> None:
+    folder = Path(settings.folder)
+    try:
+        results, unfinished = collect(folder)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error}")
+    write_results(results, folder)
+    print(format_table(results))
+    if unfinished:
+        print(f"\nnot finished: {', '.join(unfinished)}")
+
+
+if __name__ == "__main__":
+    main()

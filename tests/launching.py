@@ -1,0 +1,124 @@
+"""Runs trained by several processes, as torchrun would start them, but forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["dmc.training", "launching"])
+
+
+class Ranks:
+    """The processes of one start of a run; what they print goes to `log`.
+
+    Args:
+        values: plain values of the run's configuration.
+        count: processes.
+        log: file that is appended to.
+    """
+
+    def __init__(self, values: dict[str, Any], count: int, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.log = log
+        self.processes = [
+            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log))) for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes run."""
+        return all(process.is_alive() for process in self.processes)
+
+    def send(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to ranks and, as Slurm does, to their data workers."""
+        for rank in ranks:
+            process = self.processes[rank].pid
+            assert process is not None
+            workers = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+            for target in (process, *map(int, workers)):
+                os.kill(target, number)
+
+    def join(self, seconds: float = 120, grace: float = 20) -> list[int | None]:
+        """Wait for the exit codes; kill what is left after `seconds`, or `grace` seconds after a failure."""
+        deadline = time.monotonic() + seconds
+        failed = False
+        while time.monotonic() < deadline and any(process.is_alive() for process in self.processes):
+            if not failed and any(process.exitcode for process in self.processes):
+                failed, deadline = True, min(deadline, time.monotonic() + grace)
+            time.sleep(0.01)
+        self.kill()
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
+    """Train a run to its end with `count` processes.
+
+    Raises:
+        AssertionError: a process failed; the message holds what was printed.
+    """
+    with Ranks(values, count, log) as ranks:
+        codes = ranks.join()
+    assert codes == [0] * count, f"{codes}\n{log.read_text()[-4000:]}"
+
+
+def logged_parts(folder: Path) -> list[dict[int, float]]:
+    """Loss of every optimizer step that each start of a run has logged."""
+    files = (folder / "logs").glob("version_*/metrics.csv")
+    parts = []
+    for path in sorted(files, key=lambda path: int(path.parent.name.removeprefix("version_"))):
+        with path.open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
+        parts.append({int(row["step"]): float(row["train/loss"]) for row in rows})
+    return parts
+
+
+def logged_losses(folder: Path) -> dict[int, float]:
+    """Loss of every optimizer step over all starts; a step run twice counts as the later start says."""
+    return {step: loss for part in logged_parts(folder) for step, loss in part.items()}
+
+
+def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    import torch
+
+    from dmc.config import RunConfig, build_config
+    from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of data workers: this process was started in another way
+    try:
+        train(build_config(RunConfig, values))
+    except PreemptedError as stop:
+        print(stop, flush=True)
+        sys.exit(EXIT_PREEMPTED)

@@ -1,0 +1,130 @@
+"""The job files of slurm/ and the submitit launcher on a real Slurm, a tiny model, two nodes."""
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from launching import logged_losses, logged_parts, train_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from train import run_config  # noqa: E402
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Settings of a run that takes seconds."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for split, count in (("train", 60), ("held_out", 20)):
+        (folder / split).mkdir()
+        for number in range(count):
+            lines = [f"{split} {number}: the {i}th line adds {number} and {i} to {number + i}." for i in range(12)]
+            (folder / split / f"{number:03d}.txt").write_text("\n".join(lines))
+    return [
+        "debug=tiny", "trainer=cpu", "data=text_files", "training.snapshot_ratios=[]",
+        "training.validate_every_steps=1000",
+        f"data.train.0.name={folder}/train", f"data.validation.0.name={folder}/held_out",
+        f"data.cache_folder={folder}/cache", f"data.tokenizer.folder={folder}/tokenizer",
+        "data.tokenizer.train_vocab_size=300", "data.num_workers=1", "training.activation_checkpointing=false",
+        "model.fresh.hidden_size=32", "model.fresh.intermediate_size=64", "model.fresh.num_hidden_layers=2",
+        "model.fresh.num_attention_heads=4", "model.fresh.num_key_value_heads=2", "model.fresh.head_dim=8",
+    ]  # fmt: skip
+
+
+def long_run(steps: int) -> list[str]:
+    stages = f"[{{name:zero_out,steps:6}},{{name:retrofit,steps:{steps - 6}}}]"
+    return [f"training.stages={stages}", "training.checkpoint_every_steps=1000", "trainer.strategy=ddp"]
+
+
+def starts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.rglob("*.log")))
+
+
+def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, settings, tmp_path):
+    steps = 100
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    overrides = [*settings, *long_run(steps), f"output_dir={folder}"]
+    job = slurm.submit(
+        "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log", "slurm/train.sbatch", *overrides
+    )
+    slurm.wait_until(lambda: any(10 in part for part in logged_parts(folder)), "step 10")
+    slurm.signal(job, "USR1")
+    assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
+
+    first, second = starts(folder)
+    saved = max(logged_parts(folder)[0]) + 1
+    assert (first["step"], second["step"]) == (0, saved)
+    assert 10 < saved < steps
+    assert second["slurm"]["SLURM_RESTART_COUNT"] == "1"
+    assert second["slurm"]["SLURM_JOB_NODELIST"] == "node[1-2]"
+    assert {"versions", "git_commit", "command"} <= set(second)
+    assert "torch==" in (folder / "packages.txt").read_text()
+    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [f"{job}-0.log", f"{job}-1.log"]
+    assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
+
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = run_config(compose("train", overrides=overrides))
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    values["trainer"] |= {"devices": 2, "num_nodes": 1}
+    values["data"] |= {"num_workers": 0}
+    train_ranks(dict(values, output_dir=str(whole)), 2, tmp_path / "whole.log")
+    assert logged_losses(folder) == logged_losses(whole)
+    assert sorted(logged_losses(folder)) == list(range(steps))
+
+
+def table_of(folder: Path) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, "scripts/collect.py", f"folder={folder}"], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "results.md").read_text() in done.stdout
+    assert (folder / "results.png").stat().st_size > 5000
+    with (folder / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_submitit_sweep_returns_every_ratio_in_one_table(slurm, settings, tmp_path):
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "scripts/train.py", "-m", "compression.target_ratio=2,4", "hydra/launcher=slurm"]
+    command += [*settings, f"output_dir={folder}", "hydra.launcher.timeout_min=5"]
+    done = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr + logs(folder)
+    rows = table_of(folder)
+    assert [(row["run"], row["model"], float(row["target_ratio"])) for row in rows] == [
+        ("0", "final", 2.0),
+        ("1", "final", 4.0),
+    ]
+    assert all(float(row["loss"]) > 0 and float(row["achieved_ratio"]) >= 1 for row in rows)
+
+
+def test_array_sweep_trains_every_ratio_and_each_can_be_exported_again(slurm, settings, tmp_path):
+    folder = tmp_path / "sweep"
+    job = slurm.submit(
+        "--array=2,4", "--ntasks-per-node=1", f"--output={tmp_path}/job-%a.log", "slurm/sweep.sbatch", *settings,
+        f"output_dir={folder}",
+    )  # fmt: skip
+    assert set(slurm.wait(job).split()) == {"COMPLETED"}, logs(tmp_path)
+    assert [(row["run"], float(row["target_ratio"])) for row in table_of(folder)] == [("cr2", 2.0), ("cr4", 4.0)]
+    output = tmp_path / "exported"
+    job = slurm.submit(f"--output={tmp_path}/job.log", "slurm/export.sbatch", f"run={folder}/cr2", f"output={output}")
+    assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
+    assert (output / "model.safetensors").read_bytes() == (folder / "cr2" / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
+def test_job_file_opens_with_its_use_and_asks_for_what_exists(slurm, path):
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and lines[1].startswith("# ")
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+    slurm.call("sbatch", "--test-only", "--ntasks-per-node=1", str(path))

@@ -1,0 +1,137 @@
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launching import logged_losses
+
+from dmc.config import RunConfig, build_config
+from dmc.training import PreemptedError, train
+from dmc.training.callbacks import Validation
+from dmc.training.checkpoint import read_checkpoint
+from dmc.training.preemption import SIGNALS, Preemption, requeue_job
+
+
+@pytest.fixture
+def fake_scontrol(tmp_path, monkeypatch):
+    """Put a scontrol on the path that writes down how it was called."""
+    calls = tmp_path / "calls"
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return lambda: calls.read_text().split("\n")[:-1] if calls.exists() else []
+
+
+@pytest.fixture
+def signal_at(monkeypatch):
+    """Send this process a signal in the middle of a step: when its validation runs."""
+
+    def arrange(number):
+        plain = Validation.log_score
+
+        def log_score(self, trainer, score):
+            if trainer.global_step < trainer.max_steps:
+                os.kill(os.getpid(), number)
+            plain(self, trainer, score)
+
+        monkeypatch.setattr(Validation, "log_score", log_score)
+
+    return arrange
+
+
+@pytest.mark.parametrize("number", sorted(SIGNALS))
+def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
+    number, run_values, tmp_path, signal_at, monkeypatch
+):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    whole = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole"))))
+    run_values["training"]["checkpoint_every_steps"] = 100
+    config = build_config(RunConfig, run_values)
+    handlers = {item: signal.getsignal(item) for item in SIGNALS}
+    signal_at(number)
+    with pytest.raises(PreemptedError, match="after step 4 of 8"):
+        train(config)
+    assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
+    assert read_checkpoint(Path(config.output_dir) / "checkpoints" / "last.ckpt")["global_step"] == 4
+    run = train(config)
+    assert logged_losses(run.folder) == logged_losses(whole.folder)
+    assert [json.loads(line)["step"] for line in (run.folder / "starts.jsonl").read_text().splitlines()] == [0, 4]
+
+
+class FakeTrainer(SimpleNamespace):
+    """What a callback sees of a trainer; `others` is what another rank says."""
+
+    def __init__(self, others: bool = False, rank: int = 0) -> None:
+        super().__init__(global_step=0, should_stop=False, is_global_zero=rank == 0, saved=[])
+        self.strategy = SimpleNamespace(reduce_boolean_decision=lambda own, all: own or others)
+
+
+class FakeSaver:
+    def save(self, trainer, step):
+        trainer.saved.append(step)
+
+
+def test_signal_is_acted_upon_at_the_end_of_an_optimizer_step_only(fake_scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trainer = FakeTrainer()
+    with Preemption(FakeSaver()) as preemption:
+        preemption.on_train_start(trainer, None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        preemption.on_train_batch_end(trainer, None)  # a micro-batch that is accumulated
+        assert not trainer.saved and not trainer.should_stop
+        trainer.global_step = 1
+        preemption.on_train_batch_end(trainer, None)
+    assert trainer.saved == [1] and trainer.should_stop and preemption.stopped_at == 1
+    assert fake_scontrol() == ["requeue 17"]
+
+
+def test_rank_that_got_no_signal_stops_with_the_others_and_does_not_requeue(fake_scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trainer = FakeTrainer(others=True, rank=1)
+    with Preemption(FakeSaver()) as preemption:
+        preemption.on_train_start(trainer, None)
+        trainer.global_step = 1
+        preemption.on_train_batch_end(trainer, None)
+    assert trainer.saved == [1] and trainer.should_stop
+    assert fake_scontrol() == []
+
+
+def test_termination_saves_without_requeue(fake_scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trainer = FakeTrainer()
+    with Preemption(FakeSaver()) as preemption:
+        preemption.on_train_start(trainer, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        trainer.global_step = 1
+        preemption.on_train_batch_end(trainer, None)
+    assert trainer.saved == [1]
+    assert fake_scontrol() == []
+
+
+def test_signal_before_the_first_step_waits_for_it():
+    trainer = FakeTrainer()
+    with Preemption(FakeSaver()) as preemption:
+        os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded: the default would kill
+        preemption.on_train_start(trainer, None)
+        trainer.global_step = 1
+        preemption.on_train_batch_end(trainer, None)
+    assert trainer.saved == [1]
+
+
+def test_task_of_an_array_requeues_itself_alone(fake_scontrol, monkeypatch):
+    for name, value in (("JOB_ID", "20"), ("ARRAY_JOB_ID", "20"), ("ARRAY_TASK_ID", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    requeue_job()
+    assert fake_scontrol() == ["requeue 20_4"]
+
+
+def test_refused_requeue_is_told(fake_scontrol, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho not allowed >&2; exit 1\n")
+    requeue_job()
+    assert "scontrol requeue 17 failed (not allowed): submit the job again" in caplog.text

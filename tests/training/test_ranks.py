@@ -1,0 +1,119 @@
+"""Two processes train one run, are killed in every way, and go on as if nothing had happened."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Ranks, logged_losses, logged_parts, train_ranks
+
+from dmc.models import load_model
+from dmc.training import EXIT_PREEMPTED
+from dmc.training.checkpoint import read_checkpoint
+
+
+@pytest.fixture
+def two_ranks(run_values):
+    run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    run_values["training"] |= {"micro_batch_size": 1, "validate_every_steps": 1000, "snapshot_ratios": []}
+    return run_values
+
+
+def saved_step(folder: Path) -> int:
+    """Step of the checkpoint that the next start will take; 0 where there is none."""
+    for name in ("last.ckpt", "previous.ckpt"):
+        if (folder / "checkpoints" / name).exists():
+            return read_checkpoint(folder / "checkpoints" / name)["global_step"]
+    return 0
+
+
+def starts(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def wait_until(condition, ranks: Ranks, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert ranks.alive, ranks.log.read_text()[-4000:]
+        assert time.monotonic() < deadline, ranks.log.read_text()[-4000:]
+        time.sleep(0.001)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert logged_losses(one) == logged_losses(other)
+    model, same = load_model(one / "final").state_dict(), load_model(other / "final").state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in model.items())
+
+
+KILLS = (
+    ("SIGKILL", 0), ("SIGKILL", 1), ("SIGKILL", 1), ("SIGTERM", 0), ("SIGTERM", 1), ("SIGTERM", 0, 1), ("SIGUSR1", 0),
+    ("SIGUSR1", 1), ("while writing", 0), ("while writing", 0),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp_path):
+    steps = 120
+    two_ranks["data"]["num_workers"] = 1
+    two_ranks["training"] |= {
+        "stages": [{"name": "zero_out", "steps": 15}, {"name": "retrofit", "steps": steps - 15}],
+        "checkpoint_every_steps": 5,
+    }
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    log = tmp_path / "ranks.log"
+    train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
+    values = dict(two_ranks, output_dir=str(killed))
+    chooser = random.Random(0)
+    expected = [0]
+    for what, *targets in chooser.sample(KILLS, len(KILLS)):
+        parts, goal = len(logged_parts(killed)), expected[-1] + chooser.randint(1, 8)
+        with Ranks(values, 2, log) as ranks:
+            wait_until(lambda: len(logged_parts(killed)) > parts and goal in logged_parts(killed)[-1], ranks)
+            if what == "while writing":
+                wait_until((killed / "checkpoints" / "last.ckpt.partial").exists, ranks)
+            ranks.send(signal.SIGKILL if what == "while writing" else getattr(signal, what), *targets)
+            codes = ranks.join(grace=20 if what in ("SIGTERM", "SIGUSR1") else 1)
+        if what in ("SIGTERM", "SIGUSR1"):
+            assert codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], f"{what}: {codes}\n{log.read_text()[-4000:]}"
+            assert saved_step(killed) == max(logged_losses(killed)) + 1  # nothing is lost at all
+        else:
+            assert -signal.SIGKILL in codes and 0 not in codes
+            assert saved_step(killed) >= (max(logged_losses(killed)) + 1) // 5 * 5 - 5
+        expected.append(saved_step(killed))
+        assert expected[-1] >= expected[-2]
+    assert expected[-1] < steps, "the run ended before the tenth kill"
+    train_ranks(values, 2, log)
+    assert starts(killed) == expected
+    for part in logged_parts(killed):  # what was trained twice was trained equally
+        assert part.items() <= logged_losses(whole).items()
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus, tmp_path):
+    two_ranks["data"]["streaming"] = True
+    two_ranks["training"] |= {"stages": [{"name": "retrofit", "steps": 25}], "checkpoint_every_steps": 1000}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    log = tmp_path / "ranks.log"
+    train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
+    values = dict(two_ranks, output_dir=str(stopped))
+    with Ranks(values, 2, log) as ranks:
+        wait_until(lambda: logged_parts(stopped) and 5 in logged_parts(stopped)[-1], ranks)
+        ranks.send(signal.SIGUSR1, 1)
+        assert ranks.join() == [EXIT_PREEMPTED, EXIT_PREEMPTED], log.read_text()[-4000:]
+    train_ranks(values, 2, log)
+    assert 0 < starts(stopped)[1] < 25
+    assert_same_run(stopped, whole)
+
+
+def test_rank_zero_alone_writes(two_ranks, tmp_path):
+    train_ranks(two_ranks, 2, tmp_path / "ranks.log")
+    folder = Path(two_ranks["output_dir"])
+    assert len(starts(folder)) == len(logged_parts(folder)) == 1
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
+    ]  # fmt: skip
