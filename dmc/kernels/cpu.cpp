@@ -977,7 +977,8 @@ inline void note_tokens(const NoteTokens& n) {
 inline void note_attention(const NoteAttention& n) {
     const Heads& a = n.heads;
     const int64_t num_heads = a.sequences * a.heads;
-    for_each_head(a, num_heads * n.entries * (n.group + n.num_sums), [&](int64_t i) {
+    constexpr int64_t COST = 4;  // of an entry that is gathered, in multiplications
+    for_each_head(a, COST * num_heads * n.entries * (n.group + n.num_sums), [&](int64_t i) {
         const Tenant<float> tenant(a, i);
         const int64_t length = tenant.length();
         const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;

@@ -45,7 +45,7 @@ class H2O(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for the recent ones."""
-        return self.base_scores(entries).where(~entries.among_last(self.num_recent(budget)), torch.inf)
+        return torch.where(entries.among_last(self.num_recent(budget)), torch.inf, self.base_scores(entries))
 
     def num_recent(self, budget: int | Tensor) -> int | Tensor:
         """Last entries that stay: ceil(b / 2), "equally divided" in the paper, unless `recent` says how many."""

@@ -149,7 +149,8 @@ class Eviction(CacheAttention):
         ages = self.backend.lowest(policy.scores(entries, limits), entries.lengths, limits)
         if policy.merges:
             self._rewrite(entries, rows, policy.merge(entries, entries.ages == ages[..., None]))
-        self._notes.memory[layer_index, rows] = entries.memory
+        if entries.memory.numel() > 0:
+            self._notes.memory[layer_index, rows] = entries.memory
         self.backend.evict(layer, notes, rows, ages)
         return attended[:, :, None]
 
