@@ -14,6 +14,7 @@ from dmc.compression import CompressionConfig
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 Precision = Literal["32-true", "bf16-mixed"]
+Strategy = Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,51 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Devices and precision, handed to `lightning.Trainer`."""
+    """Devices, precision, and how the model is spread over the devices.
+
+    Raises:
+        ValueError: a value is out of range, or the strategy does not have what is asked of it.
+    """
 
     accelerator: str = "auto"
     devices: int | str = 1
+    """Devices of each node; "auto": all."""
     num_nodes: int = 1
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
+    """auto: one device, or ddp on several."""
+    tensor_parallel_size: int = 1
+    """Devices that share each layer's heads and neurons; fsdp2 only."""
+    offload_optimizer: bool = False
+    """Optimizer state in CPU memory; deepspeed only."""
+    offload_parameters: bool = False
+    """Weights in CPU memory between their uses; deepspeed_zero3 only."""
     precision: Precision = "32-true"
+    """bf16-mixed: bfloat16 compute on float32 weights."""
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise ValueError(f"trainer.num_nodes={self.num_nodes}: expected a whole number >= 1")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"trainer.tensor_parallel_size={self.tensor_parallel_size}: expected a whole number >= 1")
+        if self.tensor_parallel_size > 1 and self.strategy != "fsdp2":
+            raise ValueError(
+                f"trainer.tensor_parallel_size={self.tensor_parallel_size} needs trainer.strategy=fsdp2, "
+                f"not {self.strategy}"
+            )
+        if self.offload_optimizer and not self.uses_deepspeed:
+            raise ValueError(
+                f"trainer.offload_optimizer=true needs one of the deepspeed strategies, not {self.strategy}"
+            )
+        if self.offload_parameters and self.strategy != "deepspeed_zero3":
+            raise ValueError(
+                f"trainer.offload_parameters=true needs trainer.strategy=deepspeed_zero3, not {self.strategy}: the other "
+                "strategies keep every weight on its device"
+            )
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed owns the optimizer."""
+        return self.strategy.startswith("deepspeed_")
 
 
 @dataclass(frozen=True)
