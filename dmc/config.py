@@ -221,8 +221,8 @@ class TrainerConfig:
             )
         if self.offload_parameters and self.strategy != "deepspeed_zero3":
             raise ValueError(
-                f"trainer.offload_parameters=true needs trainer.strategy=deepspeed_zero3, not {self.strategy}: the other "
-                "strategies keep every weight on its device"
+                f"trainer.offload_parameters=true needs trainer.strategy=deepspeed_zero3, not {self.strategy}: the "
+                "others keep every weight on its device"
             )
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dmc.compression import GateMode, GateTrace, held_fraction
+from dmc.ranks import ALONE
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def score_text(model: Any, batches: Iterable[Tensor], title: str | None = None) 
     with evaluating(model):
         for input_ids in tqdm(batches, title, leave=False, disable=title is None):
             input_ids = input_ids.to(model.device)
-            trace = GateTrace()
+            trace = GateTrace(ranks=getattr(model, "ranks", ALONE))
             gates = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
             logits = model(input_ids, use_cache=False, **gates).logits
             losses.append(next_token_loss(logits, input_ids).double().expand(input_ids.shape[0]))

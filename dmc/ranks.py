@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    group: Any = None
+    """Process group of torch.distributed; None: all processes."""
 
     @classmethod
     def launched(cls) -> Ranks:
@@ -49,16 +52,41 @@ class Ranks:
         if self.size == 1:
             return numbers
         numbers = numbers.to(_device()).contiguous()
-        parts = [torch.empty_like(numbers) for _ in range(self.size)]
-        dist.all_gather(parts, numbers)
-        return torch.cat(parts, dim=-1).cpu()
+        return torch.cat(self._gather(numbers), dim=-1).cpu()
+
+    def join(self, tensor: Tensor, dim: int) -> Tensor:
+        """Join the ranks' parts of a tensor along a dimension, differentiably.
+
+        All ranks must go on to compute the same loss from the whole: each then takes the gradient of its own part.
+        """
+        return tensor if self.size == 1 else _Join.apply(tensor, dim, self)
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor that all ranks have."""
+        return tensor if self.size == 1 else tensor.chunk(self.size, dim)[self.rank]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
 
     def _reduce(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return number
         shared = torch.tensor([number], device=_device())
-        dist.all_reduce(shared, operation)
+        dist.all_reduce(shared, operation, group=self.group)
         return int(shared)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+        context.dim, context.ranks = dim, ranks
+        return torch.cat(ranks._gather(tensor.contiguous()), dim)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return context.ranks.own(gradients[0], context.dim), None, None
 
 
 ALONE = Ranks()

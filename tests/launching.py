@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cpu_deepspeed import allow_cpu
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["dmc.training", "launching"])
 
@@ -116,6 +118,8 @@ def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str) -
     from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 
     torch.set_num_threads(1)
+    if values["trainer"].get("strategy", "").startswith("deepspeed"):
+        allow_cpu()
     multiprocessing.set_start_method("fork", force=True)  # of data workers: this process was started in another way
     try:
         train(build_config(RunConfig, values))

@@ -19,19 +19,19 @@ ALLOWED = {
     "provenance": set(),
     "ranks": set(),
     "target": set(),
-    "compression": {"budget"},
+    "compression": {"budget", "ranks"},
     "config": {"compression", "budget"},
     "kernels": {"compression"},
     "models": {"compression", "budget", "ranks"},
     "policies": {"compression", "budget", "config", "target"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
     "data": {"config"},
-    "measure": {"compression", "budget"},
+    "measure": {"compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget"},
     "export": {"models", "compression", "budget", "measure", "provenance"},
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
-        *("export", "measure", "calibrate", "provenance"),
+        *("export", "measure", "calibrate", "provenance", "ranks"),
     },
     "evaluation": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
@@ -157,11 +157,16 @@ def test_the_reader_of_imports_sees_every_form(
 
 def test_core_serves_where_only_torch_and_transformers_are_installed() -> None:
     program = f"""
+    import importlib.util
     import sys
+
+    absent = {(*FORBIDDEN_IN_CORE, "accelerate", "peft")!r}
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] in absent else find_spec(name, *rest)
 
     class Blocked:
         def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in {FORBIDDEN_IN_CORE!r}:
+            if name.split(".")[0] in absent:
                 raise ModuleNotFoundError("No module named " + repr(name), name=name)
 
     sys.meta_path.insert(0, Blocked())

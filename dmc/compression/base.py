@@ -9,13 +9,14 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from dmc.budget import check_ratio
+from dmc.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class GateMode:
     """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""
     neuron_multiplier: float | None = None
     """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
+    ranks: Ranks = ALONE
+    """Who shares the heads of a layer: each draws the noise of its own."""
 
 
 @dataclass
@@ -110,12 +113,19 @@ class GateOutput:
     """Importance > 0 of each token, float32 [B, H, T]."""
 
 
-@dataclass
 class GateTrace:
-    """Decisions of one forward pass by layer index: assigned, never appended, so recomputation counts once."""
+    """Decisions of one forward pass by layer index: assigned, never appended, so recomputation counts once.
 
-    alpha: dict[int, Tensor] = field(default_factory=dict)
-    logits: dict[int, Tensor] = field(default_factory=dict)
+    Not a dataclass: FSDP2 copies the dataclasses among a layer's arguments, and what the copy records would be lost.
+
+    Args:
+        ranks: who shares the heads of a layer; stacked decisions are those of all.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        self.alpha: dict[int, Tensor] = {}
+        self.logits: dict[int, Tensor] = {}
 
     def record(self, layer_index: int, gated: GateOutput) -> None:
         """Keep what layer `layer_index` decided."""
@@ -123,8 +133,15 @@ class GateTrace:
         self.logits[layer_index] = gated.logits
 
     def stacked_alpha(self) -> Tensor:
-        """Decisions of all layers, [L, B, H, T]."""
-        return torch.stack([self.alpha[index] for index in sorted(self.alpha)])
+        """Decisions of all layers and heads, [L, B, H, T]."""
+        return self._stacked(self.alpha)
+
+    def stacked_logits(self) -> Tensor:
+        """Decision logits of all layers and heads, [L, B, H, T]."""
+        return self._stacked(self.logits)
+
+    def _stacked(self, of_layers: dict[int, Tensor]) -> Tensor:
+        return self.ranks.join(torch.stack([of_layers[index] for index in sorted(of_layers)]), dim=2)
 
 
 class CompressedCache(Protocol):

@@ -9,6 +9,7 @@ from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, GateMode, GateOutput
 from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
 from dmc.compression.rotary import neuron_scale
+from dmc.ranks import ALONE
 
 
 class Compressor:
@@ -56,7 +57,8 @@ class Compressor:
             log_append = torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)
         else:
             noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
-            alpha, noised = sample_decisions(logits, config.temperature, noise)
+            ranks = ALONE if mode is None else mode.ranks
+            alpha, noised = sample_decisions(logits, config.temperature, noise, ranks)
             log_append = log_one_minus_sigmoid(noised)
         if starts is not None:
             alpha = alpha.masked_fill(starts[:, None], 0.0)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dmc.ranks import ALONE, Ranks
+
 SMALLEST_UNIFORM = 2.0**-25
 """Half the spacing of `torch.rand`: keeps log(u) and log(1 - u) finite."""
 
@@ -28,7 +30,10 @@ def logistic_noise(shape: torch.Size, device: torch.device, generator: torch.Gen
 
 
 def sample_decisions(
-    logits: Tensor, temperature: float, generator: torch.Generator | Sequence[torch.Generator] | None = None
+    logits: Tensor,
+    temperature: float,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Relax binary decisions with logistic noise (Gumbel-sigmoid; DMC section 3.2).
 
@@ -38,13 +43,15 @@ def sample_decisions(
         logits: decision logits, [B, H, T].
         temperature: > 0; lower is closer to binary.
         generator: source of noise; one for all, one for each row of the batch, or None for torch's default.
+        ranks: who shares the heads: generators of the batch's rows draw for all heads, and each rank keeps its own.
     Returns:
         (alpha, noised): alpha = sigmoid(noised) in [0, 1] and noised = (logits + noise) / temperature, float32.
     """
     if generator is None or isinstance(generator, torch.Generator):
         noise = logistic_noise(logits.shape, logits.device, generator)
     else:
-        noise = torch.stack([logistic_noise(logits.shape[1:], logits.device, row) for row in generator])
+        shape = torch.Size((logits.shape[1] * ranks.size, logits.shape[2]))
+        noise = torch.stack([ranks.own(logistic_noise(shape, logits.device, row), 0) for row in generator])
     noised = (logits.float() + noise) / temperature
     return torch.sigmoid(noised), noised
 

@@ -1,4 +1,4 @@
-"""Stock models without a hub: random weights of a given shape, and twins that share their weights."""
+"""Models without a hub: random weights of a given shape, given weights, and twins that share their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -25,12 +26,26 @@ def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
+    """Make a causal LM over given weights, without a copy, in eval mode.
+
+    Args:
+        config: its transformers configuration.
+        weights: every weight under its name.
+    Raises:
+        RuntimeError: a weight is missing, unexpected, or of another shape.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    device = next(iter(weights.values())).device
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model.eval()
+
+
 def twin(model: Any) -> Any:
     """Make a second model over the same weights: settings of one do not reach the other."""
-    with torch.device("meta"):
-        other = type(model)(copy.deepcopy(model.config))
-    other.load_state_dict(model.state_dict(), assign=True)
-    other.model.rotary_emb = model.model.rotary_emb
-    other.tie_weights()
+    other = assemble(copy.deepcopy(model.config), model.state_dict())
     other.generation_config = copy.deepcopy(model.generation_config)
-    return other.eval()
+    return other

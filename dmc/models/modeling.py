@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -96,18 +96,22 @@ class CompressedCausalLM(PreTrainedModel):
         scale = self.model.layers[0].self_attn.compressor.neuron_scale(0.0, cos)
         return cos * scale, sin * scale
 
-    @torch.no_grad()
-    def remove_neuron(self) -> None:
-        """Set the rows (and biases) of W_q and W_k that produce the borrowed neuron to exactly zero.
-
-        The end of the zero-out stage: retrofit starts with every decision logit at -c and equal importance.
-        """
+    def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron."""
         for layer in self.model.layers:
             attention = layer.self_attn
             for projection in (attention.q_proj, attention.k_proj):
-                projection.weight[attention.compressor.neuron :: attention.head_dim] = 0
-                if projection.bias is not None:
-                    projection.bias[attention.compressor.neuron :: attention.head_dim] = 0
+                for parameter in projection.parameters():
+                    yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
+
+    @torch.no_grad()
+    def remove_neuron(self) -> None:
+        """Set the rows that produce the borrowed neuron to exactly zero.
+
+        The end of the zero-out stage: retrofit starts with every decision logit at -c and equal importance.
+        """
+        for parameter, rows in self.neuron_rows():
+            parameter[rows] = 0
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

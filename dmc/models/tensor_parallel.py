@@ -72,9 +72,7 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
         ValueError: heads or MLP cannot be divided evenly among the ranks.
     """
     config = model.config
-    for what in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        if getattr(config, what) % ranks.size:
-            raise ValueError(f"{what}={getattr(config, what)} cannot be divided among {ranks.size} ranks evenly")
+    check_divides(config, ranks.size)
     cuts = {}
     for pattern, style in config.base_model_tp_plan.items():
         if style not in ("colwise", "rowwise"):
@@ -92,6 +90,13 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
             linear.out_features = linear.weight.shape[0]
     model.ranks = ranks
     return cuts
+
+
+def check_divides(config: Any, num_ranks: int) -> None:
+    """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly."""
+    for what in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        if getattr(config, what) % num_ranks:
+            raise ValueError(f"{what}={getattr(config, what)} cannot be divided among {num_ranks} ranks evenly")
 
 
 class SummedLinear(nn.Module):

@@ -91,8 +91,7 @@ class Snapshots(AfterStep):
         self.ratio_at_step, self.export = ratio_at_step, export
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Export after a step that reached a ratio: rank 0 does, all wait."""
+        """Export after a step that reached a ratio; all ranks wait for it."""
         if step in self.ratio_at_step:
-            if trainer.is_global_zero:
-                self.export(pl_module.model, self.ratio_at_step[step])
+            self.export(pl_module.model, self.ratio_at_step[step])
             trainer.strategy.barrier("snapshot")

@@ -1,38 +1,35 @@
-"""Checkpoints that are never torn: written beside their place, flushed, renamed; read with weights only."""
+"""The checkpoint a run goes on from: written beside its place, renamed; found, checked and read again."""
 
 from __future__ import annotations
 
 import logging
 import os
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig
 
+from dmc.models.build import assemble
 from dmc.training.after_step import AfterStep
+from dmc.training.checkpoint_folder import MODEL_CONFIG, Header, could_not_be_written, read_folder_header, whole_shape
+from dmc.training.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, Generations
 
-LAST_CHECKPOINT = "last.ckpt"
-PREVIOUS_CHECKPOINT = "previous.ckpt"
-MODEL_CONFIG = "model_config"
-"""Key of the Hugging Face configuration in a checkpoint."""
-
-
+PREFIX = "model."
+"""Of a weight's name in a checkpoint: the LightningModule's attribute."""
 logger = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Replaces a checkpoint by renaming, so that a kill or a full disk leaves the one before.
-
-    The one before stays as `previous.ckpt`, unless this process has neither written nor read it: then it may be
-    damaged, and must not take the place of a good one.
-    """
+    """Writes a checkpoint beside its place and renames it, so that a kill or a full disk leaves the one before."""
 
     def __init__(self) -> None:
-        self._whole: set[Path] = set()
+        self._generations = Generations()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` to `path`.
@@ -48,22 +45,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if target in self._whole:  # between these renames there is only previous.ckpt: `find_checkpoint` takes it
-                os.replace(target, target.with_name(PREVIOUS_CHECKPOINT))
-            os.replace(partial, target)
+            self._generations.promote(partial, target)
         except (OSError, RuntimeError) as error:
-            raise OSError(
-                f"{target} could not be written ({error}): the checkpoint before it stays; make room on the disk and "
-                "start the same command again"
-            ) from error
+            raise could_not_be_written(target, error) from error
         finally:
             partial.unlink(missing_ok=True)
-        self._whole.add(target)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Read a checkpoint as Lightning does."""
         checkpoint = super().load_checkpoint(path, *arguments, **options)
-        self._whole.add(Path(str(path)))
+        self._generations.known(Path(str(path)))
         return checkpoint
 
 
@@ -91,17 +82,21 @@ class SaveLast(AfterStep):
             trainer.save_checkpoint(self.folder / LAST_CHECKPOINT, weights_only=False)
 
 
-def find_checkpoint(folder: Path, model: Any, use_previous: bool = False) -> Path | None:
+def find_checkpoint(
+    folder: Path, model: Any, formats: Collection[str] = ("file",), use_previous: bool = False
+) -> Path | None:
     """Choose the checkpoint that a run goes on from: `last.ckpt`, or `previous.ckpt` where there is no last.
 
     Args:
         folder: holds the checkpoints.
         model: the checkpoint must fit it.
+        formats: what the run's strategy can read.
         use_previous: take `previous.ckpt` also where `last.ckpt` is damaged.
     Returns:
         None: there is none.
     Raises:
-        ValueError: the checkpoint is damaged or of another model; the message offers the previous one if that is good.
+        ValueError: the checkpoint is damaged, of another model or of another strategy; the message offers the previous
+            one if that is good.
     """
     last, previous = folder / LAST_CHECKPOINT, folder / PREVIOUS_CHECKPOINT
     if not last.exists():
@@ -109,34 +104,102 @@ def find_checkpoint(folder: Path, model: Any, use_previous: bool = False) -> Pat
     if not last.exists():
         return None
     try:
-        check_weights(model, read_checkpoint(last), last)
+        check_fits(last, model, formats)
         return last
     except ValueError as error:
         try:
-            checkpoint = read_checkpoint(previous)
-            check_weights(model, checkpoint, previous)
+            step = check_fits(previous, model, formats).global_step
         except (ValueError, FileNotFoundError):
             raise error from None
         if not use_previous:
             raise ValueError(
-                f"{error}; or start again with use_previous_checkpoint=true to go on from step "
-                f"{checkpoint['global_step']}, which {previous} holds"
+                f"{error}; or start again with use_previous_checkpoint=true to go on from step {step}, "
+                f"which {previous} holds"
             ) from error
-        logger.warning("%s; going on from %s at step %d", error, previous, checkpoint["global_step"])
+        logger.warning("%s; going on from %s at step %d", error, previous, step)
         return previous
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a training checkpoint, tensors and plain values only.
+def read_header(path: Path) -> Header:
+    """Read what a training checkpoint holds, not its weights; tensors and plain values only.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the file is cut off, is no checkpoint, or holds code.
+        ValueError: it is cut off, is no checkpoint, or holds code.
     """
+    if path.is_dir():
+        return read_folder_header(path)
+    checkpoint = _read_file(path)
+    shapes = {name.removeprefix(PREFIX): list(value.shape) for name, value in checkpoint["state_dict"].items()}
+    return Header("file", 1, checkpoint["global_step"], checkpoint[MODEL_CONFIG], shapes)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the whole weights of a training checkpoint under the model's names, from the shards of any strategy.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_header`.
+    """
+    header = read_header(path)
+    if header.format == "file":
+        weights = _read_file(path)["state_dict"]
+    elif header.format == "fsdp2":
+        from lightning.fabric.utilities.load import _load_distributed_checkpoint
+
+        weights = _load_distributed_checkpoint(path)["state_dict"]
+    else:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    return {name.removeprefix(PREFIX): value for name, value in weights.items()}
+
+
+def load_checkpoint_model(path: Path) -> Any:
+    """Rebuild the model of a checkpoint, stock or compressed.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_header`.
+    """
+    header = read_header(path)
+    return assemble(AutoConfig.for_model(**header.model_config), read_weights(path))
+
+
+def check_fits(path: Path, model: Any, formats: Collection[str]) -> Header:
+    """Return the header of a checkpoint that a model can go on from.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, was written by another strategy, or a weight is missing, unexpected, or of another
+            shape.
+    """
+    header = read_header(path)
+    if header.format not in formats:
+        raise ValueError(
+            f"{path} was written as {header.format!r}, this run can read {', '.join(formats)}: start with the "
+            "trainer.strategy that it was trained with, or export it and train on from the exported folder"
+        )
+    stored = {name: tuple(shape) for name, shape in header.shapes.items()}
+    expected = {name: whole_shape(value) for name, value in model.state_dict(keep_vars=True).items()}
+    missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"{path} does not fit the model: {len(missing)} weights missing (first {missing[:1]}), "
+            f"{len(unexpected)} unexpected (first {unexpected[:1]}); was it trained from another model?"
+        )
+    for name, shape in expected.items():
+        if shape != stored[name]:
+            raise ValueError(
+                f"{path} does not fit the model: {name} has shape {stored[name]} in the checkpoint and {shape} in the "
+                "model"
+            )
+    return header
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: name the last.ckpt of a run's checkpoints folder")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError) as error:
         raise ValueError(
             f"{path} is cut off or is no training checkpoint ({type(error).__name__}): "
@@ -146,48 +209,3 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not expected <= set(checkpoint):
         raise ValueError(f"{path} is no training checkpoint: {', '.join(sorted(expected))} are expected in it")
     return checkpoint
-
-
-def load_checkpoint_model(path: Path) -> Any:
-    """Rebuild the model of a checkpoint, stock or compressed.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_checkpoint` and `load_weights`.
-    """
-    checkpoint = read_checkpoint(path)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**checkpoint[MODEL_CONFIG]))
-    load_weights(model, checkpoint, path)
-    return model
-
-
-def load_weights(model: Any, checkpoint: dict[str, Any], path: Path) -> None:
-    """Put a checkpoint's weights into a model of the same shape.
-
-    Raises:
-        ValueError: see `check_weights`.
-    """
-    model.load_state_dict(check_weights(model, checkpoint, path))
-
-
-def check_weights(model: Any, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a checkpoint's weights under the names of the model.
-
-    Raises:
-        ValueError: a weight is missing, unexpected, or of another shape.
-    """
-    prefix = "model."
-    weights = {name.removeprefix(prefix): value for name, value in checkpoint["state_dict"].items()}
-    expected = model.state_dict()
-    missing, unexpected = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
-    if missing or unexpected:
-        raise ValueError(
-            f"{path} does not fit the model: {len(missing)} weights missing (first {missing[:1]}), "
-            f"{len(unexpected)} unexpected (first {unexpected[:1]}); was it trained from another model?"
-        )
-    for name, value in expected.items():
-        if value.shape != weights[name].shape:
-            raise ValueError(
-                f"{path} does not fit the model: {name} has shape {tuple(weights[name].shape)} in the checkpoint and "
-                f"{tuple(value.shape)} in the model"
-            )
-    return weights

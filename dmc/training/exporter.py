@@ -13,8 +13,10 @@ from dmc.config import RunConfig, build_config
 from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
-from dmc.training.checkpoint import LAST_CHECKPOINT, load_checkpoint_model
-from dmc.training.record import CONFIG_NAME
+from dmc.training.checkpoint import load_checkpoint_model
+from dmc.training.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
+from dmc.training.record import CONFIG_NAME, is_rank_zero
+from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
 RATIO_TOLERANCE = 0.05
@@ -22,13 +24,25 @@ logger = logging.getLogger(__name__)
 
 
 class Exporter:
-    """Calibrates, measures and exports the model of a run."""
+    """Calibrates, measures and exports the model of a run.
 
-    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any) -> None:
-        self.config, self.data, self.tokenizer = config, data, tokenizer
+    Args:
+        config: the run.
+        data: its text.
+        tokenizer: exported beside the weights.
+        strategy: how the weights lie over the ranks.
+    """
+
+    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any, strategy: WholeModel) -> None:
+        self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
 
     def write(self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True) -> None:
-        """Export `model` with its figures on held-out text; the training model keeps its own offset."""
+        """Export `model` with its figures on held-out text; the training model keeps its own offset.
+
+        Called by all ranks; rank 0 writes, and the others help where the weights are spread.
+        """
+        if not (is_rank_zero() or self.strategy.exports_together):
+            return
         compressed = isinstance(model, CompressedCausalLM)
         metrics: dict[str, Any] = {}
         trained = model.compression if compressed else None
@@ -53,7 +67,9 @@ class Exporter:
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
         title = f"{Path(base).name} at CR {target_ratio:g}" if compressed else f"{Path(base).name}"
         card = ModelCard(title, base, text, metrics)
-        export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+        whole = self.strategy.gather(model)
+        if is_rank_zero():
+            export(whole, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
         if trained is not None:
             model.compression = trained
 
@@ -77,8 +93,9 @@ def export_checkpoint(
     if not record.is_file():
         raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
     config = build_config(RunConfig, json.loads(record.read_text())["config"])
-    model = load_checkpoint_model(run_folder / "checkpoints" / LAST_CHECKPOINT)
+    last, previous = (run_folder / "checkpoints" / name for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT))
+    model = load_checkpoint_model(previous if previous.exists() and not last.exists() else last)
     tokenizer = build_tokenizer(config.data, config.model.path)
-    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer)
+    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     exporter.write(model, output, target_ratio or config.target_ratio, overwrite)
     return output

@@ -14,8 +14,10 @@ from dmc.config import RunConfig
 from dmc.measure import next_token_loss
 from dmc.models import CompressedCausalLM
 from dmc.models.attention import Documents
-from dmc.training.checkpoint import MODEL_CONFIG
+from dmc.ranks import ALONE, Ranks
+from dmc.training.checkpoint_folder import MODEL_CONFIG
 from dmc.training.stages import Plan, StepState
+from dmc.training.strategies import WholeModel
 
 
 def noise_seeds(seed: int, positions: Tensor) -> list[int]:
@@ -33,11 +35,14 @@ class RetrofitModule(LightningModule):
         config: the run.
         plan: its stages.
         separator_id: token that ends a document.
+        strategy: how the weights lie over the ranks.
     """
 
-    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int) -> None:
+    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int, strategy: WholeModel) -> None:
         super().__init__()
         self.model, self.config, self.plan, self.separator_id = model, config, plan, separator_id
+        self.strategy = strategy
+        self._is_spread = False
         if config.training.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -46,10 +51,22 @@ class RetrofitModule(LightningModule):
         """Whether the model can compress."""
         return isinstance(self.model, CompressedCausalLM)
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share each layer's heads."""
+        return getattr(self.model, "ranks", ALONE)
+
+    def configure_model(self) -> None:
+        """Lay the model over the ranks, once; Lightning may call this several times."""
+        if not self._is_spread:
+            self._is_spread = True
+            self.strategy.spread(self)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Zero the borrowed neuron's rows where the zero-out stage has ended."""
         if self.has_gates and self.plan.neuron_removed_at(self.global_step):
-            self.model.remove_neuron()
+            for parameter, rows in self.model.neuron_rows():
+                self.strategy.zero_rows(parameter, rows)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, input_ids [B, T] and global positions [B]."""
@@ -59,7 +76,7 @@ class RetrofitModule(LightningModule):
             loss = next_token_loss(self.model(input_ids, use_cache=False).logits, input_ids)
             self._log({"train/loss": loss, "train/learning_rate": state.learning_rate}, len(input_ids))
             return loss
-        trace = GateTrace()
+        trace = GateTrace(ranks=self.ranks)
         logits = self.model(
             input_ids,
             use_cache=False,
@@ -87,7 +104,7 @@ class RetrofitModule(LightningModule):
     def _gate_mode(self, state: StepState, positions: Tensor) -> GateMode:
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
-        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions))
+        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), ranks=self.ranks)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ratio loss, and the ratios of the noisy and of the thresholded decisions."""
@@ -95,7 +112,7 @@ class RetrofitModule(LightningModule):
         alpha = trace.stacked_alpha()
         loss = compression_loss(alpha, state.target_ratio, soft=training.soft_ratio_loss, delay=compression.delay)
         with torch.no_grad():
-            logits = torch.stack([trace.logits[index] for index in sorted(trace.logits)])
+            logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
             thresholded = held_fraction(is_merged(logits).float(), delay=compression.delay).mean()
         return loss, {"train/noisy_ratio": 1 / noisy, "train/achieved_ratio": 1 / thresholded}
@@ -103,7 +120,7 @@ class RetrofitModule(LightningModule):
     def _log(self, metrics: dict[str, Any], batch_size: int) -> None:
         shown = {"train/loss", "train/target_ratio", "train/achieved_ratio"}
         for name, value in metrics.items():
-            self.log(name, value, on_step=True, prog_bar=name in shown, batch_size=batch_size)
+            self.log(name, value, on_step=True, prog_bar=name in shown, batch_size=batch_size, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         """AdamW with decay on matrices only; the learning rate is the plan's."""

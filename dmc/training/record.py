@@ -20,9 +20,10 @@ PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers",
-    "training.log_every_steps",
+    "training.log_every_steps", "training.micro_batch_size", "trainer.accelerator", "trainer.devices",
+    "trainer.num_nodes", "trainer.offload", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
-"""Settings that may change between the parts of one run."""
+"""Settings that may change between the parts of one run: none of them changes what is computed."""
 
 
 def is_rank_zero() -> bool:

@@ -21,12 +21,13 @@ from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
 from dmc.models import load_model, retrofit
 from dmc.training.callbacks import Snapshots, Throughput, Validation
-from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_checkpoint
+from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_header
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
 from dmc.training.preemption import PreemptedError, Preemption
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
+from dmc.training.strategies import WholeModel, build_strategy
 from dmc.training.text_data import TextData, build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -105,21 +106,24 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption)
     model = build_model(config.model, len(tokenizer), config.seed)
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
-    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id)
+    strategy = build_strategy(config)
+    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     data = TextData(config, tokenizer, plan.total_steps)
-    exporter = Exporter(config, data, tokenizer)
-    trainer = _build_trainer(config, plan, [*_build_callbacks(module, exporter, run), preemption.save_last, preemption])
-    checkpoint = find_checkpoint(preemption.save_last.folder, model, config.use_previous_checkpoint)
+    exporter = Exporter(config, data, tokenizer, strategy)
+    callbacks = [*_build_callbacks(module, exporter, run), preemption.save_last, preemption]
+    trainer = _build_trainer(config, plan, callbacks, strategy)
+    checkpoint = find_checkpoint(
+        preemption.save_last.folder, model, strategy.readable_formats, config.use_previous_checkpoint
+    )
     if is_rank_zero():
-        record_start(run.folder, 0 if checkpoint is None else read_checkpoint(checkpoint)["global_step"])
+        record_start(run.folder, 0 if checkpoint is None else read_header(checkpoint).global_step)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if preemption.stopped_at is not None:
         raise PreemptedError(
             f"stopped by a signal after step {preemption.stopped_at} of {plan.total_steps}, which is saved in "
             f"{run.folder}: the same command goes on"
         )
-    if trainer.is_global_zero:
-        exporter.write(module.model, run.final, config.target_ratio)
+    exporter.write(module.model, run.final, config.target_ratio)
     trainer.strategy.barrier("export")
 
 
@@ -135,7 +139,7 @@ def _build_callbacks(module: RetrofitModule, exporter: Exporter, run: TrainedRun
     ]
 
 
-def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback]) -> Trainer:
+def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback], strategy: WholeModel) -> Trainer:
     training, settings = config.training, config.trainer
     folder = Path(config.output_dir)
     loggers: list[Any] = [CSVLogger(folder, name="logs")]
@@ -143,7 +147,7 @@ def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback]) -> 
         loggers.append(
             WandbLogger(project=config.logger.wandb_project, save_dir=folder, offline=config.logger.wandb_offline)
         )
-    plugins: list[Any] = [AtomicCheckpointIO()]
+    plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
         plugins.append(SLURMEnvironment(auto_requeue=False))
@@ -151,8 +155,8 @@ def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback]) -> 
         accelerator=settings.accelerator,
         devices=settings.devices,
         num_nodes=settings.num_nodes,
-        strategy=settings.strategy,
-        precision=settings.precision,
+        strategy=strategy.lightning_strategy(),
+        precision=strategy.precision,
         max_steps=plan.total_steps,
         max_epochs=1,
         gradient_clip_val=training.gradient_clip,
@@ -165,5 +169,5 @@ def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback]) -> 
         log_every_n_steps=training.log_every_steps,
         default_root_dir=folder,
     )
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size)
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
     return trainer

@@ -99,7 +99,8 @@ class TextData(LightningDataModule):
             "num_workers": self.config.data.num_workers,
             "worker_init_fn": leave_signals_to_parent,
         }
-        rank: dict[str, Any] = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        cuts = self.config.trainer.tensor_parallel_size  # neighbours, which share each layer, read the same text
+        rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
         if self.config.data.streaming:
             stream = StreamingPacked(
                 self._train, self.tokenizer, training.sequence_length, num_draws=self.num_draws, **rank

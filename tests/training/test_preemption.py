@@ -11,7 +11,7 @@ from launching import logged_losses
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
 from dmc.training.callbacks import Validation
-from dmc.training.checkpoint import read_checkpoint
+from dmc.training.checkpoint import read_header
 from dmc.training.preemption import SIGNALS, Preemption, requeue_job
 
 
@@ -57,7 +57,7 @@ def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
     with pytest.raises(PreemptedError, match="after step 4 of 8"):
         train(config)
     assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
-    assert read_checkpoint(Path(config.output_dir) / "checkpoints" / "last.ckpt")["global_step"] == 4
+    assert read_header(Path(config.output_dir) / "checkpoints" / "last.ckpt").global_step == 4
     run = train(config)
     assert logged_losses(run.folder) == logged_losses(whole.folder)
     assert [json.loads(line)["step"] for line in (run.folder / "starts.jsonl").read_text().splitlines()] == [0, 4]

@@ -12,7 +12,7 @@ from launching import Ranks, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
-from dmc.training.checkpoint import read_checkpoint
+from dmc.training.checkpoint import read_header
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def saved_step(folder: Path) -> int:
     """Step of the checkpoint that the next start will take; 0 where there is none."""
     for name in ("last.ckpt", "previous.ckpt"):
         if (folder / "checkpoints" / name).exists():
-            return read_checkpoint(folder / "checkpoints" / name)["global_step"]
+            return read_header(folder / "checkpoints" / name).global_step
     return 0
 
 

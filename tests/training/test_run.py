@@ -14,9 +14,10 @@ from launching import logged_losses, train_ranks
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
-from dmc.training.checkpoint import read_checkpoint
+from dmc.training.checkpoint import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.stages import Plan
+from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
 
@@ -85,7 +86,7 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     model = retrofit(build_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
-    return RetrofitModule(model, config, plan, tokenizer.eos_token_id), batches
+    return RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config)), batches
 
 
 def test_noise_follows_the_sample_through_any_batch_split(run_values):
@@ -134,13 +135,13 @@ def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_pat
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.time() + 120
         while process.poll() is None and time.time() < deadline:
-            if checkpoint.exists() and read_checkpoint(checkpoint)["global_step"] >= target:
+            if checkpoint.exists() and read_header(checkpoint).global_step >= target:
                 break
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
         if checkpoint.exists():
-            read_checkpoint(checkpoint)  # whole, whenever the kill came
+            read_header(checkpoint)  # whole, whenever the kill came
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
     one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")

@@ -1,0 +1,139 @@
+"""Weights, gradients and optimizer state sharded over the ranks by PyTorch's `fully_shard`, with tensor parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from dmc.config import RunConfig
+from dmc.models.build import assemble
+from dmc.models.tensor_parallel import check_divides
+from dmc.ranks import Ranks
+from dmc.training.checkpoint_folder import CheckpointFolders
+from dmc.training.strategies.whole import WholeModel
+
+HEADS = 2
+"""Dimension of the heads in projected queries and keys, [B, T, H, D]."""
+
+
+class Fsdp2(WholeModel):
+    """FSDP2: each decoder layer is gathered for its own forward and backward pass only.
+
+    In bf16-mixed the gathered copies and the gradients on their way are bfloat16, the shards, the sums of gradients
+    and the optimizer float32.
+
+    Raises:
+        ValueError: heads or neurons cannot be divided among the tensor parallel ranks.
+    """
+
+    format = "fsdp2"
+    readable_formats = ("file", "fsdp2")
+    exports_together = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.precision = "32-true"  # what is bfloat16 is said by the policy of `fully_shard`, not by autocast
+
+    def lightning_strategy(self) -> Any:
+        """See `WholeModel`."""
+        return Fsdp2Strategy(self.config.trainer.tensor_parallel_size)
+
+    def spread(self, module: LightningModule) -> None:
+        """Cut the heads, then shard each decoder layer, then the rest."""
+        mesh, model = module.device_mesh, module.model
+        assert mesh is not None
+        if mesh["tensor_parallel"].size() > 1:
+            cut_heads(model, mesh["tensor_parallel"])
+        policy = MixedPrecisionPolicy()
+        if self.config.trainer.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {"mesh": mesh["data_parallel"], "mp_policy": policy}
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+
+    def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
+        """See `WholeModel`."""
+        holder = nn.Module()
+        holder.weight = parameter
+        options = StateDictOptions(full_state_dict=True)
+        state = get_model_state_dict(holder, options=options)
+        state["weight"][rows] = 0
+        set_model_state_dict(holder, state, options=options)
+
+    def gather(self, model: Any) -> Any:
+        """See `WholeModel`."""
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
+
+
+class Fsdp2Strategy(ModelParallelStrategy):
+    """Lightning's strategy, with the mesh from the number of ranks and checkpoints that are never torn.
+
+    Args:
+        num_cuts: tensor parallel size.
+    Raises:
+        ValueError: the ranks are no multiple of it.
+    """
+
+    def __init__(self, num_cuts: int) -> None:
+        super().__init__(tensor_parallel_size=num_cuts, save_distributed_checkpoint=True)
+        self.num_cuts, self._folders = num_cuts, CheckpointFolders("fsdp2")
+
+    def setup_environment(self) -> None:
+        """Divide the ranks among data and tensor parallelism."""
+        num_ranks = self.num_nodes * self.num_processes
+        if num_ranks % self.num_cuts:
+            raise ValueError(
+                f"trainer.tensor_parallel_size={self.num_cuts} does not divide the {num_ranks} devices of the run"
+            )
+        self._data_parallel_size = num_ranks // self.num_cuts
+        super().setup_environment()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write each rank's shards."""
+        self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any number of ranks, also one that a run without sharding wrote."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._folders.generations.known(Path(checkpoint_path))
+        return checkpoint
+
+
+def cut_heads(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, as transformers' own plan for the model says.
+
+    Raises:
+        ValueError: they cannot be divided evenly.
+    """
+    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    check_divides(model.config, ranks.size)
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    }
+    for pattern, name in model.config.base_model_tp_plan.items():
+        if name in styles:
+            parallelize_module(model.model, mesh, {pattern: styles[name]})
+    model.ranks = ranks

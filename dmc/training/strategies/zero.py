@@ -1,0 +1,125 @@
+"""Optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3) divided among the ranks by DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
+
+from dmc.config import RunConfig
+from dmc.models.build import assemble
+from dmc.training.checkpoint_folder import CheckpointFolders, read_folder_header
+from dmc.training.strategies.whole import WholeModel
+
+TAG = "checkpoint"
+"""Folder that Lightning's DeepSpeed checkpoints lie in."""
+
+
+class Zero(WholeModel):
+    """DeepSpeed's ZeRO; weights and gradients are bfloat16 in bf16-mixed, the optimizer's copy is float32.
+
+    DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.format = config.trainer.strategy
+        self.readable_formats = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+        self.stage = int(self.format[-1])
+        self.exports_together = self.stage == 3
+
+    def lightning_strategy(self) -> Any:
+        """See `WholeModel`."""
+        trainer = self.config.trainer
+        return ZeroStrategy(
+            stage=self.stage,
+            offload_optimizer=trainer.offload_optimizer,
+            offload_parameters=trainer.offload_parameters,
+            pin_memory=trainer.offload_optimizer and torch.cuda.is_available(),
+            logging_batch_size_per_gpu=self.config.training.micro_batch_size,
+        )
+
+    def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
+        """See `WholeModel`."""
+        master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
+        if master is not None:
+            master[rows] = 0
+            safe_set_full_fp32_param(parameter, master)
+        with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
+            parameter.data[rows] = 0
+
+    def gather(self, model: Any) -> Any:
+        """See `WholeModel`."""
+        if self.stage < 3:
+            return model
+        state = {}
+        for name, parameter in model.state_dict(keep_vars=True).items():
+            with GatheredParameters([parameter]):
+                if torch.distributed.get_rank() == 0:
+                    state[name] = parameter.detach().cpu().clone()
+        return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks and any stage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        assert isinstance(self.config, dict)
+        self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
+        self._folders = CheckpointFolders(f"deepspeed_zero{options['stage']}")
+
+    def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        engine_and_optimizer = super()._setup_model_and_optimizer(model, *arguments, **options)
+        for name, buffer in model.named_buffers():
+            if name in buffers:  # DeepSpeed casts RoPE's frequencies to bfloat16, too coarse for long sequences
+                buffer.data = buffers[name].to(buffer.device)
+        return engine_and_optimizer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write each rank's shards."""
+        self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any number of ranks and any stage."""
+        folder = Path(checkpoint_path)
+        header = read_folder_header(folder)
+        if (header.format, header.num_ranks) == (self._folders.format, self.world_size):
+            checkpoint = super().load_checkpoint(folder, weights_only)
+        else:
+            checkpoint = self._load_resharded(folder)
+        self._folders.generations.known(folder)
+        return checkpoint
+
+    def _load_resharded(self, folder: Path) -> dict[str, Any]:
+        """Let DeepSpeed convert a checkpoint to its form without ranks, read that, and remove it."""
+        universal = folder.with_name(f"{folder.name}.universal")
+        if self.is_global_zero:
+            shutil.rmtree(universal, ignore_errors=True)
+            options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+            ds_to_universal.main(
+                argparse.Namespace(
+                    input_folder=str(folder / TAG),
+                    output_folder=str(universal / TAG),
+                    inject_missing_state=True,
+                    **options,
+                )
+            )
+        self.barrier()
+        engine = self.deepspeed_engine
+        engine._config.load_universal_checkpoint = True
+        _, checkpoint = engine.load_checkpoint(str(universal), tag=TAG, load_lr_scheduler_states=False)
+        engine._config.load_universal_checkpoint = False
+        self.barrier()
+        if self.is_global_zero:
+            shutil.rmtree(universal)
+        return checkpoint

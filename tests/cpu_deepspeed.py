@@ -1,0 +1,32 @@
+"""DeepSpeed's strategy on processors without a GPU: Lightning refuses them by one check of the accelerator."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
+
+
+def allow_cpu() -> None:
+    """Let `deepspeed_zero*` run in this process over gloo."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from dmc.training.strategies import zero
+
+    class CpuZeroStrategy(zero.ZeroStrategy):
+        def __init__(self, **options):
+            super().__init__(process_group_backend="gloo", **options)
+
+        @property
+        def root_device(self):
+            return torch.device("cpu", 0)
+
+        setup_environment = DDPStrategy.setup_environment
+
+        def setup_distributed(self):
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    zero.ZeroStrategy = CpuZeroStrategy
