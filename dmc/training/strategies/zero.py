@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from dmc.config import RunConfig
 from dmc.models.build import assemble
@@ -85,6 +85,10 @@ class ZeroStrategy(DeepSpeedStrategy):
                 buffer.data = buffers[name].to(buffer.device)
         return engine_and_optimizer
 
+    def backward(self, closure_loss: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Leave the loss as Lightning has divided it by the accumulated micro-batches: DeepSpeed would do so again."""
+        return super().backward(closure_loss, *arguments, **options, scale_wrt_gas=False)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's shards."""
         self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
@@ -115,10 +119,16 @@ class ZeroStrategy(DeepSpeedStrategy):
                 )
             )
         self.barrier()
-        engine = self.deepspeed_engine
+        engine, optimizer = self.deepspeed_engine, self.optimizers[0]
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
         engine._config.load_universal_checkpoint = True
         _, checkpoint = engine.load_checkpoint(str(universal), tag=TAG, load_lr_scheduler_states=False)
         engine._config.load_universal_checkpoint = False
+        # DeepSpeed gives all parameters the settings of the first group, and one counter of steps to share.
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for state in engine.basic_optimizer.state.values():
+            state["step"] = state["step"].clone()
         self.barrier()
         if self.is_global_zero:
             shutil.rmtree(universal)
