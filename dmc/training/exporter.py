@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from dmc.calibrate import calibrate_offset
-from dmc.config import RunConfig, build_config
+from dmc.config import RunConfig
 from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
 from dmc.training.checkpoint import LAST_CHECKPOINT, load_checkpoint_model
-from dmc.training.record import CONFIG_NAME
+from dmc.training.record import read_config
 from dmc.training.text_data import TextData, build_tokenizer
 
 RATIO_TOLERANCE = 0.05
@@ -73,10 +72,7 @@ def export_checkpoint(
         FileExistsError: `output` holds something and `overwrite` is False.
     """
     refuse_occupied(output, overwrite)
-    record = run_folder / CONFIG_NAME
-    if not record.is_file():
-        raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
-    config = build_config(RunConfig, json.loads(record.read_text())["config"])
+    config = read_config(run_folder)
     model = load_checkpoint_model(run_folder / "checkpoints" / LAST_CHECKPOINT)
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer)
