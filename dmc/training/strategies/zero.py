@@ -11,6 +11,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ class Zero(WholeModel):
 
     DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice.
     """
+
+    owns_gradients = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -56,6 +59,11 @@ class Zero(WholeModel):
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data[rows] = 0
 
+    def gradient_norm(self, module: LightningModule) -> Tensor:
+        """See `WholeModel`."""
+        engine: Any = module.trainer.model
+        return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
+
     def gather(self, model: Any) -> Any:
         """See `WholeModel`."""
         if self.stage < 3:
@@ -83,6 +91,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         for name, buffer in model.named_buffers():
             if name in buffers:  # DeepSpeed casts RoPE's frequencies to bfloat16, too coarse for long sequences
                 buffer.data = buffers[name].to(buffer.device)
+        engine_and_optimizer[0].optimizer.check_grad_overflow = True  # by itself DeepSpeed looks in float16 only
         return engine_and_optimizer
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **options: Any) -> Tensor:
