@@ -15,8 +15,11 @@ from typing import Any
 
 from cpu_deepspeed import allow_cpu
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dmc.training", "launching"])
+CONTEXT.set_forkserver_preload(
+    ["dmc.training", "dmc.training.strategies.fsdp2", "dmc.training.strategies.zero", "launching"]
+)
 
 
 class Ranks:

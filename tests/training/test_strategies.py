@@ -70,15 +70,7 @@ def assert_same_folder(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_learn_what_one_with_the_doubled_batch_does(values, alone, strategy, tmp_path):
-    folder = on_ranks(values, 2, tmp_path / strategy, strategy, micro_batch_size=3)
-    assert_same_losses(alone, folder)
-    assert_same_folder(alone / "final", folder / "final")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
 def test_accumulation_and_recomputed_activations_change_nothing(values, alone, strategy, tmp_path):
     options = {"micro_batch_size": 1, "activation_checkpointing": True}
     folder = on_ranks(values, 2, tmp_path / strategy, strategy, **options)
@@ -88,8 +80,10 @@ def test_accumulation_and_recomputed_activations_change_nothing(values, alone, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_checkpoints_of_two_ranks_export_and_resume_on_one_and_three(values, alone, strategy, tmp_path):
+def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_three(values, alone, strategy, tmp_path):
     folder = on_ranks(values, 2, tmp_path / strategy, strategy, micro_batch_size=3)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
     (folder / "final" / "retrofit.json").unlink()
     for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
@@ -104,7 +98,7 @@ def test_checkpoints_of_two_ranks_export_and_resume_on_one_and_three(values, alo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
 def test_all_ranks_skip_a_step_with_a_gradient_that_is_not_finite(values, strategy, tmp_path):
     sabotage = functools.partial(spoil_loss, step=7, on_rank=1, gradient=True)
     folder = on_ranks(values, 2, tmp_path / strategy, strategy, sabotage, micro_batch_size=1)
@@ -116,7 +110,7 @@ def test_all_ranks_skip_a_step_with_a_gradient_that_is_not_finite(values, strate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
     folder = on_ranks(values, 2, tmp_path / strategy, trainer, micro_batch_size=1, activation_checkpointing=True)

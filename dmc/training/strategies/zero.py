@@ -83,6 +83,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         super().__init__(**options)
         assert isinstance(self.config, dict)
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
         self._folders = CheckpointFolders(f"deepspeed_zero{options['stage']}")
 
     def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
