@@ -13,7 +13,7 @@ from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
 from dmc.training.checkpoint import load_checkpoint_model
-from dmc.training.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
+from dmc.training.generations import latest
 from dmc.training.record import is_rank_zero, read_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
@@ -89,8 +89,7 @@ def export_checkpoint(
     """
     refuse_occupied(output, overwrite)
     config = read_config(run_folder)
-    last, previous = (run_folder / "checkpoints" / name for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT))
-    model = load_checkpoint_model(previous if previous.exists() and not last.exists() else last)
+    model = load_checkpoint_model(latest(run_folder / "checkpoints"))
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     exporter.write(model, output, target_ratio or config.target_ratio, overwrite)

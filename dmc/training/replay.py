@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
 from dmc.training.checkpoint import load_checkpoint_model, read_header
-from dmc.training.generations import LAST_CHECKPOINT
+from dmc.training.generations import latest
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_config
 from dmc.training.stages import Plan
@@ -59,7 +59,7 @@ def replay(run_folder: Path, file: Path) -> Replay:
         kept = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} is cut off or is no batch kept by a run ({type(error).__name__})") from error
-    checkpoint = run_folder / "checkpoints" / LAST_CHECKPOINT
+    checkpoint = latest(run_folder / "checkpoints")
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     plan = Plan(config.training, config.target_ratio)

@@ -7,13 +7,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dmc.training.gradients import discard_gradients, gradient_norm
+from dmc.training.gradients import clip_gradients, gradient_norm
 
 
 class Holder(torch.nn.Module):
     """Parameters with given gradients."""
-
-    device = torch.device("cpu")
 
     def __init__(self, gradients: list[torch.Tensor]) -> None:
         super().__init__()
@@ -40,7 +38,10 @@ def compare_norms(rank: int, count: int, port: int) -> None:
         ]
         module = Holder(sharded)
         expected = torch.cat([each.flatten() for each in whole]).norm()
-        torch.testing.assert_close(gradient_norm(module, None), expected)
-        discard_gradients(module, None)
-        assert gradient_norm(module, None) == 0
+        torch.testing.assert_close(gradient_norm(module), expected)
+        if not spoiled:
+            clip_gradients(module, gradient_norm(module), 0.5)
+            torch.testing.assert_close(gradient_norm(module), torch.tensor(0.5))
+        module.zero_grad()
+        assert gradient_norm(module) == 0
     dist.destroy_process_group()

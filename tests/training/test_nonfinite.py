@@ -1,5 +1,6 @@
 import copy
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
-from dmc.training.checkpoint import read_header
+from dmc.training.checkpoint import read_header, read_weights
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
 
@@ -80,8 +81,8 @@ def test_too_many_in_a_row_end_the_run_with_its_state_saved_and_it_can_go_on(run
     with pytest.raises(NonFiniteError, match=r"last 2 steps up to step 5 .* file=.*step_0000004_rank0.pt"):
         train(config)
     assert checkpoint_step(folder) == 5
-    saved = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
-    assert all(torch.equal(saved[f"model.{name}"], value) for name, value in seen[3][0].items())
+    saved = read_weights(folder / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(saved[name], value) for name, value in seen[3][0].items())
     spoil_gradients()
     train(config)
     assert list(logged(folder, "train/skipped_steps").values()) == [0, 1, 1, 2, 3, 3, 3, 3]
@@ -138,4 +139,20 @@ def test_all_ranks_skip_where_the_loss_of_one_is_not_finite(run_values, tmp_path
     kept = [torch.load(folder / "nonfinite" / f"step_0000003_rank{rank}.pt", weights_only=True) for rank in range(2)]
     losses = torch.tensor([[batch["loss"] for batch in each["micro_batches"]] for each in kept])
     assert losses[0].isfinite().all() and losses[1].isnan().all()
+    assert all(value.isfinite().all() for value in load_model(folder / "final").state_dict().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
+def test_no_strategy_steps_where_a_gradient_of_one_rank_is_not_finite(run_values, tmp_path, strategy):
+    run_values["trainer"] |= {"devices": 2, "strategy": strategy}
+    run_values["training"] |= {"micro_batch_size": 1}
+    folder = Path(run_values["output_dir"])
+    log = tmp_path / "ranks.log"
+    with Ranks(run_values, 2, log, functools.partial(spoil_loss, step=3, on_rank=1, gradient=True)) as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-4000:]
+    assert list(logged(folder, "train/skipped_steps").values()) == [0, 0, 0, 1, 1, 1, 1, 1]
+    norms = logged(folder, "train/gradient_norm")
+    assert [step for step, norm in norms.items() if not math.isfinite(norm)] == [3]
+    assert len(list((folder / "nonfinite").iterdir())) == 2
     assert all(value.isfinite().all() for value in load_model(folder / "final").state_dict().values())

@@ -18,7 +18,11 @@ def figures(folder: Path) -> dict[str, dict[int, float]]:
     return {name: logged(folder, name) for name in FIGURES}
 
 
-def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_path):
+SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed_zero1", "deepspeed_zero3")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_path, strategy):
     run_values["training"] |= {"snapshot_ratios": [], "calibrate": False, "validate_every_steps": 1000}
     found = []
     for size in (1, 4):
@@ -26,7 +30,7 @@ def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_
         run_values["output_dir"] = str(tmp_path / str(size))
         found.append(figures(train(build_config(RunConfig, run_values)).folder))
     run_values["training"]["micro_batch_size"] = 1
-    run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    run_values["trainer"] |= {"devices": 2, "strategy": strategy}
     run_values["output_dir"] = str(tmp_path / "ranks")
     train_ranks(run_values, 2, tmp_path / "ranks.log")
     found.append(figures(tmp_path / "ranks"))
