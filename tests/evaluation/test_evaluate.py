@@ -35,6 +35,7 @@ BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv(CODE_CONSENT, raising=False)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ TASKS = ["local_choice", "local_generation", "local_rolling"]
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
 
 
 def engine_lm(folder: Any, policy: Any = None, **options: Any) -> EngineLM:
