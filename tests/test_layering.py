@@ -169,6 +169,9 @@ def test_core_serves_where_only_torch_and_transformers_are_installed() -> None:
             hidden = name.split(".")[0] in {FORBIDDEN_IN_CORE!r}
             return None if hidden else self.finder.find_spec(name, path, target)
 
+        def __getattr__(self, name):
+            return getattr(self.finder, name)
+
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
