@@ -18,9 +18,12 @@ from transformers import AutoTokenizer
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
+import lm_eval.tasks
+from lm_eval.tasks import TaskManager
+
 from dmc import Engine, load_model
 from dmc.config import build_config
-from dmc.evaluation.benchmarks import CODE_CONSENT, Benchmark, check_tasks, list_tasks, read_benchmarks
+from dmc.evaluation.benchmarks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
 from dmc.evaluation.compare import unfinished
 from dmc.evaluation.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
 from dmc.evaluation.evaluate_report import write_evaluation_report
@@ -90,6 +93,41 @@ def test_samples_are_written_on_request(make_config: Any) -> None:
     samples = [json.loads(line) for line in lines]
     assert statistics.fmean(sample["acc"] for sample in samples) == row["metrics"]["acc"]
     assert all(len(sample["resps"]) == 4 for sample in samples)
+
+
+MADE_TASK = """
+task: made
+custom_dataset: !function make.documents
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+generation_kwargs: {until: [], max_gen_toks: 4}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+MADE_DOCUMENTS = """
+import datasets
+
+def documents(max_seq_lengths, pretrained, **settings):
+    rows = [{"prompt": "alpha " * length, "answer": pretrained} for length in max_seq_lengths]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "make.py").write_text(MADE_DOCUMENTS)
+    settings = {"max_seq_lengths": [3, 5]}
+    config = make_config(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
+    (row,) = run(config, Workshop())
+    assert row["status"] == "done", row
+    samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
+    assert [json.loads(line)["doc"] for line in samples] == [
+        {"prompt": "alpha " * length, "answer": config.model} for length in (3, 5)
+    ]
 
 
 def test_an_interrupted_evaluation_goes_on_with_the_next_task(make_config: Any) -> None:
@@ -199,9 +237,12 @@ SELECTIONS = sorted(path.stem for path in (CONFIGS / "evaluation").glob("*.yaml"
 
 
 @pytest.fixture(scope="module")
-def everything(tasks_folder: Path) -> Any:
-    """All tasks that there are: listing them takes ten seconds."""
-    return list_tasks(["piqa"], str(tasks_folder))
+def everything(tasks_folder: Path) -> TaskManager:
+    """The tasks that papers name: listing all that lm-eval has takes ten seconds."""
+    names = ["arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
+    names += ["mmlu/default", "openbookqa", "piqa", "super_glue", "truthfulqa", "winogrande"]
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in names]
+    return TaskManager(include_path=[*folders, tasks_folder], include_defaults=False)
 
 
 def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +298,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
         assert [float(each["value"]) for each in csv.DictReader(file)] == [each["value"] for each in figures]
 
 
-def test_the_script_evaluates_and_goes_on(folders: Any, tasks_folder: Path, tmp_path: Path) -> None:
+def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_folder: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "scripts/evaluate.py",
@@ -271,11 +312,14 @@ def test_the_script_evaluates_and_goes_on(folders: Any, tasks_folder: Path, tmp_
     done = subprocess.run([*command, "tasks=[local_choice]"], **options)
     assert done.returncode == 0, done.stderr
     assert "local_choice (acc)" in done.stdout
-    again = subprocess.run([*command, "tasks=[local_choice]"], **options)
-    assert "1 tasks, 0 to run" in again.stderr
-    wrong = subprocess.run([*command, "tasks=[local_choice]", "limit=0"], **options)
-    assert wrong.returncode == 1
-    assert wrong.stderr.strip().startswith("error: limit=0: expected a whole number >= 1")
+    sweep = subprocess.run([*command, "tasks=[local_choice]", "policy=h2o,tova", "-m"], **options)
+    assert sweep.returncode == 0, sweep.stderr
+    assert [f"1 tasks, {count} to run" in sweep.stderr for count in (0, 1)] == [True, True]
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert ["h2o" in table, "tova" in table] == [True, True]
+    rows = RowStore(tmp_path / "out" / "cells.jsonl").rows()
+    assert [row["policy"] for row in rows] == ["h2o", "tova"]
+    assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
 
 
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
