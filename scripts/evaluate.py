@@ -49,7 +49,7 @@ def main(settings: DictConfig) -> None:
         print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
         run_evaluation(evaluation, cells, config, store, load)
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed: pip install '.[eval]'")
+        sys.exit(f"error: {error}: pip install '.[eval]'")
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     print(f"\n{write_evaluation_report(store.rows(), store.path.parent)}\n\nall of it: {store.path.parent}")

@@ -71,6 +71,8 @@ class EvaluateConfig:
     """Folder or hub name, or a mapping with the fields of `ComparedModel`."""
     tasks: list[Any]
     """See `read_benchmarks`."""
+    name: str | None = None
+    """Of the model, in tables; None: its folder."""
     policy: Any = FULL
     """Name of `configs/policy/*.yaml`, or a mapping: see `named_settings`."""
     budget: BudgetSettings = field(default_factory=BudgetSettings)
@@ -127,14 +129,14 @@ def plan_evaluation(config: EvaluateConfig, configs: Path) -> Evaluation:
         method = Method(FULL, {}, None, target_ratio, [FULL])
     folder = configs / "evaluation"
     benchmarks = read_benchmarks(config.tasks, folder)
-    known = [path.stem for path in folder.glob("*.yaml")]
+    name, known = config.name or model.path, [path.stem for path in folder.glob("*.yaml")]
     names = [task for each in benchmarks for task in each.tasks]
     manager = list_tasks(names, config.tasks_folder, {"pretrained": model.path, **config.task_settings})
     check_tasks(names, manager, known)
     shared = [FORMAT, importlib.metadata.version("lm-eval"), asdict(config.engine), config.seed, config.limit]
     shared += [config.task_settings, config.chat_template, config.system_instruction, _local_files(config.tasks_folder)]
     cells = [
-        Cell(model.path, target_ratio is not None, method, task, digest(identity), digest([*shared, asdict(each)]))
+        Cell(name, target_ratio is not None, method, task, digest(identity), digest([*shared, asdict(each)]))
         for each in benchmarks
         for task in each.tasks
     ]
@@ -185,7 +187,7 @@ def run_evaluation(
             try:
                 options = {"policy": cell.method.build(), **asdict(config.engine)}
                 row |= measure(cell, evaluation, config, make_engine(model, tokenizer, **options))
-            except (*FAILURES, OSError) as error:  # OSError: the data cannot be had
+            except (*FAILURES, OSError, ImportError) as error:  # the data, or a package of a task, cannot be had
                 row |= {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
             store.append(row)
@@ -218,6 +220,7 @@ def measure(cell: Cell, evaluation: Evaluation, config: EvaluateConfig, engine: 
     Raises:
         ValueError, NotImplementedError: the engine, the task or the tokenizer refuses a setting.
         OSError: the task's data cannot be had.
+        ImportError: the task needs a package that is not installed.
     """
     benchmark = evaluation.benchmarks[cell.task]
     lm = EngineLM(engine, requests_at_once=8 * config.engine.max_batch_size, seed=config.seed)

@@ -130,6 +130,16 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
     ]
 
 
+def test_a_task_whose_package_is_missing_fails_alone(make_config: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "make.py").write_text("import a_package_that_is_not_there")
+    (row,) = run(make_config(tasks=["made"], tasks_folder=str(folder)), Workshop())
+    assert row["status"] == "failed"
+    assert "a_package_that_is_not_there" in row["error"]
+
+
 def test_an_interrupted_evaluation_goes_on_with_the_next_task(make_config: Any) -> None:
     config, first = make_config(), Workshop(stop_at=1)
     with pytest.raises(KeyboardInterrupt):
@@ -281,7 +291,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
     config = make_config()
     run(config, Workshop())
     run(make_config(policy="h2o", budget={"tokens": 8}), Workshop())
-    rows = run(make_config(model=str(folders.compressed)), Workshop())
+    rows = run(make_config(model=str(folders.compressed), name="small"), Workshop())
     folder = Path(config.output)
     table = write_evaluation_report(rows, folder)
     assert table == (folder / "table.md").read_text().strip()
@@ -289,6 +299,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
     assert "both (mean)" in lines[0]
     assert [line.split("|")[2].strip() for line in lines[2:5]] == ["CR 1", "8 tokens", "CR 2"]
     assert ["own gates" in line for line in lines[2:5]] == [False, False, True]
+    assert lines[4].startswith("| small, own gates |")
     figures = json.loads((folder / "results.json").read_text())
     values = [row["metrics"][row["main_metric"]] for row in rows[:2]]
     assert figures[0]["value"] == pytest.approx(statistics.fmean(values))
@@ -328,4 +339,4 @@ def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1
-    assert done.stderr.strip() == "error: lm_eval is not installed: pip install '.[eval]'"
+    assert done.stderr.strip() == "error: No module named 'lm_eval': pip install '.[eval]'"
