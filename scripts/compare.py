@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dmc import load_model
 from dmc.config import build_config
 from dmc.evaluation.compare import run_cells, unfinished
-from dmc.evaluation.compare_report import CSV, PLOT, TABLE, write_report
+from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
 from dmc.evaluation.grid import CompareConfig, ComparedModel, plan_grid
 from dmc.evaluation.row_store import RowStore
 
@@ -50,7 +50,8 @@ def main(settings: DictConfig) -> None:
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     table = write_report(store.rows(), folder, config.reference)
-    print(f"\n{table}\n\n{store.path}, {folder / TABLE}, {folder / CSV}, {folder / PLOT}")
+    files = ", ".join(str(folder / name) for name in (TABLE, CSV, PLACES, PLOT))
+    print(f"\n{table}\n\n{store.path}, {files}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dmc.budget import Budget, achieved_ratio
 from dmc.evaluation.grid import Cell, CompareConfig, ComparedModel, Grid, digest
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.evaluation.speed import measure_speed
-from dmc.evaluation.tasks import Sample, SampleResult, Task
+from dmc.evaluation.tasks import Sample, SampleResult, Task, by_place
 from dmc.provenance import provenance
 from dmc.runtime import Engine, GenerationStats
 
@@ -129,6 +129,7 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
         "sample_values": [each.metrics[task.main_metric] for each in results],
         "samples": len(results),
         "samples_key": digest([[each.prompt, each.continuation] for each in samples]),
+        **by_place(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }
     if config.speed_tokens:

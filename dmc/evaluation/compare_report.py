@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
+import itertools
 import math
+import operator
 import os
 import statistics
 from pathlib import Path
@@ -14,7 +17,7 @@ from dmc.evaluation.compare import DONE, FAILED
 from dmc.evaluation.quality_plot import plot_quality
 from dmc.evaluation.row_store import Row
 
-TABLE, CSV, PLOT = "table.md", "results.csv", "quality_over_bytes.png"
+TABLE, CSV, PLACES, PLOT = "table.md", "results.csv", "results_by_place.csv", "quality_over_bytes.png"
 COLUMNS = (
     *("model", "policy", "budget", "task", "main_metric", "quality", "over_full_cache", "over_full_cache_error"),
     *("requested_ratio", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
@@ -24,7 +27,7 @@ COLUMNS = (
 
 
 def write_report(rows: list[Row], folder: Path, reference: str | None = None) -> str:
-    """Write `table.md`, `results.csv` and `quality_over_bytes.png`; each is replaced whole.
+    """Write `table.md`, `results.csv`, `results_by_place.csv` and `quality_over_bytes.png`; each is replaced whole.
 
     Args:
         rows: of one or several runs, in the order in which they were written.
@@ -41,6 +44,7 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, format_csv(done).encode())
+    replace_file(folder / PLACES, format_places(done).encode())
     if done:
         picture = io.BytesIO()
         plot_quality({task: _ranked(task, done) for task in _tasks(done)}, picture)
@@ -124,6 +128,24 @@ def format_csv(rows: list[Row]) -> str:
     for task in _tasks(rows):
         for row in _ranked(task, rows):
             writer.writerow([*(row.get(name) for name in COLUMNS), *(row["metrics"].get(name) for name in metrics)])
+    return file.getvalue()
+
+
+def format_places(rows: list[Row]) -> str:
+    """Write the figures by length and depth, position, turn or entries: one line per cell, place and metric."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["model", "policy", "budget", "achieved_ratio", "task", "place", "samples", "metric", "value", "key"])
+    for row in rows:
+        cell = [row[name] for name in ("model", "policy", "budget", "achieved_ratio", "task")]
+        for table in (value for name, value in row.items() if name.startswith("by_")):
+            names = list(table)[: list(table).index("samples")]
+            for indices in itertools.product(*(range(len(table[name])) for name in names)):
+                place = " ".join(f"{name}={table[name][i]}" for name, i in zip(names, indices, strict=True))
+                samples = functools.reduce(operator.getitem, indices, table["samples"])
+                for metric in list(table)[len(names) + 1 :] if samples else []:
+                    value = functools.reduce(operator.getitem, indices, table[metric])
+                    writer.writerow([*cell, place, samples, metric, value, row["key"]])
     return file.getvalue()
 
 

@@ -25,7 +25,7 @@ FULL = "full"
 """The policy that keeps everything, or leaves it to the model's own gates."""
 MODEL_FILES = {".safetensors", ".json", ".model", ".txt"}
 """Weights, configuration and tokenizer, but no README."""
-FORMAT = 1
+FORMAT = 2
 """Raise it when what a cell measures changes: finished cells then run again."""
 
 

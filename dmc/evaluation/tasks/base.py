@@ -1,0 +1,108 @@
+"""What a task of a comparison is: samples, what an engine makes of them, and where on a task's grid they stand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dmc.runtime import Engine, GenerationStats
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, which the cache remembers compressed, and what follows it."""
+
+    prompt: list[int]
+    continuation: list[int]
+    place: dict[str, float] = field(default_factory=dict)
+    """Where it stands on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: there is none."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Metrics that belong to one place of a task's grid."""
+
+    place: dict[str, float]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What a model made of one sample."""
+
+    metrics: dict[str, float]
+    """The same names for every sample of a task; a task's figures are their means."""
+    stats: GenerationStats
+    """Memory at the sample's last step."""
+    parts: list[Part] = field(default_factory=list)
+    """The same by place: one for a sample that has one, several where a sample covers several."""
+
+
+class Task(Protocol):
+    """A measure of quality; the cache's memory is measured with it. Named and set up by `configs/task/*.yaml`."""
+
+    main_metric: str
+    """The one by which methods are ranked."""
+    higher_is_better: bool
+
+    def identity(self) -> Any:
+        """Return what the samples depend on beside the settings (the files of a corpus), as JSON has it.
+
+        Raises:
+            FileNotFoundError, ValueError: something that the samples are made of is not there.
+        """
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """Make the samples: always the same.
+
+        Args:
+            tokenizer: the model's, or None.
+            vocab_size: tokens that the model knows.
+        Raises:
+            ValueError: a setting does not suit the model.
+        """
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """Run some of the samples, which the engine takes at the same time."""
+
+
+def by_place(results: Sequence[SampleResult]) -> dict[str, dict[str, list[Any]]]:
+    """Average metrics place by place.
+
+    Returns:
+        `{"by_length_and_depth": {"length": [...], "depth": [...], "samples": [[...]], "exact_match": [[...]]}}`: the
+        places in ascending order; counts and means are nested lists in the order of the place's names, None where
+        there is no sample. Empty for a task without a grid.
+    """
+    found: dict[str, dict[str, list[Any]]] = {}
+    for names in dict.fromkeys(tuple(part.place) for each in results for part in each.parts):
+        parts = [part for each in results for part in each.parts if tuple(part.place) == names]
+        cells: dict[tuple[float, ...], list[Part]] = {}
+        for part in parts:
+            cells.setdefault(tuple(part.place.values()), []).append(part)
+        axes: dict[str, list[Any]] = {name: sorted({part.place[name] for part in parts}) for name in names}
+        counts = {place: len(members) for place, members in cells.items()}
+        table = axes | {"samples": _nested(list(axes.values()), counts, empty=0)}
+        for metric in parts[0].metrics:
+            means = {
+                place: statistics.fmean(member.metrics[metric] for member in members)
+                for place, members in cells.items()
+            }
+            table[metric] = _nested(list(axes.values()), means, empty=None)
+        found["by_" + "_and_".join(names)] = table
+    return found
+
+
+def _nested(axes: list[list[Any]], values: dict[tuple[Any, ...], Any], empty: Any, place: tuple[Any, ...] = ()) -> Any:
+    if not axes:
+        return values.get(place, empty)
+    return [_nested(axes[1:], values, empty, (*place, each)) for each in axes[0]]
+
+
+def check_positive(task: Any, *names: str) -> None:
+    """Raise a ValueError for a setting of a task that is not a whole number >= 1."""
+    for name in names:
+        if getattr(task, name) < 1:
+            raise ValueError(f"{name}={getattr(task, name)}: expected a whole number >= 1")

@@ -1,0 +1,257 @@
+"""Tasks that ask about text: a model that reads its prompt and answers right scores 1, one that does not scores 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from dmc import Engine, load_model
+from dmc.budget import Budget
+from dmc.data import TextSource
+from dmc.evaluation.tasks import (
+    KeyValuePairs,
+    MultiTurnRecall,
+    Needle,
+    Part,
+    SampleResult,
+    TextLoss,
+    TwoStageRetrieval,
+    by_place,
+)
+from dmc.policies import StreamingLLM
+from dmc.runtime import GenerationStats
+
+FILLER = "The grass is green. The sky is blue.\n"
+Script = Callable[[str], str]
+
+
+class ScriptedEngine(Engine):
+    """Answers what a script says about all the text so far; tokens, cache and sessions are the engine's own."""
+
+    def __init__(self, model: Any, tokenizer: Any, script: Script, **options: Any) -> None:
+        super().__init__(model, tokenizer, **options)
+        self.script = script
+
+    def _sample(self, requests: list[Any], logits: torch.Tensor) -> Any:
+        for row, request in enumerate(requests):
+            num_new = len(request.logprobs)
+            tokens = request.sequence.tokens
+            text = self.tokenizer.decode(tokens[: len(tokens) - num_new])
+            answer = self.tokenizer(self.script(text), add_special_tokens=False)["input_ids"]
+            logits[row] = -1e4
+            logits[row, answer[num_new] if num_new < len(answer) else self.tokenizer.eos_token_id] = 0
+        return super()._sample(requests, logits)
+
+
+def find_needle(text: str) -> str:
+    name = text.rpartition("number of ")[2].removesuffix(" is")
+    return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
+
+
+def find_pass_key(text: str) -> str:
+    return " " + re.search(r"pass key is (\d+)", text)[1]
+
+
+def find_value(text: str) -> str:
+    key = re.search(r'Key: "(.*)"\nValue: "$', text)[1]
+    return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
+
+
+def look_up(text: str) -> tuple[int, str]:
+    first, second = map(int, re.findall(r"(\d+) \+ (\d+)", text)[-1])
+    return first + second, re.search(rf"\b{first + second}: (\w+)", text)[1]
+
+
+def find_code(text: str) -> str:
+    question = re.search(r"What is the door code of (\w+)\?", text)
+    if question is None:
+        return " All right 99999."
+    return " " + re.search(rf"door code of {question[1]} is (\d+)", text)[1]
+
+
+NEEDLE = Needle(haystack=FILLER, lengths=[128, 200], depths=[0, 0.5, 1], samples_per_place=2)
+PASS_KEY = Needle(
+    haystack=FILLER,
+    lengths=[128],
+    depths=[0.2],
+    fact="\nThe pass key is {number}.\n",
+    question="\nWhat is the pass key? The pass key is",
+)
+PAIRS = KeyValuePairs(lengths=[480], depths=[0, 1], samples_per_place=2)
+CHAIN = TwoStageRetrieval(entries=[5, 9], samples_per_place=3)
+DIRECT = TwoStageRetrieval(entries=[5, 9], samples_per_place=3, chain_of_thought=False)
+TURNS = MultiTurnRecall(haystack=FILLER, turns=[2, 4], turn_tokens=24, samples_per_place=2)
+SCRIPTS: dict[str, tuple[Any, Script]] = {
+    "needle": (NEEDLE, find_needle),
+    "passkey": (PASS_KEY, find_pass_key),
+    "key_value": (PAIRS, find_value),
+    "chain": (CHAIN, lambda text: " {0}. The color of {0} is {1}.".format(*look_up(text))),
+    "direct": (DIRECT, lambda text: f" {look_up(text)[1]}"),
+    "turns": (TURNS, find_code),
+}
+
+
+@pytest.fixture(scope="module")
+def model(folders: Any) -> Any:
+    return load_model(folders.stock)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folders.stock)
+
+
+def run(task: Any, script: Script, model: Any, tokenizer: Any, **options: Any) -> list[SampleResult]:
+    engine = ScriptedEngine(model, tokenizer, script, **options)
+    results = task.evaluate(engine, task.samples(tokenizer, 300))
+    assert engine.blocks_in_use == 0
+    return results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(
+    name: str, model: Any, tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
+    for answer in (" 1", "", " mauve", ' 31415926"'):
+        assert {each.metrics["exact_match"] for each in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tokenizer: Any) -> None:
+    task, _ = SCRIPTS[name]
+    samples = task.samples(tokenizer, 300)
+    assert samples == task.samples(tokenizer, 300)
+    other = type(task)(**{**vars(task), "seed": 1}).samples(tokenizer, 300)
+    assert [each.continuation for each in other] != [each.continuation for each in samples]
+
+
+def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
+    for sample in NEEDLE.samples(tokenizer, 300):
+        assert len(sample.prompt) == sample.place["length"]
+        text = tokenizer.decode(sample.prompt)
+        before, after = re.split(r"\nThe magic number of \w+ is \d+.\n", text.partition("\nWhat is")[0])
+        sizes = [len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
+        assert sizes[0] / sum(sizes) == pytest.approx(sample.place["depth"], abs=0.05)
+
+
+def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    source = TextSource(str(folders.text))
+    options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
+    task = Needle(haystack=source, **options)
+    first, second = task.samples(tokenizer, 300)
+    assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt
+    assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
+    assert task.identity() == source.description()
+
+
+def test_a_number_that_goes_on_is_another_number(model: Any, tokenizer: Any) -> None:
+    results = run(NEEDLE, lambda text: find_needle(text)[:6] + "7", model, tokenizer)
+    assert {each.metrics["exact_match"] for each in results} == {0.0}
+
+
+def test_a_chain_of_thought_that_adds_wrongly_can_still_be_told_from_one_that_looks_up_wrongly(
+    model: Any, tokenizer: Any
+) -> None:
+    results = run(CHAIN, lambda text: f" {look_up(text)[0]}. The color is mauve.", model, tokenizer)
+    assert {each.metrics["sum_match"] for each in results} == {1.0}
+    assert {each.metrics["exact_match"] for each in results} == {0.0}
+
+
+def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
+    for task in (CHAIN, DIRECT):
+        for sample in task.samples(tokenizer, 300):
+            total, color = look_up(tokenizer.decode(sample.prompt))
+            assert 0 <= total < sample.place["entries"]
+            assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
+
+
+def test_each_turn_sees_what_the_ones_before_have_left(model: Any, tokenizer: Any) -> None:
+    seen: list[str] = []
+
+    def note(text: str) -> str:
+        seen.append(text)
+        return find_code(text)
+
+    results = run(TURNS, note, model, tokenizer)
+    last = max(seen, key=len)
+    assert last.count(" All rig") == 3 and last.startswith("The door code of")
+    for result, sample in zip(results, TURNS.samples(tokenizer, 300), strict=True):
+        assert result.stats.tokens_seen > len(sample.prompt)
+        assert result.stats.achieved_ratio == 1.0
+    policy = StreamingLLM(budget=Budget(tokens=32))
+    for result in run(TURNS, find_code, model, tokenizer, policy=policy, max_batch_size=4):
+        assert result.stats.slots.unique().tolist() == [32]
+
+
+def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> None:
+    engine = Engine(model, tokenizer)
+    samples = TURNS.samples(tokenizer, 300)
+    together = TURNS.evaluate(engine, samples)
+    alone = [TURNS.evaluate(engine, [sample])[0] for sample in samples]
+    assert [each.metrics for each in together] == [each.metrics for each in alone]
+    assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
+
+
+def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    source = TextSource(str(folders.text))
+    task = TextLoss(source, 3, context_tokens=1, scored_tokens=20, bucket_tokens=8, cache_folder=str(tmp_path))
+    samples = task.samples(tokenizer, 300)
+    table = by_place(task.evaluate(Engine(model), samples))["by_position"]
+    with torch.no_grad():
+        tokens = torch.tensor([each.prompt + each.continuation for each in samples])
+        losses = torch.nn.functional.cross_entropy(
+            model(tokens, use_cache=False).logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none"
+        ).double()
+    assert table["position"] == [1, 9, 17] and table["samples"] == [3, 3, 3]
+    assert table["loss"] == pytest.approx([float(losses[:, a:b].mean()) for a, b in ((0, 8), (8, 16), (16, 20))])
+    assert table["cumulative_loss"] == pytest.approx([float(losses[:, :b].mean()) for b in (8, 16, 20)])
+
+
+def test_figures_are_averaged_place_by_place() -> None:
+    def result(length: int, depth: float, match: float) -> SampleResult:
+        place = {"length": length, "depth": depth}
+        return SampleResult({}, GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0), [Part(place, {"match": match})])
+
+    results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
+    assert by_place(results) == {
+        "by_length_and_depth": {
+            "length": [10, 20],
+            "depth": [0, 0.5],
+            "samples": [[1, 1], [0, 2]],
+            "match": [[1, 0], [None, 0.5]],
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Needle(haystack=FILLER, depths=[2]), r"depths=\[2\]: expected numbers from 0 to 1"),
+        (lambda: Needle(haystack=FILLER, fact="none"), r"fact='none': expected \{number\}"),
+        (lambda: Needle(haystack=FILLER, lengths=[]), r"lengths=\[\]: expected whole numbers >= 1"),
+        (lambda: Needle(haystack=" ").identity(), "haystack is empty"),
+        (lambda: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected a whole number"),
+        (lambda: NEEDLE.samples(None, 300), "needs a tokenizer"),
+        (lambda: KeyValuePairs(lengths=[0]), r"lengths=\[0\]"),
+        (lambda: TwoStageRetrieval(entries=[]), r"entries=\[\]"),
+        (lambda: MultiTurnRecall(haystack=FILLER, turns=[1]), r"turns=\[1\]: expected whole numbers >= 2"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_was_expected(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_prompts_without_room_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="lengths: 20 tokens have no room for fact and question, at least"):
+        Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300)
+    with pytest.raises(ValueError, match="no room for a single pair"):
+        KeyValuePairs(lengths=[60]).samples(tokenizer, 300)
