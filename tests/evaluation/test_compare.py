@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from dmc import Engine, load_model
 from dmc.config import build_config
@@ -123,6 +124,31 @@ def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) ->
     assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep"}
     assert keep["settings"]["task"]["sequence_length"] == 40
     assert "versions" in full["provenance"]
+
+
+def test_every_task_that_is_shipped_can_be_planned(make_config: Any) -> None:
+    names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
+    grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
+    assert sorted(grid.tasks) == names and len(names) > 9
+
+
+def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path: Path) -> None:
+    task = {"name": "passkey", "like": "passkey", "lengths": [130, 180], "depths": [0, 1], "samples_per_place": 2}
+    workshop = Workshop()
+    workshop.load = lambda model: (load_model(model.path), AutoTokenizer.from_pretrained(model.path))  # type: ignore
+    (row,) = run(make_config(tasks=[task], policies=["full"]), workshop)
+    table = row["by_length_and_depth"]
+    assert (table["length"], table["depth"], table["samples"]) == ([130, 180], [0, 1], [[2, 2], [2, 2]])
+    for metric in ("exact_match", "loss"):
+        assert sum(map(sum, table[metric])) / 4 == pytest.approx(row["metrics"][metric])
+    write_report([row], tmp_path)
+    with (tmp_path / "results_by_place.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["place"], float(line["value"])) for line in lines if line["metric"] == "loss"] == [
+        (f"length={length} depth={depth}", table["loss"][i][j])
+        for i, length in enumerate([130, 180])
+        for j, depth in enumerate([0, 1])
+    ]
 
 
 def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config: Any, folders: Any) -> None:
@@ -303,7 +329,12 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     assert [row["policy"] for row in written] == ["full", "h2o", "full", "h2o", "tova", "h2o", "h2o"]
     assert (written[4]["quality"], written[4]["loss"], written[4]["over_full_cache"]) == ("2.25", "2.25", "0.75")
     assert (tmp_path / "quality_over_bytes.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.glob("*[!y]")) == ["quality_over_bytes.png", "results.csv", "table.md"]
+    assert sorted(path.name for path in tmp_path.glob("*[!y]")) == [
+        "quality_over_bytes.png",
+        "results.csv",
+        "results_by_place.csv",
+        "table.md",
+    ]
 
 
 def test_nothing_is_compared_across_settings_samples_or_models() -> None:
