@@ -34,6 +34,10 @@ ALLOWED = {
         *("export", "measure", "calibrate", "provenance", "ranks"),
     },
     "evaluation": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"},
+    "analysis": {
+        *("training", "evaluation", "runtime", "policies", "compression", "data"),
+        *("measure", "provenance", "ranks", "target"),
+    },
     "lm_eval": {"models"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},

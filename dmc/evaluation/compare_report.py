@@ -135,7 +135,9 @@ def format_places(rows: list[Row]) -> str:
     """Write the figures by length and depth, position, turn or entries: one line per cell, place and metric."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["model", "policy", "budget", "achieved_ratio", "task", "place", "samples", "metric", "value", "key"])
+    writer.writerow(
+        ["model", "policy", "budget", "achieved_ratio", "task", "place", "samples", "metric", "value", "key"]
+    )
     for row in rows:
         cell = [row[name] for name in ("model", "policy", "budget", "achieved_ratio", "task")]
         for table in (value for name, value in row.items() if name.startswith("by_")):

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from dmc.runtime.generation import Generation
+from dmc.runtime.policy.entry_notes import positions_held
 from dmc.runtime.request import TokenEvent
 from dmc.runtime.sampling import SamplingParams
 from dmc.runtime.sequence import Sequence
@@ -63,6 +66,16 @@ class Session:
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Continue the conversation, token by token: see `Engine.stream`."""
         return self._engine.stream(prompt, params, self)
+
+    def positions_held(self) -> list[list[Tensor]]:
+        """List the positions of the tokens that are still held, by layer and KV head, int64 in ascending order.
+
+        Raises:
+            ValueError: nothing is cached yet or any more; no policy evicts tokens, or the model merges them.
+        """
+        if self.sequence.row is None:
+            raise ValueError("the session holds nothing: give it a turn first")
+        return positions_held(self._engine.cache, self.sequence.row)
 
     def close(self) -> None:
         """End the session: a turn that runs is aborted, the blocks return. May be called twice."""

@@ -1,4 +1,4 @@
-"""Pictures of compression ratios: of every layer and KV head at a step, and of every layer along a run."""
+"""Pictures of layers and KV heads: their compression ratios, at a step and along a run, and the entries they hold."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 MOST_NUMBERS = 128
-"""Cells up to which each has its ratio written into it."""
+"""Cells up to which each has its value written into it."""
 
 
 def draw_ratio_heatmap(ratios: Tensor, path: Path, title: str) -> None:
     """Draw compression ratios [L, H] as a PNG (the paper's Figure 6)."""
-    figure, axes = _draw(ratios)
+    _draw_heads(ratios, path, title, "compression ratio", lowest=1.0)
+
+
+def draw_entry_heatmap(entries: Tensor, path: Path, title: str) -> None:
+    """Draw how many entries each head holds, [L, H], as a PNG."""
+    _draw_heads(entries, path, title, "entries", lowest=0.0)
+
+
+def _draw_heads(values: Tensor, path: Path, title: str, label: str, lowest: float) -> None:
+    figure, axes = _draw(values, label, lowest)
     axes.set(title=title, xlabel="KV head")
-    num_heads = ratios.shape[1]
+    num_heads = values.shape[1]
     axes.set_xticks(range(0, num_heads, max(1, num_heads // 8)))
     _save(figure, path)
 
@@ -36,23 +45,23 @@ def draw_ratio_evolution(steps: list[int], held: Tensor, path: Path) -> None:
     _save(figure, path)
 
 
-def _draw(ratios: Tensor) -> tuple[Figure, Axes]:
-    """Draw ratios [L, columns]."""
-    num_layers, num_columns = ratios.shape
+def _draw(values: Tensor, label: str = "compression ratio", lowest: float = 1.0) -> tuple[Figure, Axes]:
+    """Draw values [L, columns], which are at least `lowest`."""
+    num_layers, num_columns = values.shape
     size = min(24.0, max(3.0, 0.45 * num_columns + 1.8)), max(2.6, 0.32 * num_layers + 1.4)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(ratios.numpy(), aspect="auto", cmap="viridis", vmin=1.0)
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", vmin=lowest)
     axes.set_ylabel("layer")
     axes.set_yticks(range(0, num_layers, max(1, num_layers // 16)))
-    if ratios.numel() <= MOST_NUMBERS:
-        middle = float(ratios.max() + 1) / 2
+    if values.numel() <= MOST_NUMBERS:
+        middle = float(values.max() + lowest) / 2
         for layer in range(num_layers):
             for column in range(num_columns):
-                ratio = float(ratios[layer, column])
-                color = "w" if ratio < middle else "k"
-                axes.text(column, layer, f"{ratio:.1f}", ha="center", va="center", color=color)
-    figure.colorbar(image, label="compression ratio")
+                value = float(values[layer, column])
+                color = "w" if value < middle else "k"
+                axes.text(column, layer, f"{value:.1f}", ha="center", va="center", color=color)
+    figure.colorbar(image, label=label)
     return figure, axes
 
 

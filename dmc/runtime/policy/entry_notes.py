@@ -13,7 +13,7 @@ from dmc.kernels.reference import gather_pages
 from dmc.runtime.side_store import SideStore
 
 if TYPE_CHECKING:
-    from dmc.runtime.paged_cache import CacheLayout
+    from dmc.runtime.paged_cache import CacheLayout, PagedCache
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,22 @@ class NoteStore(SideStore):
         target = places[sequence, head, (keep.cumsum(-1) - 1)[keep]]
         for note in (self.position, *self.sums):
             note.view(-1)[target] = note.view(-1)[source]
+
+
+def positions_held(cache: PagedCache, row: int) -> list[list[Tensor]]:
+    """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 in ascending order.
+
+    Raises:
+        ValueError: the cache keeps no notes of single entries: no policy evicts any, or the model merges tokens.
+    """
+    if not isinstance(cache.notes, NoteStore) or cache.layout.compression is not None:
+        raise ValueError("which tokens are held is only known of a stock model with a policy that evicts, such as H2O")
+    lengths, tables = cache.lengths[:, row].long(), cache.block_tables[:, row]
+    positions = [gather_pages(cache.notes.position, table[None], int(lengths.max()))[0].cpu() for table in tables]
+    return [
+        [head[:length].long() for head, length in zip(layer, counts, strict=True)]
+        for layer, counts in zip(positions, lengths.tolist(), strict=True)
+    ]
 
 
 def places_of(tables: Tensor, lengths: Tensor, num_entries: int, block_size: int) -> Tensor:
