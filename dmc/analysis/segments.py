@@ -61,9 +61,9 @@ class Segmentation:
             spans.append(f'<span class="s" style="{style}" title="{title}">{html.escape(each.kept)}{rest}</span>')
         num_tokens = self.segments[-1].end
         ratio = num_tokens / len(self.segments)
-        fate = "merged into its first token" if self.action == "merge" else "dropped, shown pale,"
+        fate = "those merged into it" if self.action == "merge" else "those dropped behind it, shown pale"
         legend = (
-            f"Each color is one entry of the cache; what follows in it is {fate} by this head. {num_tokens} tokens, "
+            f"Each color is one entry of the cache: a token, and {fate}. {num_tokens} tokens, "
             f"{len(self.segments)} entries: compression ratio {ratio:.2f}."
         )
         title = f"Layer {self.layer}, KV head {self.head}"

@@ -100,7 +100,7 @@ def test_a_run_alone_is_enough_for_the_ratios_along_it(folders: Any, tmp_path: P
         ({"model": "compressed", "segmentation": {"tokens": 0}}, "segmentation.tokens=0"),
         ({"model": "compressed", "source": {}}, "source has no _target_"),
         ({"model": "compressed", "num_sequences": 0}, "num_sequences=0: expected a whole number >= 1"),
-        ({"run": "absent"}, "no validation of a retrofit has run there"),
+        ({"run": "absent"}, "ratios.jsonl does not exist: run= is the output folder"),
     ],
 )
 def test_what_cannot_be_analysed_is_refused_before_anything_is_written(
