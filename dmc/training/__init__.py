@@ -1,7 +1,8 @@
 """Training: the Lightning module, its stages, what happens along a run."""
 
 from dmc.training.exporter import export_checkpoint
+from dmc.training.plan_table import print_plan
 from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.run import TrainedRun, train
 
-__all__ = ["EXIT_PREEMPTED", "PreemptedError", "TrainedRun", "export_checkpoint", "train"]
+__all__ = ["EXIT_PREEMPTED", "PreemptedError", "TrainedRun", "export_checkpoint", "print_plan", "train"]
