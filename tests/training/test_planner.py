@@ -79,10 +79,17 @@ def test_every_model_option_with_a_hub_name_has_an_architecture():
         assert (values["architecture"] is not None) == (values["path"] not in (None, "???")), path
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["keeps", "recomputes"])
 @pytest.mark.parametrize(
-    ("compression", "precision", "length"),
-    [(None, "32-true", 192), ({}, "32-true", 192), ({"delay": 16}, "32-true", 128), ({}, "bf16-mixed", 48)],
+    ("compression", "precision", "length", "checkpointing"),
+    [
+        (None, "32-true", 192, False),
+        (None, "bf16-mixed", 48, True),
+        ({}, "32-true", 128, False),
+        ({}, "32-true", 128, True),
+        pytest.param({}, "bf16-mixed", 48, False, marks=pytest.mark.slow),
+        pytest.param({}, "bf16-mixed", 48, True, marks=pytest.mark.slow),
+        pytest.param({"delay": 16}, "32-true", 128, True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_planned_peak_is_what_the_allocator_hands_out(compression, precision, length, checkpointing):
@@ -235,6 +242,7 @@ def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_command_refuses_what_does_not_fit_in_one_line(tmp_path):
     words = ["experiment=llama2_70b_cr2", "trainer=ddp", "trainer.devices=8", "trainer.num_nodes=1"]
     result = train(*words, "plan=true", "planner.device_memory_gib=80", folder=tmp_path)
@@ -245,7 +253,7 @@ def test_command_refuses_what_does_not_fit_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["llama2_7b_cr4", "llama2_13b_cr2"])
+@pytest.mark.parametrize("name", ["llama2_7b_cr4", pytest.param("llama2_13b_cr2", marks=pytest.mark.slow)])
 def test_every_llama_experiment_fits(name):
     config = composed(f"experiment={name}", "trainer.devices=8")
     found = plan(config, device="H100", device_memory_gib=80)
