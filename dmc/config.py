@@ -152,6 +152,8 @@ class ModelConfig:
     """Type of the weights in memory; bfloat16 trains in it throughout, RoPE angles and the gates excepted."""
     revision: str | None = None
     """Hub revision."""
+    architecture: dict[str, Any] | None = None
+    """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.fresh is None):
@@ -245,6 +247,28 @@ class TrainerConfig:
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed owns the optimizer."""
         return self.strategy.startswith("deepspeed_")
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """What a plan assumes of the devices.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    device: str | None = None
+    """Name of the GPU; None: this machine's, or an H100."""
+    device_memory_gib: float | None = None
+    """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
+    utilisation: float = 0.35
+    """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilisation <= 1:
+            raise ValueError(f"planner.utilisation={self.utilisation}: expected a share of the peak, > 0 and <= 1")
+        if self.device_memory_gib is not None and self.device_memory_gib <= 0:
+            raise ValueError(f"planner.device_memory_gib={self.device_memory_gib}: expected GiB > 0")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,16 @@
 
 from dmc.training.exporter import export_checkpoint
 from dmc.training.nonfinite import NonFiniteError
+from dmc.training.plan_table import print_plan
 from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.run import TrainedRun, train
 
-__all__ = ["EXIT_PREEMPTED", "NonFiniteError", "PreemptedError", "TrainedRun", "export_checkpoint", "train"]
+__all__ = [
+    "EXIT_PREEMPTED",
+    "NonFiniteError",
+    "PreemptedError",
+    "TrainedRun",
+    "export_checkpoint",
+    "print_plan",
+    "train",
+]
