@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
-from dmc.models import load_model, retrofit
+from dmc.models import retrofit
 from dmc.training.callbacks import Snapshots, Validation
 from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_header
 from dmc.training.exporter import Exporter
@@ -54,10 +54,12 @@ class TrainedRun:
         return json.loads((folder / METRICS_NAME).read_text())["metrics"]
 
 
-def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
-    """Load the model to start from, or make a fresh one with `vocab_size` tokens."""
-    if config.path is not None:
-        return load_model(config.path, dtype=getattr(torch, config.dtype), revision=config.revision)
+def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
+    """Make a model with random weights and `vocab_size` tokens.
+
+    Raises:
+        ValueError: the family is not named.
+    """
     seed_everything(seed, verbose=False)
     values = dict(config.fresh or {})
     if "model_type" not in values:
@@ -112,10 +114,11 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     """
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
-    model = build_model(config.model, len(tokenizer), config.seed)
+    strategy = build_strategy(config)
+    is_fresh = config.model.path is None
+    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
-    strategy = build_strategy(config)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)

@@ -79,11 +79,11 @@ def test_paper_form_trains(run_values):
 def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     config = build_config(RunConfig, run_values)
     from dmc.models import retrofit
-    from dmc.training.run import build_model
+    from dmc.training.run import fresh_model
 
     tokenizer = build_tokenizer(config.data, None)
     plan = Plan(config.training, config.target_ratio)
-    model = retrofit(build_model(config.model, len(tokenizer), 0), config.compression)
+    model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
     return RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config)), batches

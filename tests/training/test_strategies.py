@@ -129,3 +129,15 @@ def test_cut_heads_learn_what_whole_layers_do(values, alone, count, tmp_path):
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [("fsdp2", 1), ("fsdp2", 2), ("deepspeed_zero3", 1)], ids=str)
+def test_each_rank_reads_its_own_part_of_a_base(values, alone, trainer, tmp_path):
+    values["model"] = {"path": str(alone / "final")}
+    values["training"]["stages"] = [{"name": "retrofit", "steps": STEPS}]
+    expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
+    trainer = {"strategy": trainer[0], "tensor_parallel_size": trainer[1]}
+    folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)
+    assert_same_losses(expected, folder)
+    assert_same_folder(expected / "final", folder / "final")

@@ -9,6 +9,7 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from dmc.config import RunConfig
 from dmc.models.build import assemble
 from dmc.models.tensor_parallel import check_divides
+from dmc.models.weights import empty_model, local_folder, stored_shapes
 from dmc.ranks import Ranks
 from dmc.training.checkpoint_folder import CheckpointFolders
 from dmc.training.strategies.whole import WholeModel
@@ -57,6 +59,11 @@ class Fsdp2(WholeModel):
         """See `WholeModel`."""
         return Fsdp2Strategy(self.config.trainer.tensor_parallel_size)
 
+    def load(self) -> Any:
+        """See `WholeModel`: no rank ever holds the whole model."""
+        settings = self.config.model
+        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
+
     def spread(self, module: LightningModule) -> None:
         """Cut the heads, then shard each decoder layer, then the rest."""
         mesh = module.device_mesh
@@ -71,6 +78,20 @@ class Fsdp2(WholeModel):
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        if next(model.parameters()).is_meta:
+            root_device: torch.device = module.trainer.strategy.root_device
+            self._read_shards(model, root_device)
+
+    def _read_shards(self, model: Any, device: torch.device) -> None:
+        """Read each rank's part of the base's weights."""
+        settings = self.config.model
+        folder = local_folder(str(settings.path), settings.revision)
+        model.to_empty(device=device)
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        stored = stored_shapes(folder)
+        state = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
 from dmc.models.build import assemble
+from dmc.models.weights import empty_model, local_folder, read_header, weight_files
 from dmc.training.checkpoint_folder import CheckpointFolders, read_folder_header
 from dmc.training.strategies.whole import WholeModel
 
@@ -49,6 +51,34 @@ class Zero(WholeModel):
             pin_memory=trainer.offload_optimizer and torch.cuda.is_available(),
             logging_batch_size_per_gpu=self.config.training.micro_batch_size,
         )
+
+    def load(self) -> Any:
+        """See `WholeModel`: in stage 3 no rank ever holds the whole model."""
+        settings = self.config.model
+        if self.stage < 3:
+            return super().load()
+        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
+
+    def spread(self, module: LightningModule) -> None:
+        """Read and divide one layer after the other; what has its weights already is divided by the engine."""
+        model: Any = module.model
+        if not next(model.parameters()).is_meta:
+            return
+        strategy: Any = module.trainer.strategy
+        settings = self.config.model
+        folder = local_folder(str(settings.path), settings.revision)
+        owners = {name: file for file in weight_files(folder) for name in read_header(file)}
+        for name, part in list(model.named_modules()):
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                weight = f"{name}.{key}"
+                if weight in owners:
+                    with safe_open(owners[weight], framework="pt", device=str(strategy.root_device)) as tensors:
+                        value = tensors.get_tensor(weight).to(parameter.dtype)
+                    setattr(part, key, nn.Parameter(value))
+            if next(part.parameters(recurse=False), None) is not None and f"{name}.weight" in owners:
+                Init(module=part, config_dict_or_path=strategy.config)
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
