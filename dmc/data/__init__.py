@@ -6,7 +6,7 @@ of it on the fly.
 """
 
 from dmc.data.blend import Blend
-from dmc.data.corpus import DocumentSource, build_packed
+from dmc.data.corpus import build_packed
 from dmc.data.order import OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens, pack_documents
 from dmc.data.ranked_loader import RankedLoader
@@ -14,6 +14,8 @@ from dmc.data.stdlib import StandardLibrarySource, stdlib_documents
 from dmc.data.streaming import StreamingPacked
 from dmc.data.synthetic import RecallSequences
 from dmc.data.text import TextSource, open_stream
+from dmc.data.token_cache import DocumentSource
+from dmc.data.token_shards import TokenShards
 from dmc.data.tokenizer import train_tokenizer
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "StandardLibrarySource",
     "StreamingPacked",
     "TextSource",
+    "TokenShards",
     "build_packed",
     "open_stream",
     "pack_documents",
