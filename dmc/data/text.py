@@ -1,4 +1,4 @@
-"""Text corpora named in a config: local files, folders and globs, hub datasets, and endless streams of them."""
+"""Text corpora named in a config: local files, folders and globs, hub datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, interleave_datasets, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 
 from dmc.data.files import (
     COMPRESSED,
@@ -59,7 +59,7 @@ class TextSource:
     revision: str | None = None
     """Commit, tag or branch of a hub dataset; pin it, or a changed dataset keeps its cached tokens."""
     streaming: bool = False
-    """Read a hub dataset without downloading it first; required by `open_stream`, refused by `build_packed`."""
+    """Read a hub dataset without downloading it first; required by `StreamLoader`, refused by `build_packed`."""
     weight: float = 1.0
     """Share in a blend, relative to the other sources, > 0."""
 
@@ -129,7 +129,7 @@ class TextSource:
         if self.streaming:
             raise ValueError(
                 f"{self.name!r} has streaming=True and is never cached; read it with "
-                "StreamingPacked(open_stream(...)), or set streaming=False."
+                "StreamLoader, or set streaming=False."
             )
         if self._kind() != "text":
             self._open()
@@ -232,28 +232,3 @@ class TextSource:
                 f"Column {self.column!r} of {self.label!r} holds {type(text).__name__}, expected text; set column=."
             )
         return text or ""
-
-
-def open_stream(sources: Sequence[TextSource], *, seed: int = 0, repeat: bool = False) -> IterableDataset:
-    """Blend streams in their weights, as one resumable stream of `{"text": ...}` rows for `StreamingPacked`.
-
-    Args:
-        sources: the streams; a document of source i is drawn with probability weight i / sum of weights.
-        seed: selects the draws.
-        repeat: begin a stream again when it ends; otherwise the blend ends when every stream ended once.
-    Raises:
-        ValueError: there is no source, or a source is empty or has no such column.
-    """
-    if not sources:
-        raise ValueError("No source to stream; pass at least one TextSource.")
-    streams = [source.stream() for source in sources]
-    for source, stream in zip(sources, streams, strict=True):
-        if next(iter(stream), None) is None:
-            raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
-    if repeat:
-        streams = [stream.repeat(None) for stream in streams]
-    if len(streams) == 1:
-        return streams[0]
-    total = sum(source.weight for source in sources)
-    probabilities = [source.weight / total for source in sources]
-    return interleave_datasets(streams, probabilities, seed=seed, stopping_strategy="all_exhausted")

@@ -3,5 +3,6 @@
 from dmc.training.exporter import export_checkpoint
 from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.run import TrainedRun, train
+from dmc.training.text_data import prepare_text
 
-__all__ = ["EXIT_PREEMPTED", "PreemptedError", "TrainedRun", "export_checkpoint", "train"]
+__all__ = ["EXIT_PREEMPTED", "PreemptedError", "TrainedRun", "export_checkpoint", "prepare_text", "train"]
