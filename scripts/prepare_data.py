@@ -16,7 +16,7 @@ def main(settings: DictConfig) -> None:
 
     try:
         reports = prepare_text(run_config(settings))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(format_report(reports))
 

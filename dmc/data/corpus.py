@@ -52,7 +52,7 @@ def build_packed(
         FileNotFoundError: a file, folder or hub name does not exist.
         ValueError: no source, a corpus without documents or shorter than one sequence, a missing column, no eos token.
         TypeError: a column does not hold text.
-        RuntimeError: a process that tokenised was killed.
+        ChildProcessError: a process that tokenised was killed.
     """
     sources = list(sources) if isinstance(sources, Iterable) else [sources]
     if not sources:

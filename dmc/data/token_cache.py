@@ -161,7 +161,7 @@ def build_shards(
 
     Raises:
         ValueError: no document holds text.
-        RuntimeError: a process was killed.
+        ChildProcessError: a process was killed.
     """
     _require_text(source)
     build = Build(source, tokenizer, folder, key, max(1, -(-source.num_bytes() // SHARD_BYTES)))
@@ -204,7 +204,7 @@ def _finished(build: Build, num_processes: int) -> Iterator[tuple[int, tuple[Sha
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool as error:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"A process that tokenised {build.source.label!r} was killed, maybe for want of memory: lower "
             f"data.num_processes={num_processes}. Finished shards are kept in {build.folder}."
         ) from error

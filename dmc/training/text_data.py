@@ -75,7 +75,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
     """Tokenise all text of a run, and write down beside it how much there is.
 
     Raises:
-        ValueError, OSError, RuntimeError: see `dmc.data.build_packed`.
+        ValueError, OSError: see `dmc.data.build_packed`.
     """
     data = TextData(
         config,

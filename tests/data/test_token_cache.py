@@ -315,5 +315,5 @@ class DeadlySource(TextSource):
 def test_killed_worker_is_an_error_that_says_what_to_do(
     corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"was killed.*lower data\.num_processes=2"):
+    with pytest.raises(ChildProcessError, match=r"was killed.*lower data\.num_processes=2"):
         build_packed(DeadlySource(str(corpus)), tokenizer, LENGTH, tmp_path / "cache", num_processes=2)

@@ -18,7 +18,7 @@ from dmc.training.checkpoint import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
-from dmc.training.text_data import TextData, build_tokenizer
+from dmc.training.text_data import TextData, build_tokenizer, prepare_text
 
 
 def test_run_leaves_loadable_models_and_records(run_config):
@@ -185,3 +185,17 @@ def test_wandb_offline_gets_metrics_and_heatmaps(run_values, monkeypatch):
     (offline,) = (run.folder / "wandb").glob("offline-run-*")
     assert list(offline.glob("*.wandb"))
     assert list(offline.rglob("*.png"))
+
+
+def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_path):
+    run_values["data"] |= {"cache_folder": str(tmp_path / "cache"), "num_processes": 1}
+    source = dict(run_values["data"]["train"][0])
+    run_values["data"]["validation"] = [source, dict(source, weight=2)]  # held-out text may be a blend too
+    config = build_config(RunConfig, run_values)
+    reports = prepare_text(config)
+    assert not Path(config.output_dir).exists()
+    assert [report.split for report in reports] == ["train", "validation", "validation"]
+    prepared = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
+    written = (tmp_path / "cache" / "data.json").read_text()
+    assert (train(config).folder / "data.json").read_text() == written
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")} == prepared
