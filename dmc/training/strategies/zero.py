@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
