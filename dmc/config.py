@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -98,13 +99,24 @@ class TrainingConfig:
     validate_every_steps: int = 1000
     checkpoint_every_steps: int = 100
     log_every_steps: int = 10
+    max_nonfinite_steps: int = 10
+    """Steps in a row skipped for a loss or gradient that is not finite, after which the run ends."""
+    hang_timeout_minutes: float = 30.0
+    """Without a micro-batch for so long, the stacks of all threads are written down; 0: never."""
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("training.stages is empty: give at least one stage")
-        for name in ("sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps"):
+        for name in (
+            "sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps",
+            "max_nonfinite_steps",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")
+        if not 0 <= self.hang_timeout_minutes < math.inf:
+            raise ValueError(
+                f"training.hang_timeout_minutes={self.hang_timeout_minutes}: expected minutes, 0 for never"
+            )
         for ratio in self.snapshot_ratios:
             check_ratio(ratio, "training.snapshot_ratios")
 
@@ -215,10 +227,14 @@ class TrainerConfig:
     """Weights in CPU memory between their uses; deepspeed_zero3 only."""
     precision: Precision = "32-true"
     """bf16-mixed: bfloat16 compute on float32 weights."""
+    peak_teraflops: float | None = None
+    """What one device could do at best, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1:
             raise ValueError(f"trainer.num_nodes={self.num_nodes}: expected a whole number >= 1")
+        if self.peak_teraflops is not None and self.peak_teraflops <= 0:
+            raise ValueError(f"trainer.peak_teraflops={self.peak_teraflops}: expected a number > 0, or null")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"trainer.tensor_parallel_size={self.tensor_parallel_size}: expected a whole number >= 1")
         if self.tensor_parallel_size > 1 and self.strategy != "fsdp2":
@@ -244,10 +260,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """CSV files always; wandb on request, offline unless logged in, never a prompt."""
+    """CSV files always; wandb on request, never with a prompt."""
 
     wandb_project: str | None = None
-    wandb_offline: bool = True
+    """None: no wandb."""
+    wandb_mode: Literal["auto", "online", "offline"] = "auto"
+    """auto: what WANDB_MODE says, else online if you are logged in, else offline; online: refused without a login."""
 
 
 @dataclass(frozen=True)

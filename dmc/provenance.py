@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("dmc-retrofit", "torch", "transformers", "lightning", "datasets", "tokenizers", "numpy")
+PACKAGES = ("dmc-retrofit", "torch", "transformers", "lightning", "datasets", "tokenizers", "numpy", "lm-eval")
 
 SLURM_VARIABLES = (
     "CLUSTER_NAME", "JOB_ID", "JOB_NAME", "JOB_PARTITION", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT",

@@ -44,7 +44,7 @@ def main(settings: DictConfig) -> None:
         grid = plan_grid(config, CONFIGS)
         folder = Path(config.output)
         store = RowStore(folder / "cells.jsonl")
-        cells = unfinished(grid, store.rows())
+        cells = unfinished(grid.cells, store.rows())
         print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
         run_cells(cells, grid, config, store, load)
     except (ValueError, FileNotFoundError, NotImplementedError) as error:

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
-setup_environment train,slurm,dev
+setup_environment train,slurm,deepspeed,eval,dev
 exec .venv/bin/python -m pytest "$@"

@@ -33,7 +33,7 @@ def run_config(settings: DictConfig) -> RunConfig:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(settings: DictConfig) -> None:
-    from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+    from dmc.training import EXIT_PREEMPTED, NonFiniteError, PreemptedError, train
 
     sweeps = HydraConfig.get().mode is RunMode.MULTIRUN
     if sweeps:
@@ -43,7 +43,7 @@ def main(settings: DictConfig) -> None:
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, NonFiniteError) as error:
         if sweeps:
             raise  # a launcher waits for a result for ever if the process just exits
         sys.exit(f"error: {error}")

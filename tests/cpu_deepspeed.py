@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -11,7 +9,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 def allow_cpu() -> None:
     """Let `deepspeed_zero*` run in this process over gloo."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     from dmc.training.strategies import zero
 
     class CpuZeroStrategy(zero.ZeroStrategy):

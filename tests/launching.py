@@ -9,13 +9,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cpu_deepspeed import allow_cpu
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dmc.training", "launching"])
+CONTEXT.set_forkserver_preload(
+    ["dmc.training", "dmc.training.strategies.fsdp2", "dmc.training.strategies.zero", "launching"]
+)
 
 
 class Ranks:
@@ -25,15 +29,19 @@ class Ranks:
         values: plain values of the run's configuration.
         count: processes.
         log: file that is appended to.
+        sabotage: called with the rank in each process before it trains.
     """
 
-    def __init__(self, values: dict[str, Any], count: int, log: Path) -> None:
+    def __init__(
+        self, values: dict[str, Any], count: int, log: Path, sabotage: Callable[[int], None] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log = log
         self.processes = [
-            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log))) for rank in range(count)
+            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log), sabotage))
+            for rank in range(count)
         ]
         for process in self.processes:
             process.start()
@@ -87,23 +95,58 @@ def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
     assert codes == [0] * count, f"{codes}\n{log.read_text()[-4000:]}"
 
 
-def logged_parts(folder: Path) -> list[dict[int, float]]:
-    """Loss of every optimizer step that each start of a run has logged."""
+def spoil_loss(rank: int, step: int, on_rank: int, gradient: bool = False) -> None:
+    """Note a loss that is not a number at one step on one rank; the gradient stays good, or is none either."""
+    from dmc.training.module import RetrofitModule
+
+    plain = RetrofitModule.loss_at
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        loss = plain(self, at, batch)
+        if at == step and rank == on_rank:
+            self.noted[-1]["train/loss"] *= float("nan")
+            loss = loss * (float("nan") if gradient else 1.0)
+        return loss
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
+def hang_at(rank: int, step: int) -> None:
+    """Never return from the forward pass of one step."""
+    from dmc.training.module import RetrofitModule
+
+    plain = RetrofitModule.loss_at
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        while at == step:
+            time.sleep(0.1)
+        return plain(self, at, batch)
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """Return a figure of every step that has one, over all starts of a run."""
+    return {step: value for part in logged_parts(folder, name) for step, value in part.items()}
+
+
+def logged_parts(folder: Path, name: str = "train/loss") -> list[dict[int, float]]:
+    """Loss (or another figure) of every optimizer step that each start of a run has logged."""
     files = (folder / "logs").glob("version_*/metrics.csv")
     parts = []
     for path in sorted(files, key=lambda path: int(path.parent.name.removeprefix("version_"))):
         with path.open() as file:
-            rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
-        parts.append({int(row["step"]): float(row["train/loss"]) for row in rows})
+            rows = [row for row in csv.DictReader(file) if row.get(name)]
+        parts.append({int(row["step"]): float(row[name]) for row in rows})
     return parts
 
 
 def logged_losses(folder: Path) -> dict[int, float]:
     """Loss of every optimizer step over all starts; a step run twice counts as the later start says."""
-    return {step: loss for part in logged_parts(folder) for step, loss in part.items()}
+    return logged(folder, "train/loss")
 
 
-def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str) -> None:
+def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str, sabotage: Any) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -120,6 +163,8 @@ def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str) -
     torch.set_num_threads(1)
     if values["trainer"].get("strategy", "").startswith("deepspeed"):
         allow_cpu()
+    if sabotage is not None:
+        sabotage(rank)
     multiprocessing.set_start_method("fork", force=True)  # of data workers: this process was started in another way
     try:
         train(build_config(RunConfig, values))

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dmc.budget import achieved_ratio
+from dmc.budget import Budget, achieved_ratio
 from dmc.evaluation.grid import Cell, CompareConfig, ComparedModel, Grid, digest
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.evaluation.speed import measure_speed
 from dmc.evaluation.tasks import Sample, SampleResult, Task
-from dmc.policies.from_config import budget_name
 from dmc.provenance import provenance
 from dmc.runtime import Engine, GenerationStats
 
@@ -46,10 +45,10 @@ class Subject:
         return self.samples[name]
 
 
-def unfinished(grid: Grid, rows: list[Row]) -> list[Cell]:
+def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
     """List the cells that have no row yet or have failed."""
     finished = {row["key"] for row in rows if row["status"] == DONE}
-    return [cell for cell in grid.cells if cell.key not in finished]
+    return [cell for cell in cells if cell.key not in finished]
 
 
 def run_cells(
@@ -96,23 +95,13 @@ def run_cells(
 
 def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
     """Say what a row measures and with which settings."""
-    method, task = cell.method, grid.tasks[cell.task]
-    return {
-        "key": cell.key,
-        "method": f"{cell.model}, {'own gates' if cell.own_gates else method.name}",
-        "model": cell.model,
-        "own_gates": cell.own_gates,
-        "policy": method.name,
-        "budget": None if method.budget is None else budget_name(method.budget),
-        "task": cell.task,
-        "model_key": cell.model_key,
-        "task_key": cell.task_key,
+    task = grid.tasks[cell.task]
+    return cell.identity() | {
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
-        "requested_ratio": method.requested_ratio,
         "settings": {
             "model": asdict(grid.models[cell.model]),
-            "policy": method.settings,
+            "policy": cell.method.settings,
             "task": grid.task_settings[cell.task],
             "engine": asdict(config.engine),
             "seed": config.seed,
@@ -140,23 +129,29 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
         "sample_values": [each.metrics[task.main_metric] for each in results],
         "samples": len(results),
         "samples_key": digest([[each.prompt, each.continuation] for each in samples]),
-        **memory_of([each.stats for each in results]),
+        **memory_of([each.stats for each in results], cell.method.budget),
     }
-    if (budget := cell.method.budget) is not None and budget.tokens is not None:
-        seen = [each.stats.tokens_seen for each in results]
-        row["requested_ratio"] = sum(seen) / sum(min(budget.tokens, each) for each in seen)
     if config.speed_tokens:
         speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
         row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return row
 
 
-def memory_of(stats: list[GenerationStats]) -> dict[str, float]:
-    """Sum up the memory of samples: their common ratio, and the bytes of the one that takes most."""
+def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, float]:
+    """Sum up the memory of samples: their common ratio, and the bytes of the one that takes most.
+
+    Args:
+        stats: of each sample.
+        budget: of the policy; of a fixed number of entries it is told which ratio that was.
+    """
     layers, kv_heads = stats[0].slots.shape
+    requested = {}
+    if budget is not None and budget.tokens is not None:
+        seen = [each.tokens_seen for each in stats]
+        requested = {"requested_ratio": sum(seen) / sum(min(budget.tokens, each) for each in seen)}
     tokens, slots = sum(each.tokens_seen for each in stats), sum(int(each.slots.sum()) for each in stats)
     peak = max(stats, key=lambda each: each.bytes_allocated)
-    return {
+    return requested | {
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, slots),
         "peak_tokens": peak.tokens_seen,
         "bytes_allocated": peak.bytes_allocated,

@@ -39,12 +39,12 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     if len(current) < len(rows):
         notes.append(f"left out: {len(rows) - len(current)} rows of other settings or earlier versions of a model")
     table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
-    _replace(folder / TABLE, f"{table}\n".encode())
-    _replace(folder / CSV, format_csv(done).encode())
+    replace_file(folder / TABLE, f"{table}\n".encode())
+    replace_file(folder / CSV, format_csv(done).encode())
     if done:
         picture = io.BytesIO()
         plot_quality({task: _ranked(task, done) for task in _tasks(done)}, picture)
-        _replace(folder / PLOT, picture.getvalue())
+        replace_file(folder / PLOT, picture.getvalue())
     return table
 
 
@@ -154,7 +154,7 @@ def _speed(row: Row, phase: str) -> str:
     return "-" if speed is None else f"{speed:,.0f}"
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a file whole: jobs of a sweep write the same one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)

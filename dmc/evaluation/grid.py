@@ -127,6 +127,22 @@ class Cell:
         names = [self.model, self.method.name, self.task]
         return digest([names, self.model_key, self.task_key, self.method.identity])
 
+    def identity(self) -> dict[str, Any]:
+        """Return the columns of a row that say what it measures."""
+        method = self.method
+        return {
+            "key": self.key,
+            "method": f"{self.model}, {'own gates' if self.own_gates and method.budget is None else method.name}",
+            "model": self.model,
+            "own_gates": self.own_gates,
+            "policy": method.name,
+            "budget": None if method.budget is None else budget_name(method.budget),
+            "task": self.task,
+            "model_key": self.model_key,
+            "task_key": self.task_key,
+            "requested_ratio": method.requested_ratio,
+        }
+
     @property
     def title(self) -> str:
         """For progress and messages."""
@@ -157,7 +173,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
         FileNotFoundError: a task's files are not there.
     """
     models = {name: build_model(value, f"models.{name}") for name, value in config.models.items()}
-    methods = _methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
+    methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
     task_settings = named_settings(config.tasks, configs / "task", "tasks")
     tasks: dict[str, Task] = {name: build_target(each, f"tasks.{name}") for name, each in task_settings.items()}
     shared = [FORMAT, asdict(config.engine), config.speed_tokens, config.seed]
@@ -168,7 +184,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
         own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio, [FULL])]
         for method in () if own else methods:
             if (policy := method.build()) is not None:
-                _check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
+                check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
         cells += [
             Cell(name, bool(own), method, task, digest(identity), task_keys[task])
             for method in own or methods
@@ -212,7 +228,15 @@ def _read(name: str, folder: Path, where: str) -> dict[str, Any]:
     return settings
 
 
-def _methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Method]:
+def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Method]:
+    """Pair policies with budgets; the full cache has none.
+
+    Args:
+        policies: name: settings.
+        budgets: see `parse_budget`.
+    Raises:
+        ValueError: a budget or an option is refused, or a policy has no budget.
+    """
     parsed = {budget_name(budget): budget for budget in map(parse_budget, budgets)}
     if not parsed and any(policies.values()):
         raise ValueError("budgets is empty: give budgets=[2,4], compression ratios, or tokens:128")
@@ -226,7 +250,8 @@ def _methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Me
     return methods
 
 
-def _check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
+def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
+    """Raise a ValueError that names `where` if a model of so many layers cannot be served with a policy."""
     try:
         policy.fitted(num_layers, block_size)
     except ValueError as error:

@@ -1,44 +1,19 @@
-"""What happens along a run: speed and memory, validation with a heatmap, snapshots at chosen ratios."""
+"""What happens along a run: validation with heatmaps, snapshots at chosen ratios."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from dmc.measure import TextScore, score_text
 from dmc.training.after_step import AfterStep
-from dmc.training.heatmap import draw_ratio_heatmap
-
-
-class Throughput(AfterStep):
-    """Logs tokens per second and peak memory.
-
-    Args:
-        tokens_per_step: tokens of one optimizer step over all devices.
-    """
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
-        self._mark: tuple[int, float] | None = None
-
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Log at the logger's rate, over the steps since the last time."""
-        now = time.perf_counter()
-        if self._mark is None:
-            self._mark = (step, now)
-        elif step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            steps, seconds = step - self._mark[0], now - self._mark[1]
-            pl_module.log("train/tokens_per_second", steps * self.tokens_per_step / seconds)
-            if pl_module.device.type == "cuda":
-                pl_module.log("train/peak_memory_gib", torch.cuda.max_memory_allocated() / 2**30)
-            self._mark = (step, now)
+from dmc.training.heatmap import draw_ratio_evolution, draw_ratio_heatmap
+from dmc.training.ratio_history import RATIOS_NAME, RatioHistory
 
 
 class Validation(AfterStep):
@@ -46,7 +21,7 @@ class Validation(AfterStep):
 
     Args:
         open_batches: called once the text is there; returns token ids, each [B, T].
-        folder: where heatmaps go as PNG.
+        folder: where heatmaps go as PNG, and the ratios they show.
         every_steps: optimizer steps between two.
     """
 
@@ -74,9 +49,15 @@ class Validation(AfterStep):
             return
         image = self.folder / f"ratio_step_{trainer.global_step:07d}.png"
         draw_ratio_heatmap(1 / score.held, image, f"step {trainer.global_step}: CR {score.achieved_ratio:.2f}")
+        history = RatioHistory(self.folder / RATIOS_NAME)
+        history.append(trainer.global_step, score.held)
+        evolution = self.folder / "evolution.png"
+        draw_ratio_evolution(*history.read(), evolution)
+        images = {"validation/ratio_per_head": image, "validation/ratio_per_layer": evolution}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image("validation/ratio_per_head", [str(image)], step=trainer.global_step)
+                for name, path in images.items():
+                    logger.log_image(name, [str(path)], step=trainer.global_step)
 
 
 class Snapshots(AfterStep):

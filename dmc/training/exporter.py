@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from dmc.calibrate import calibrate_offset
-from dmc.config import RunConfig, build_config
+from dmc.config import RunConfig
 from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
 from dmc.training.checkpoint import load_checkpoint_model
-from dmc.training.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
-from dmc.training.record import CONFIG_NAME, is_rank_zero
+from dmc.training.generations import latest
+from dmc.training.record import is_rank_zero, read_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
@@ -89,12 +88,8 @@ def export_checkpoint(
         FileExistsError: `output` holds something and `overwrite` is False.
     """
     refuse_occupied(output, overwrite)
-    record = run_folder / CONFIG_NAME
-    if not record.is_file():
-        raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
-    config = build_config(RunConfig, json.loads(record.read_text())["config"])
-    last, previous = (run_folder / "checkpoints" / name for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT))
-    model = load_checkpoint_model(previous if previous.exists() and not last.exists() else last)
+    config = read_config(run_folder)
+    model = load_checkpoint_model(latest(run_folder / "checkpoints"))
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     exporter.write(model, output, target_ratio or config.target_ratio, overwrite)

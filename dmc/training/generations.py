@@ -32,6 +32,12 @@ class Generations:
         self._whole.add(target)
 
 
+def latest(folder: Path) -> Path:
+    """Name the last checkpoint in `folder`: the one before it where a kill has left only that."""
+    last, previous = folder / LAST_CHECKPOINT, folder / PREVIOUS_CHECKPOINT
+    return previous if previous.exists() and not last.exists() else last
+
+
 def remove(path: Path) -> None:
     """Delete a file or a folder, if it is there."""
     if path.is_dir():

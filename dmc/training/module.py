@@ -43,6 +43,8 @@ class RetrofitModule(LightningModule):
         self.model, self.config, self.plan, self.separator_id = model, config, plan, separator_id
         self.strategy = strategy
         self._is_spread = False
+        self.noted: list[dict[str, Tensor]] = []
+        """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -63,18 +65,26 @@ class RetrofitModule(LightningModule):
             self.strategy.spread(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the model ready for the step."""
+        self.prepare(self.global_step)
+
+    def prepare(self, step: int) -> None:
         """Zero the borrowed neuron's rows where the zero-out stage has ended."""
-        if self.has_gates and self.plan.neuron_removed_at(self.global_step):
+        if self.has_gates and self.plan.neuron_removed_at(step):
             for parameter, rows in self.model.neuron_rows():
                 self.strategy.zero_rows(parameter, rows)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, input_ids [B, T] and global positions [B]."""
-        state = self.plan.at(self.global_step)
+        return self.loss_at(self.global_step, batch)
+
+    def loss_at(self, step: int, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss of one micro-batch at a step of the plan, and note its figures."""
+        state = self.plan.at(step)
         input_ids = batch["input_ids"]
         if not self.has_gates:
             loss = next_token_loss(self.model(input_ids, use_cache=False).logits, input_ids)
-            self._log({"train/loss": loss, "train/learning_rate": state.learning_rate}, len(input_ids))
+            self.noted.append({"train/loss": loss.detach()})
             return loss
         trace = GateTrace(ranks=self.ranks)
         logits = self.model(
@@ -87,15 +97,23 @@ class RetrofitModule(LightningModule):
             else None,
         ).logits
         loss = next_token_loss(logits, input_ids)
-        metrics: dict[str, Any] = {"train/loss": loss, "train/learning_rate": state.learning_rate}
+        noted = {"train/loss": loss.detach()}
         if state.neuron_multiplier is None:
-            ratio_loss, ratios = self._ratio_loss(trace, state)
-            metrics |= {"train/ratio_loss": ratio_loss, "train/target_ratio": state.target_ratio, **ratios}
+            ratio_loss, held = self._ratio_loss(trace, state)
+            noted |= {"train/ratio_loss": ratio_loss.detach(), **held}
             loss = loss + self.config.training.ratio_weight * ratio_loss
-        else:
-            metrics["train/neuron_multiplier"] = state.neuron_multiplier
-        self._log(metrics, len(input_ids))
+        self.noted.append(noted)
         return loss
+
+    def settings_at(self, step: int) -> dict[str, float]:
+        """Name what the schedules set at a step."""
+        state = self.plan.at(step)
+        settings = {"train/learning_rate": state.learning_rate}
+        if not self.has_gates:
+            return settings
+        if state.neuron_multiplier is None:
+            return settings | {"train/target_ratio": state.target_ratio}
+        return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the model's configuration, so that the checkpoint can be exported without the base."""
@@ -107,7 +125,7 @@ class RetrofitModule(LightningModule):
         return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), ranks=self.ranks)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the ratio loss, and the ratios of the noisy and of the thresholded decisions."""
+        """Return the ratio loss, and the shares held by the noisy and by the thresholded decisions."""
         compression, training = self.model.compression, self.config.training
         alpha = trace.stacked_alpha()
         loss = compression_loss(alpha, state.target_ratio, soft=training.soft_ratio_loss, delay=compression.delay)
@@ -115,12 +133,7 @@ class RetrofitModule(LightningModule):
             logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
             thresholded = held_fraction(is_merged(logits).float(), delay=compression.delay).mean()
-        return loss, {"train/noisy_ratio": 1 / noisy, "train/achieved_ratio": 1 / thresholded}
-
-    def _log(self, metrics: dict[str, Any], batch_size: int) -> None:
-        shown = {"train/loss", "train/target_ratio", "train/achieved_ratio"}
-        for name, value in metrics.items():
-            self.log(name, value, on_step=True, prog_bar=name in shown, batch_size=batch_size, sync_dist=True)
+        return loss, {"noisy_held": noisy, "thresholded_held": thresholded}
 
     def configure_optimizers(self) -> Any:
         """AdamW with decay on matrices only; the learning rate is the plan's."""

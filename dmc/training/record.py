@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dmc.config import RunConfig
+from dmc.config import RunConfig, build_config
 from dmc.provenance import installed_packages, provenance, slurm_job
 
 CONFIG_NAME = "run.json"
@@ -20,8 +20,9 @@ PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
-    "training.log_every_steps", "training.micro_batch_size", "trainer.accelerator", "trainer.devices",
-    "trainer.num_nodes", "trainer.offload", "trainer.strategy", "trainer.tensor_parallel_size",
+    "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
+    "training.hang_timeout_minutes", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.offload",
+    "trainer.peak_teraflops", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
 """Settings that may change between the parts of one run: none of them changes what is computed."""
 
@@ -55,6 +56,18 @@ def claim(folder: Path, config: RunConfig) -> None:
         partial = record.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(record)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Read the configuration of the run in an output folder.
+
+    Raises:
+        FileNotFoundError: there is no run.
+    """
+    record = folder / CONFIG_NAME
+    if not record.is_file():
+        raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
+    return build_config(RunConfig, json.loads(record.read_text())["config"])
 
 
 def record_start(folder: Path, step: int) -> None:

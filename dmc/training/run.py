@@ -14,21 +14,26 @@ import transformers
 from lightning import Trainer, seed_everything
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
 from dmc.models import load_model, retrofit
-from dmc.training.callbacks import Snapshots, Throughput, Validation
+from dmc.training.callbacks import Snapshots, Validation
 from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_header
 from dmc.training.exporter import Exporter
+from dmc.training.loggers import choose_wandb_mode, open_loggers
 from dmc.training.module import RetrofitModule
+from dmc.training.nonfinite import NonFiniteGuard
 from dmc.training.preemption import PreemptedError, Preemption
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
+from dmc.training.step_metrics import StepMetrics
 from dmc.training.strategies import WholeModel, build_strategy
 from dmc.training.text_data import TextData, build_tokenizer
+from dmc.training.throughput import DataClock, Throughput
+from dmc.training.watchdog import HangWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +85,11 @@ def train(config: RunConfig) -> TrainedRun:
         ValueError: the output folder holds a run with other settings, or a damaged or foreign checkpoint.
         OSError: a checkpoint could not be written; the one before it stays.
         PreemptedError: a signal stopped the run; its state is saved.
+        NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
     """
     folder = Path(config.output_dir)
+    if config.logger.wandb_project is not None:
+        choose_wandb_mode(config.logger)
     claim(folder, config)
     plan = Plan(config.training, config.target_ratio)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
@@ -90,16 +98,17 @@ def train(config: RunConfig) -> TrainedRun:
         logger.info("%s is finished; reused", folder)
         return run
     _keep_quiet()
-    with Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps)) as preemption:
-        _fit(config, plan, run, preemption)
+    preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps))
+    with open_loggers(config) as loggers, preempted as preemption:
+        _fit(config, plan, run, preemption, loggers)
     return run
 
 
-def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption) -> None:
+def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption, loggers: list[Logger]) -> None:
     """Train from the last checkpoint to the end and export.
 
     Raises:
-        ValueError, OSError, PreemptedError: see `train`.
+        ValueError, OSError, PreemptedError, NonFiniteError: see `train`.
     """
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
@@ -110,8 +119,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
-    callbacks = [*_build_callbacks(module, exporter, run), preemption.save_last, preemption]
-    trainer = _build_trainer(config, plan, callbacks, strategy)
+    data_clock = DataClock()
+    watching = _build_callbacks(module, exporter, run, preemption.save_last)
+    callbacks = [Throughput(config, data_clock), *watching, preemption.save_last, preemption]
+    trainer = _build_trainer(config, plan, callbacks, loggers, data_clock, strategy)
     checkpoint = find_checkpoint(
         preemption.save_last.folder, model, strategy.readable_formats, config.use_previous_checkpoint
     )
@@ -127,26 +138,32 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption)
     trainer.strategy.barrier("export")
 
 
-def _build_callbacks(module: RetrofitModule, exporter: Exporter, run: TrainedRun) -> list[Callback]:
+def _build_callbacks(
+    module: RetrofitModule, exporter: Exporter, run: TrainedRun, save_last: SaveLast
+) -> list[Callback]:
     """Make what watches a run, in the order it acts after a step; saving comes after all of it."""
     training = module.config.training
     ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
+    guard = NonFiniteGuard(save_last, run.folder, training.max_nonfinite_steps)
     return [
+        HangWatchdog(run.folder / "stacks", training.hang_timeout_minutes * 60),
         TQDMProgressBar(refresh_rate=training.log_every_steps),
-        Throughput(training.tokens_per_step),
+        StepMetrics(guard, training.gradient_clip),
+        guard,
         Validation(exporter.data.validation_batches, run.folder / "heatmaps", training.validate_every_steps),
         Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, run.snapshots[ratio], ratio)),
     ]
 
 
-def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback], strategy: WholeModel) -> Trainer:
+def _build_trainer(
+    config: RunConfig,
+    plan: Plan,
+    callbacks: list[Callback],
+    loggers: list[Logger],
+    data_clock: DataClock,
+    strategy: WholeModel,
+) -> Trainer:
     training, settings = config.training, config.trainer
-    folder = Path(config.output_dir)
-    loggers: list[Any] = [CSVLogger(folder, name="logs")]
-    if config.logger.wandb_project is not None:
-        loggers.append(
-            WandbLogger(project=config.logger.wandb_project, save_dir=folder, offline=config.logger.wandb_offline)
-        )
     plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
@@ -159,15 +176,16 @@ def _build_trainer(config: RunConfig, plan: Plan, callbacks: list[Callback], str
         precision=strategy.precision,
         max_steps=plan.total_steps,
         max_epochs=1,
-        gradient_clip_val=training.gradient_clip,
+        gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
         logger=loggers,
         callbacks=callbacks,
+        profiler=data_clock,
         plugins=plugins,
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         log_every_n_steps=training.log_every_steps,
-        default_root_dir=folder,
+        default_root_dir=config.output_dir,
     )
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
     return trainer

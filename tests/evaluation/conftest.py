@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,3 +58,67 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return found
+
+
+CHOICE_TASK = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl, train: {folder}/choice.jsonl}}}}
+test_split: test
+fewshot_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+GENERATION_TASK = """
+task: local_generation
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+generation_kwargs: {{until: ["gam", " delta"], max_gen_toks: 24, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+ROLLING_TASK = """
+task: local_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: prompt
+metric_list:
+  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+"""
+
+
+@pytest.fixture(scope="session")
+def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local tasks over local JSON; some texts are longer than the models' 512 positions, some end in spaces."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+
+    def text(length: int) -> str:
+        return " ".join(draw.choices(words, k=length))
+
+    lengths = [3, 40, 9, 700, 25, 14]
+    questions = [text(length) + draw.choice(["", " ", "  "]) for length in lengths]
+    choices = [[" alpha", " beta", "gamma delta " + text(index), "é"] for index in range(len(lengths))]
+    rows = [
+        {"question": question, "choices": each, "answer": draw.randrange(4)}
+        for question, each in zip(questions, choices, strict=True)
+    ]
+    (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"prompt": text(length), "answer": "beta"} for length in lengths]
+    (folder / "generation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, task in (("choice", CHOICE_TASK), ("generation", GENERATION_TASK), ("rolling", ROLLING_TASK)):
+        (folder / f"{name}.yaml").write_text(task.format(folder=folder))
+    return folder

@@ -88,7 +88,7 @@ class Workshop:
 
 def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
     grid, store = plan_grid(config, CONFIGS), RowStore(Path(config.output) / "cells.jsonl")
-    run_cells(unfinished(grid, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
+    run_cells(unfinished(grid.cells, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
     return store.rows()
 
 

@@ -173,18 +173,9 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["output_dir"] = str(tmp_path / "one")
     train(build_config(RunConfig, run_values))
     final = [load_model(Path(folder) / "final").state_dict() for folder in (tmp_path / "run", tmp_path / "one")]
-    assert sorted(two) == list(range(8))
+    assert two == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
     for name, value in final[0].items():
         torch.testing.assert_close(value, final[1][name], atol=1e-4, rtol=1e-3)
-
-
-def test_wandb_offline_gets_metrics_and_heatmaps(run_values, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run_values["logger"] = {"wandb_project": "dmc-test"}
-    run = train(build_config(RunConfig, run_values))
-    (offline,) = (run.folder / "wandb").glob("offline-run-*")
-    assert list(offline.glob("*.wandb"))
-    assert list(offline.rglob("*.png"))
 
 
 def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_path):

@@ -59,7 +59,8 @@ class Fsdp2(WholeModel):
 
     def spread(self, module: LightningModule) -> None:
         """Cut the heads, then shard each decoder layer, then the rest."""
-        mesh, model = module.device_mesh, module.model
+        mesh = module.device_mesh
+        model: Any = module.model
         assert mesh is not None
         if mesh["tensor_parallel"].size() > 1:
             cut_heads(model, mesh["tensor_parallel"])
@@ -76,13 +77,14 @@ class Fsdp2(WholeModel):
         holder = nn.Module()
         holder.weight = parameter
         options = StateDictOptions(full_state_dict=True)
-        state = get_model_state_dict(holder, options=options)
+        state: dict[str, Any] = get_model_state_dict(holder, options=options)
         state["weight"][rows] = 0
         set_model_state_dict(holder, state, options=options)
 
     def gather(self, model: Any) -> Any:
         """See `WholeModel`."""
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = get_model_state_dict(model, options=options)
         return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
 
 

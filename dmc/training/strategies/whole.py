@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
-from dmc.config import RunConfig
+from dmc.config import Precision, RunConfig
+from dmc.training.gradients import gradient_norm
 
 
 class WholeModel:
@@ -21,10 +22,12 @@ class WholeModel:
     """How a checkpoint is written: a file, or a folder of each rank's shards."""
     readable_formats: tuple[str, ...] = ("file",)
     """Formats of checkpoints that a run can go on from."""
-    precision: str
+    precision: Precision
     """What Lightning does about precision."""
     exports_together = False
     """Whether all ranks must take part in a forward pass."""
+    owns_gradients = False
+    """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -40,6 +43,10 @@ class WholeModel:
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """Set rows of a weight or bias, counted over all ranks, to exactly zero, for good."""
         parameter.data[rows] = 0
+
+    def gradient_norm(self, module: LightningModule) -> Tensor:
+        """Norm over all gradients before clipping, a scalar; with `owns_gradients` that of the step just done."""
+        return gradient_norm(module)
 
     def gather(self, model: Any) -> Any:
         """Return the whole model on rank 0 and None elsewhere; called by all ranks."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from dmc.config import RunConfig
 from dmc.models.build import assemble
@@ -28,6 +29,8 @@ class Zero(WholeModel):
 
     DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice.
     """
+
+    owns_gradients = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -56,6 +59,11 @@ class Zero(WholeModel):
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data[rows] = 0
 
+    def gradient_norm(self, module: LightningModule) -> Tensor:
+        """See `WholeModel`."""
+        engine: Any = module.trainer.model
+        return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
+
     def gather(self, model: Any) -> Any:
         """See `WholeModel`."""
         if self.stage < 3:
@@ -75,6 +83,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         super().__init__(**options)
         assert isinstance(self.config, dict)
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
         self._folders = CheckpointFolders(f"deepspeed_zero{options['stage']}")
 
     def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -83,7 +92,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         for name, buffer in model.named_buffers():
             if name in buffers:  # DeepSpeed casts RoPE's frequencies to bfloat16, too coarse for long sequences
                 buffer.data = buffers[name].to(buffer.device)
+        engine_and_optimizer[0].optimizer.check_grad_overflow = True  # by itself DeepSpeed looks in float16 only
         return engine_and_optimizer
+
+    def backward(self, closure_loss: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Leave the loss as Lightning has divided it by the accumulated micro-batches: DeepSpeed would do so again."""
+        return super().backward(closure_loss, *arguments, **options, scale_wrt_gas=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's shards."""
@@ -115,10 +129,16 @@ class ZeroStrategy(DeepSpeedStrategy):
                 )
             )
         self.barrier()
-        engine = self.deepspeed_engine
+        engine, optimizer = self.deepspeed_engine, self.optimizers[0]
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
         engine._config.load_universal_checkpoint = True
         _, checkpoint = engine.load_checkpoint(str(universal), tag=TAG, load_lr_scheduler_states=False)
         engine._config.load_universal_checkpoint = False
+        # DeepSpeed gives all parameters the settings of the first group, and one counter of steps to share.
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for state in engine.basic_optimizer.state.values():
+            state["step"] = state["step"].clone()
         self.barrier()
         if self.is_global_zero:
             shutil.rmtree(universal)

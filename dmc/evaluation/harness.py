@@ -1,0 +1,238 @@
+"""lm-evaluation-harness on the engine: the field's tasks, the cache compressed as it is while generating."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from dmc.runtime import Engine, GenerationStats, SamplingParams
+
+MAX_GEN_TOKS = 256
+"""Tokens generated where a task does not say: as in lm-eval's HFLM."""
+LOGPROB_BYTES = 2**30
+"""Log-probabilities of whole vocabularies held at the same time."""
+SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
+
+
+class Feed(NamedTuple):
+    """What the engine is fed for one likelihood; continuations that differ in their last token alone share it."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    """All but its last token."""
+
+
+class EngineLM(TemplateLM):
+    """An engine as lm-eval knows models; with a full cache it gives the numbers of lm-eval's own HFLM.
+
+    A likelihood is that of a continuation behind a prompt that the cache holds compressed; the continuation's own
+    tokens are then compressed as generated ones are. Rolling likelihoods have a prompt of one token. Results do not
+    depend on the batch; a sampled generation draws from a seed of its own.
+
+    Args:
+        engine: with a tokenizer.
+        requests_at_once: likelihoods that are handed to the engine together, and after which progress is shown.
+        seed: of sampled generations.
+    Raises:
+        ValueError: the engine has no tokenizer, or one without an end of text.
+    """
+
+    def __init__(self, engine: Engine, requests_at_once: int = 64, seed: int = 0) -> None:
+        super().__init__()
+        if engine.tokenizer is None:
+            raise ValueError("lm-eval's tasks are text, and the model's folder has no tokenizer: add tokenizer.json")
+        if engine.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "lm-eval needs to know where a text ends, and the tokenizer has no eos token: set eos_token"
+            )
+        self.engine, self.requests_at_once, self.seed = engine, requests_at_once, seed
+        self.tokenizer = engine.tokenizer
+        self.max_length: int = engine.model.config.max_position_embeddings
+        """Tokens that a prompt and its continuation may have; longer prompts lose their beginning."""
+        self.stats: list[GenerationStats] = []
+        """Memory of every sequence that has run."""
+        self.num_cut = 0
+        """Prompts that have lost their beginning."""
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before a text without context."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name under which lm-eval keeps requests."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Write a conversation as the model was trained to read it."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Turn text into token ids; special tokens at its start come once, as the tokenizer is set up."""
+        if add_special_tokens is None:
+            has_prefix = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
+            kwargs = {"add_special_tokens": False} if has_prefix else {}
+        else:
+            kwargs = {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(string, **kwargs)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts in nats, longer ones in windows."""
+        owners, windows = [], []
+        for owner, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                owners.append(owner)
+                windows.append((None, *make_disjoint_window(window)))
+        totals = [0.0] * len(requests)
+        for owner, (likelihood, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += likelihood
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Score (text, prompt, continuation): log-likelihood in nats, and whether greedy decoding would give it."""
+        askers: dict[Feed, list[int]] = {}
+        for index, (_, prompt, continuation) in enumerate(requests):
+            askers.setdefault(self._feed(prompt, continuation), []).append(index)
+        answers = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as bar:
+            for group in self._groups(list(askers)):
+                indices = [askers[feed] for feed in group]
+                prompts = [list(feed.prompt) for feed in group]
+                scorings = self.engine.score_with_stats(prompts, [requests[each[0]][2] for each in indices])
+                for scoring, asking in zip(scorings, indices, strict=True):
+                    self.stats.append(scoring.stats)
+                    for index in asking:
+                        answers[index] = likelihood_of(scoring.logprobs, requests[index][2])
+                bar.update(sum(map(len, indices)))
+        return answers
+
+    def _feed(self, prompt: list[int], continuation: list[int]) -> Feed:
+        """Cut what is too long from the left, as HFLM does: the last token is not fed and needs no room.
+
+        Raises:
+            ValueError: the continuation alone is too long, or one of the two is empty.
+        """
+        room = self.max_length + 1 - len(continuation)
+        if not 0 < room <= self.max_length or not prompt:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and a continuation of {len(continuation)}: expected both to have "
+                f"some, and the continuation at most {self.max_length}, the positions that the model has"
+            )
+        return Feed(tuple(self._cut(prompt, room)), tuple(continuation[:-1]))
+
+    def _cut(self, prompt: list[int], room: int) -> list[int]:
+        self.num_cut += len(prompt) > room
+        return prompt[-room:]
+
+    def _groups(self, feeds: list[Feed]) -> Iterator[list[Feed]]:
+        """Share feeds out, the longest first, so that lack of memory shows at once."""
+        token_bytes = 4 * self.engine.model.get_input_embeddings().num_embeddings
+        group: list[Feed] = []
+        room = LOGPROB_BYTES
+        for feed in sorted(feeds, key=lambda feed: (-len(feed.prompt) - len(feed.continuation), feed)):
+            needed = token_bytes * (len(feed.continuation) + 1)
+            if group and (needed > room or len(group) == self.requests_at_once):
+                yield group
+                group, room = [], LOGPROB_BYTES
+            group.append(feed)
+            room -= needed
+        if group:
+            yield group
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue texts until a stop string, the end of the text, or the task's number of tokens.
+
+        Raises:
+            ValueError: a task's generation setting is unknown, or leaves no room for its prompts.
+        """
+        repeats: Counter[str] = Counter()
+        prompts, params = [], []
+        for context, settings in (request.args for request in requests):
+            repeats[context] += 1
+            params.append(self._sampling(settings, f"{self.seed} {repeats[context]} {context}"))
+            room = self.max_length - params[-1].max_new_tokens
+            if room < 1:
+                raise ValueError(
+                    f"max_gen_toks={params[-1].max_new_tokens} leaves no room for a prompt: the model has "
+                    f"{self.max_length} positions; give fewer"
+                )
+            prompts.append(self._cut(self.tok_encode(context), room))
+        generations = self.engine.generate(prompts, params, progress=False if disable_tqdm else None)
+        self.stats += [generation.stats for generation in generations]
+        # a stop string that is a special token is in no text: `_sampling` stops there
+        return [
+            postprocess_generated_text(generation.text or "", list(each.stop), None)
+            for generation, each in zip(generations, params, strict=True)
+        ]
+
+    def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:
+        """Read a task's generation settings; `identity` names the draw."""
+        values: dict[str, Any] = dict(normalize_gen_kwargs(settings, MAX_GEN_TOKS))
+        if unknown := sorted(set(values) - SAMPLING_SETTINGS):
+            raise ValueError(
+                f"generation setting {unknown[0]!r}: expected one of {', '.join(sorted(SAMPLING_SETTINGS))}"
+            )
+        temperature = float(values.get("temperature", 0.0))
+        if values["do_sample"] and temperature == 0:
+            raise ValueError("do_sample=true needs a temperature above 0")
+        stop_ids, stop = [self.eot_token_id], []
+        for text in filter(None, handle_stop_sequences(values["until"], eos=None)):
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) == 1 and tokens[0] in self.tokenizer.all_special_ids:
+                stop_ids.append(tokens[0])
+            else:
+                stop.append(text)
+        return SamplingParams(
+            max_new_tokens=values["max_gen_toks"],
+            temperature=temperature if values["do_sample"] else 0.0,
+            top_k=values.get("top_k") or None,
+            top_p=values.get("top_p", 1.0),
+            seed=int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big"),
+            stop_token_ids=tuple(stop_ids),
+            stop=tuple(stop),
+        )
+
+
+def likelihood_of(logprobs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
+    """Sum the log-probabilities of `tokens` in nats, and tell whether each is the most likely one.
+
+    Args:
+        logprobs: float32 [len(tokens), vocab].
+        tokens: of the continuation.
+    """
+    chosen = torch.tensor(tokens, device=logprobs.device)
+    total = logprobs.gather(-1, chosen[:, None]).double().sum()
+    return float(total), bool((logprobs.argmax(-1) == chosen).all())

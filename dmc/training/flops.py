@@ -1,0 +1,56 @@
+"""Arithmetic of a training step, and what a GPU could do at best."""
+
+from __future__ import annotations
+
+import re
+
+from transformers import PretrainedConfig
+
+PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
+    ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),
+    ("H100 PCIe", 756, 51.2), ("H100 NVL", 835.5, 60), ("H100", 989.4, 66.9), ("H800 PCIe", 756, 51.2),
+    ("H800", 989.4, 66.9), ("H20", 148, 44), ("A100", 312, 19.5), ("A800", 312, 19.5), ("A40", 149.7, 37.4),
+    ("A30", 165, 10.3), ("A10", 125, 31.2), ("A6000", 154.8, 38.7), ("6000 Ada", 364.2, 91.1), ("L40S", 362, 91.6),
+    ("L40", 181, 90.5), ("L4", 121, 30.3), ("RTX 5090", 209.5, 104.8), ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71, 35.6), ("V100", None, 15.7), ("T4", None, 8.1),
+)  # fmt: skip
+"""Words of a GPU's name, the more special first; dense bfloat16 on tensor cores; float32 without TF32: data sheets."""
+
+
+def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
+    """Count the floating-point operations of forward and backward for one token (PaLM, arXiv:2204.02311, appendix B).
+
+    6 N + 12 L H D T: N weights of matrices (the output projection among them; no embedding, which is looked up), L
+    layers of H query heads of D channels, T tokens. By that convention causal attention counts in full, and neither
+    recomputed activations nor the compression count.
+
+    Args:
+        config: of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
+        sequence_length: tokens per sequence.
+    """
+    hidden, num_heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
+    weights = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
+    weights += hidden * config.vocab_size
+    return 6.0 * weights + 12.0 * config.num_hidden_layers * num_heads * head_dim * sequence_length
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Look up the floating-point operations per second that a GPU's data sheet promises.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` says it.
+        precision: bfloat16 arithmetic where it starts with bf16, else float32.
+    Returns:
+        None: the device is not in the table, or only a slice of it is there.
+    """
+    words = re.findall(r"\w+", device_name.lower())
+    if "mig" in words or "laptop" in words:
+        return None
+    for name, bfloat16, float32 in PEAK_TERAFLOPS:
+        if set(name.lower().split()) <= set(words):
+            teraflops = bfloat16 if precision.startswith("bf16") else float32
+            return None if teraflops is None else teraflops * 1e12
+    return None

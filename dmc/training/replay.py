@@ -1,0 +1,115 @@
+"""A kept batch once more through the last checkpoint: where does it stop being finite?"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dmc.config import RunConfig
+from dmc.training.checkpoint import load_checkpoint_model, read_header
+from dmc.training.generations import latest
+from dmc.training.module import RetrofitModule
+from dmc.training.record import read_config
+from dmc.training.stages import Plan
+from dmc.training.strategies import WholeModel
+from dmc.training.text_data import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a kept batch did."""
+
+    step: int
+    """Step of the batch; 10: the one after 10 optimizer steps."""
+    weights_step: int
+    """Optimizer steps that the weights have seen."""
+    losses: list[tuple[float, float]]
+    """Cross-entropy of each micro-batch, then and now."""
+    gradient_norms: dict[str, float]
+    """By layer, and by module outside the layers, in the model's order."""
+    first_nonfinite: str | None
+    """Module whose output was the first that is not finite; None: all were."""
+
+    def __str__(self) -> str:
+        lines = [f"batch of step {self.step}, weights after step {self.weights_step}"]
+        lines += [f"micro-batch {i}: loss {then:g} then, {now:g} now" for i, (then, now) in enumerate(self.losses)]
+        lines += [f"gradient norm {norm:12g}  {name}" for name, norm in self.gradient_norms.items()]
+        return "\n".join([*lines, f"first output that is not finite: {self.first_nonfinite or 'none'}"])
+
+
+def replay(run_folder: Path, file: Path) -> Replay:
+    """Run the micro-batches that one rank kept of a skipped step, with the noise of then.
+
+    Args:
+        run_folder: output folder of the run.
+        file: in its folder `nonfinite`.
+    Raises:
+        FileNotFoundError, ValueError: there is no run or no file, or one of them is damaged.
+    """
+    config = read_config(run_folder)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: file= is one of {run_folder / 'nonfinite'}")
+    try:
+        kept = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} is cut off or is no batch kept by a run ({type(error).__name__})") from error
+    checkpoint = latest(run_folder / "checkpoints")
+    model = load_checkpoint_model(checkpoint)
+    tokenizer = build_tokenizer(config.data, config.model.path)
+    plan = Plan(config.training, config.target_ratio)
+    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config))
+    cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
+    module.to("cuda" if cuda else "cpu").train()
+    nonfinite = _watch_outputs(model)
+    losses = [_run(module, config, kept["step"], batch, len(kept["micro_batches"])) for batch in kept["micro_batches"]]
+    return Replay(
+        step=kept["step"],
+        weights_step=read_header(checkpoint).global_step,
+        losses=[(batch["loss"], loss) for batch, loss in zip(kept["micro_batches"], losses, strict=True)],
+        gradient_norms=_norms(model),
+        first_nonfinite=nonfinite[0] if nonfinite else None,
+    )
+
+
+def _run(module: RetrofitModule, config: RunConfig, step: int, batch: dict[str, Any], count: int) -> float:
+    """Add one micro-batch's gradients and return its cross-entropy."""
+    module.prepare(step)
+    tensors = {name: batch[name].to(module.device) for name in ("input_ids", "position")}
+    with torch.autocast(module.device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed"):
+        loss = module.loss_at(step, tensors)
+    (loss / count).backward()
+    return float(module.noted[-1]["train/loss"])
+
+
+def _watch_outputs(model: Any) -> list[str]:
+    """Return a list that gets the names of modules with outputs that are not finite, in the order they run."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def check(module: Any, inputs: Any, output: Any) -> None:
+            tensors = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
+            if not all(tensor.isfinite().all() for tensor in tensors):
+                found.append(name)
+
+        return check
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(watch(name or type(model).__name__))
+    return found
+
+
+def _norms(model: Any) -> dict[str, float]:
+    """Return the gradient norm of each layer, and of each module outside the layers."""
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            layer = re.match(r".*layers\.\d+", name)
+            part = layer[0] if layer else name.rpartition(".")[0]
+            squares[part] = squares.get(part, 0.0) + float(parameter.grad.double().square().sum())
+    return {part: square**0.5 for part, square in squares.items()}

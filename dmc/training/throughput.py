@@ -1,0 +1,108 @@
+"""How fast a run goes and how much memory it takes."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+
+from dmc.config import RunConfig
+from dmc.training.after_step import AfterStep
+from dmc.training.flops import flops_per_token, peak_flops
+
+
+class DataClock(Profiler):
+    """Sums the time that a run waits for its data loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def start(self, action_name: str) -> None:
+        """Note the start of a wait."""
+        if action_name.endswith("train_dataloader_next"):
+            self._started = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Add the wait."""
+        if action_name.endswith("train_dataloader_next"):
+            self.seconds += time.perf_counter() - self._started
+
+
+class Throughput(AfterStep):
+    """Logs tokens per second, seconds per step and for data, the share of the device's peak, and peak memory.
+
+    Only steps and waits for data count: not the first step of a start, validation, snapshots or saving. So this comes
+    first among the callbacks. MFU is the model's operations over the peak; HFU adds, where activations are
+    checkpointed, the forward that is computed again: a third of forward and backward.
+
+    Args:
+        config: the run.
+        data_clock: the trainer's profiler.
+    """
+
+    def __init__(self, config: RunConfig, data_clock: DataClock) -> None:
+        self.config, self.data_clock = config, data_clock
+        self._steps = -1  # the first is a warm-up
+        self._seconds = 0.0
+        self._batch_started = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note the start of a micro-batch."""
+        self._batch_started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        """Add its time."""
+        self._seconds += time.perf_counter() - self._batch_started
+        super().on_train_batch_end(trainer, pl_module, *arguments)
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Log at the logger's rate, over the steps since the last time."""
+        self._steps += 1
+        if self._steps > 0 and step % self.config.training.log_every_steps == 0:
+            for name, value in self._measure(trainer, pl_module).items():
+                pl_module.log(name, value)
+            memory = peak_memory_gib(pl_module.device)
+            pl_module.log("train/peak_memory_gib", memory, sync_dist=True, reduce_fx="max")
+        elif self._steps > 0:
+            return
+        self._steps, self._seconds, self.data_clock.seconds = 0, 0.0, 0.0
+
+    def _measure(self, trainer: Trainer, module: Any) -> dict[str, float]:
+        training = self.config.training
+        seconds = (self._seconds + self.data_clock.seconds) / self._steps
+        tokens_per_second = training.tokens_per_step / seconds
+        measured = {
+            "train/tokens_per_second": tokens_per_second,
+            "train/seconds_per_step": seconds,
+            "train/data_seconds_per_step": self.data_clock.seconds / self._steps,
+        }
+        peak = self._peak_flops(module.device)
+        if peak is not None:
+            needed = flops_per_token(module.model.config, training.sequence_length) * tokens_per_second
+            measured["train/mfu"] = needed / (peak * trainer.world_size)
+            if training.activation_checkpointing:
+                measured["train/hfu"] = measured["train/mfu"] * 4 / 3
+        return measured
+
+    def _peak_flops(self, device: torch.device) -> float | None:
+        """Return one device's floating-point operations per second at best; None: unknown."""
+        settings = self.config.trainer
+        if settings.peak_teraflops is not None:
+            return settings.peak_teraflops * 1e12
+        if device.type != "cuda":
+            return None
+        precision = "bf16-true" if self.config.model.dtype == "bfloat16" else settings.precision
+        return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory taken so far: allocated on the GPU, or resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

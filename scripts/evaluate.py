@@ -1,0 +1,60 @@
+"""Run the field's benchmarks: python scripts/evaluate.py model.path=DIR tasks=[cs_qa] policy=h2o budget.ratio=4.
+
+Start it again and it goes on; runs with other methods, and sweeps (-m), may share one output folder and its table.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoTokenizer
+
+from dmc import load_model
+from dmc.config import build_config
+from dmc.evaluation.compare import unfinished
+from dmc.evaluation.grid import ComparedModel
+from dmc.evaluation.row_store import RowStore
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def load(model: ComparedModel) -> tuple[Any, Any]:
+    """Load a model, on the GPU if there is one, and its tokenizer."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
+    return load_model(model.path, dtype=model.dtype, revision=model.revision).to(device), tokenizer
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
+def main(settings: DictConfig) -> None:
+    try:
+        from dmc.evaluation.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
+        from dmc.evaluation.evaluate_report import write_evaluation_report
+
+        if missing := sorted(OmegaConf.missing_keys(settings)):
+            raise ValueError(f"give a value for {', '.join(missing)}: model.path=DIR tasks=[cs_qa]")
+        values: Any = OmegaConf.to_container(settings, resolve=True)
+        policy = HydraConfig.get().runtime.choices["policy"]
+        values["policy"] = {"name": policy, **values["policy"]} if values["policy"] else policy
+        config = build_config(EvaluateConfig, values)
+        evaluation = plan_evaluation(config, CONFIGS)
+        store = RowStore(Path(config.output) / "cells.jsonl")
+        cells = unfinished(evaluation.cells, store.rows())
+        print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
+        run_evaluation(evaluation, cells, config, store, load)
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: pip install '.[eval]'")
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
+    print(f"\n{write_evaluation_report(store.rows(), store.path.parent)}\n\nall of it: {store.path.parent}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))  # a user's own policies
+    main()

@@ -1,0 +1,23 @@
+"""Run a batch that a run has skipped: python scripts/replay.py run=DIR file=DIR/nonfinite/step_0000010_rank0.pt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="replay")
+def main(settings: DictConfig) -> None:
+    from dmc.training.replay import replay
+
+    try:
+        print(replay(Path(settings.run), Path(settings.file)))
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

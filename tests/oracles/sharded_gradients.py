@@ -1,0 +1,47 @@
+"""Gradients on two processes, sharded in different ways, against the same gradients in one piece."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dmc.training.gradients import clip_gradients, gradient_norm
+
+
+class Holder(torch.nn.Module):
+    """Parameters with given gradients."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.values = torch.nn.ParameterList([torch.zeros_like(each) for each in gradients])
+        for value, gradient in zip(self.values, gradients, strict=True):
+            value.grad = gradient
+
+
+def compare_norms(rank: int, count: int, port: int) -> None:
+    """Check on every rank that the norm is the whole's, also where it is not finite."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    line, grid = init_device_mesh("cpu", (count,)), init_device_mesh("cpu", (1, count))
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator) for shape in ((6, 4), (5, 3), (4,), (3,))]
+    for spoiled in (False, True):
+        if spoiled:
+            whole[0][5, 0] = float("inf")  # lies in the last rank's shard only
+        sharded = [
+            distribute_tensor(whole[0], line, [Shard(0)]),
+            distribute_tensor(whole[1], grid, [Shard(0), Shard(1)]),
+            distribute_tensor(whole[2], line, [Replicate()]),
+            whole[3],
+        ]
+        module = Holder(sharded)
+        expected = torch.cat([each.flatten() for each in whole]).norm()
+        torch.testing.assert_close(gradient_norm(module), expected)
+        if not spoiled:
+            clip_gradients(module, gradient_norm(module), 0.5)
+            torch.testing.assert_close(gradient_norm(module), torch.tensor(0.5))
+        module.zero_grad()
+        assert gradient_norm(module) == 0
+    dist.destroy_process_group()

@@ -1,0 +1,78 @@
+import shutil
+import sys
+from io import StringIO
+
+import pytest
+
+from dmc.config import LoggerConfig, RunConfig, build_config
+from dmc.provenance import git_commit
+from dmc.training import loggers, train
+from dmc.training.loggers import choose_wandb_mode
+
+
+@pytest.fixture
+def logged_out(monkeypatch, tmp_path):
+    """Nobody is logged in, whoever runs the tests; a prompt would fail."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(sys, "stdin", StringIO())
+
+
+def test_nobody_logged_in_means_offline(logged_out):
+    assert choose_wandb_mode(LoggerConfig("project")) == "offline"
+
+
+def test_login_means_online(logged_out, monkeypatch):
+    import wandb
+
+    monkeypatch.setattr(wandb, "login", lambda **options: options == {"prompt": False, "verify": False})
+    assert choose_wandb_mode(LoggerConfig("project")) == "online"
+    assert choose_wandb_mode(LoggerConfig("project", "offline")) == "offline"
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_environment_decides_where_the_settings_do_not(logged_out, monkeypatch, mode):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert choose_wandb_mode(LoggerConfig("project")) == mode
+
+
+def test_online_without_a_login_is_refused_before_anything_is_written(logged_out, run_values, tmp_path):
+    run_values["logger"] = {"wandb_project": "dmc-test", "wandb_mode": "online"}
+    with pytest.raises(ValueError, match=r"logger.wandb_mode=online, but nobody is logged in: run `wandb login`"):
+        train(build_config(RunConfig, run_values))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def tracked_values(logged_out, run_values):
+    """Settings of a short run that logs to wandb."""
+    run_values["logger"] = {"wandb_project": "dmc-test"}
+    run_values["training"] |= {"stages": [{"name": "retrofit", "steps": 2}], "snapshot_ratios": [], "calibrate": False}
+    return run_values
+
+
+def test_every_start_logs_to_the_same_wandb_run_with_settings_and_images(tracked_values):
+    config = build_config(RunConfig, tracked_values)
+    run = train(config)
+    shutil.rmtree(run.final)  # so that the run starts again, at its last step
+    train(config)
+    ids = {path.name.rpartition("-")[2] for path in (run.folder / "wandb").glob("offline-run-*")}
+    assert ids == {(run.folder / loggers.WANDB_ID).read_text()}
+    first = min((run.folder / "wandb").glob("offline-run-*"), key=lambda path: path.name)
+    assert len(list(first.rglob("*.png"))) == 2
+    content = next(first.glob("*.wandb")).read_bytes()
+    figures = ("train/loss", "train/gradient_norm", "train/tokens_per_second", "validation/loss")
+    for text in (*figures, "learning_rate", "cache_folder", f"commit {git_commit()}"):
+        assert text.encode() in content, text
+
+
+def test_runs_of_one_process_are_runs_of_their_own_at_wandb(tracked_values, tmp_path):
+    import wandb
+
+    for name in ("one", "other"):
+        train(build_config(RunConfig, dict(tracked_values, output_dir=str(tmp_path / name))))
+        assert wandb.run is None
+        assert list((tmp_path / name / "wandb").glob("offline-run-*/*.wandb"))

@@ -1,0 +1,51 @@
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from launching import logged
+
+from dmc.config import RunConfig, build_config
+from dmc.training import PreemptedError, train
+from dmc.training.callbacks import Validation
+from dmc.training.heatmap import draw_ratio_evolution
+from dmc.training.ratio_history import RATIOS_NAME, RatioHistory
+
+
+def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch):
+    run_values["training"] |= {"validate_every_steps": 2, "checkpoint_every_steps": 100}
+    config = build_config(RunConfig, run_values)
+    plain = Validation.log_score
+
+    def stop_at_four(self, trainer, score):
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        plain(self, trainer, score)
+
+    monkeypatch.setattr(Validation, "log_score", stop_at_four)
+    with pytest.raises(PreemptedError):
+        train(config)
+    folder = train(config).folder
+    steps, held = RatioHistory(folder / "heatmaps" / RATIOS_NAME).read()
+    assert steps == [2, 4, 6, 8] and held.shape == (4, 2, 2)
+    ratios = logged(folder, "validation/achieved_ratio")
+    assert [1 / float(each.mean()) for each in held] == pytest.approx([ratios[step] for step in steps], rel=1e-6)
+    assert (folder / "heatmaps" / "evolution.png").stat().st_size > 0
+
+
+def test_step_validated_again_counts_as_the_later_line_says(tmp_path):
+    history = RatioHistory(tmp_path / "new" / RATIOS_NAME)
+    for step, share in ((4, 0.9), (8, 0.8), (4, 0.5)):
+        history.append(step, torch.full((3, 2), share))
+    steps, held = history.read()
+    assert steps == [4, 8]
+    torch.testing.assert_close(held[:, 0, 0], torch.tensor([0.5, 0.8]))
+
+
+def test_long_histories_of_large_models_are_drawn(tmp_path):
+    held = torch.rand(300, 80, 8, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.1
+    path = tmp_path / "evolution.png"
+    draw_ratio_evolution(list(range(0, 3000, 10)), held, path)
+    assert path.stat().st_size > 10_000
+    assert Path(path).read_bytes()[:4] == b"\x89PNG"

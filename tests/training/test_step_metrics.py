@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+import torch
+from launching import CONTEXT, logged, train_ranks
+from oracles.sharded_gradients import compare_norms
+
+from dmc.config import RunConfig, build_config
+from dmc.training import train
+
+FIGURES = (
+    "train/loss", "train/ratio_loss", "train/noisy_ratio", "train/achieved_ratio", "train/gradient_norm",
+    "train/target_ratio", "train/learning_rate", "train/neuron_multiplier",
+)  # fmt: skip
+
+
+def figures(folder: Path) -> dict[str, dict[int, float]]:
+    return {name: logged(folder, name) for name in FIGURES}
+
+
+SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed_zero1", "deepspeed_zero3")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_path, strategy):
+    run_values["training"] |= {"snapshot_ratios": [], "calibrate": False, "validate_every_steps": 1000}
+    found = []
+    for size in (1, 4):
+        run_values["training"]["micro_batch_size"] = size
+        run_values["output_dir"] = str(tmp_path / str(size))
+        found.append(figures(train(build_config(RunConfig, run_values)).folder))
+    run_values["training"]["micro_batch_size"] = 1
+    run_values["trainer"] |= {"devices": 2, "strategy": strategy}
+    run_values["output_dir"] = str(tmp_path / "ranks")
+    train_ranks(run_values, 2, tmp_path / "ranks.log")
+    found.append(figures(tmp_path / "ranks"))
+    for other in found[1:]:
+        for name in FIGURES:
+            assert other[name] == pytest.approx(found[0][name], rel=1e-4), name
+    assert sorted(found[0]["train/loss"]) == list(range(8))
+    assert {0, 1} <= set(found[0]["train/neuron_multiplier"])
+    assert sorted(found[0]["train/target_ratio"]) == sorted(found[0]["train/achieved_ratio"]) == list(range(2, 8))
+
+
+def test_norm_of_sharded_gradients_is_that_of_the_whole():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [CONTEXT.Process(target=compare_norms, args=(rank, 2, store.port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]

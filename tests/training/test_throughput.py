@@ -1,0 +1,55 @@
+from types import SimpleNamespace
+
+import pytest
+from launching import logged
+
+from dmc.config import RunConfig, build_config
+from dmc.data import OrderedDataset
+from dmc.models import load_model
+from dmc.training import throughput, train
+from dmc.training.callbacks import Validation
+from dmc.training.flops import flops_per_token
+from dmc.training.module import RetrofitModule
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let time pass only where a part of a run is told to take some."""
+    now = [0.0]
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(owner, name, seconds):
+        plain = getattr(owner, name)
+
+        def slow(*arguments, **options):
+            now[0] += seconds
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    return takes
+
+
+def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, clock):
+    clock(RetrofitModule, "loss_at", 3.0)  # twice per step
+    clock(OrderedDataset, "__getitem__", 0.5)  # four times per step
+    clock(Validation, "log_score", 1000.0)
+    run_values["training"] |= {"log_every_steps": 2, "activation_checkpointing": True}
+    run_values["trainer"]["peak_teraflops"] = 1e-6
+    run_values["training"] |= {"snapshot_ratios": [], "calibrate": False}
+    run = train(build_config(RunConfig, run_values))
+    rows = [logged(run.folder, f"train/{name}") for name in ("seconds_per_step", "data_seconds_per_step")]
+    assert rows == [dict.fromkeys((1, 3, 5, 7), 8.0), dict.fromkeys((1, 3, 5, 7), 2.0)]
+    speeds = logged(run.folder, "train/tokens_per_second")
+    assert set(speeds.values()) == {4 * 32 / 8.0}
+    needed = flops_per_token(load_model(run.final).config, 32) * 4 * 32 / 8.0
+    assert logged(run.folder, "train/mfu")[7] == pytest.approx(needed / 1e6)
+    assert logged(run.folder, "train/hfu")[7] == pytest.approx(needed / 1e6 * 4 / 3)
+    assert all(0.05 < value < 100 for value in logged(run.folder, "train/peak_memory_gib").values())
+
+
+def test_processor_of_unknown_peak_has_no_utilisation(run_values):
+    run_values["training"] |= {"stages": [{"name": "retrofit", "steps": 2}], "snapshot_ratios": [], "calibrate": False}
+    folder = train(build_config(RunConfig, run_values)).folder
+    assert list(logged(folder, "train/tokens_per_second")) == [1] and not logged(folder, "train/mfu")
+    assert not (folder / "stacks").exists()  # nothing hung
