@@ -5,6 +5,7 @@ from dmc.training.nonfinite import NonFiniteError
 from dmc.training.plan_table import print_plan
 from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.run import TrainedRun, train
+from dmc.training.text_data import prepare_text
 
 __all__ = [
     "EXIT_PREEMPTED",
@@ -12,6 +13,7 @@ __all__ = [
     "PreemptedError",
     "TrainedRun",
     "export_checkpoint",
+    "prepare_text",
     "print_plan",
     "train",
 ]

@@ -72,8 +72,8 @@ class Zero(WholeModel):
             for key, parameter in list(part.named_parameters(recurse=False)):
                 weight = f"{name}.{key}"
                 if weight in owners:
-                    with safe_open(owners[weight], framework="pt", device=str(strategy.root_device)) as tensors:
-                        value = tensors.get_tensor(weight).to(parameter.dtype)
+                    with safe_open(owners[weight], framework="pt") as tensors:
+                        value = tensors.get_tensor(weight).to(strategy.root_device, parameter.dtype)
                     setattr(part, key, nn.Parameter(value))
             if next(part.parameters(recurse=False), None) is not None and f"{name}.weight" in owners:
                 Init(module=part, config_dict_or_path=strategy.config)
