@@ -28,7 +28,7 @@ def plan_table(plan: TrainingPlan) -> str:
         f"memory of each rank in GiB at its peak, {memory.peak}:",
         *(f"  {name:<26}{size / GIB:9.2f}" for name, size in memory.components.items() if size),
         f"  {'total':<26}{memory.total / GIB:9.2f}  of {device.memory_gib:.1f} ({device.source})",
-        f"CPU memory of a node while it loads: {plan.host_bytes / GIB:,.1f} GiB",
+        f"CPU memory of the first node: {plan.host_bytes / GIB:,.1f} GiB",
         f"checkpoint: {plan.checkpoint_bytes / GIB:,.1f} GiB, twice on the disk",
         f"step: {plan.tokens_per_step:,} tokens, {plan.micro_batches} x {plan.micro_batch_size} sequences per rank",
         *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),

@@ -75,7 +75,8 @@ class TrainingPlan:
     memory: Memory
     """Of each rank."""
     host_bytes: int
-    """CPU memory of a node: offloaded states, and every rank's copy of the weights while they are loaded."""
+    """CPU memory of the first node: offloaded states, and whole copies of the weights: one for each rank while they are
+    loaded, or, where each rank reads its own part of a base, two when the first rank exports and checks."""
     micro_batches: int
     """Forward passes of each rank for one optimizer step."""
     micro_batch_size: int
@@ -145,6 +146,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu)
     memory, num_weights = memory_model.memory(), memory_model.counts.whole
     stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
+    reads_parts = trainer.strategy in ("fsdp2", "deepspeed_zero3") and config.model.path is not None
+    copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if memory_model.computed == 2 else "32")
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
     return TrainingPlan(
@@ -157,7 +160,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         is_checkpointing=training.activation_checkpointing,
         device=device,
         memory=memory,
-        host_bytes=num_local * (memory.cpu + memory_model.stored * num_weights),
+        host_bytes=num_local * memory.cpu + copies * memory_model.stored * num_weights,
         micro_batches=micro_batches,
         micro_batch_size=training.micro_batch_size,
         tokens_per_step=training.tokens_per_step,

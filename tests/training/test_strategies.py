@@ -4,15 +4,18 @@ import functools
 import json
 import math
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged, logged_losses, spoil_loss
+from launching import Ranks, logged, logged_losses, spoil_loss, train_ranks
 
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
-from dmc.training import train
+from dmc.training import EXIT_PREEMPTED, train
+from dmc.training.checkpoint import check_fits, find_checkpoint, read_header
 from dmc.training.exporter import export_checkpoint
 from dmc.training.generations import remove
 
@@ -122,13 +125,43 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_cut_heads_learn_what_whole_layers_do(values, alone, count, tmp_path):
+@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen2", 2), ("qwen3", 2)])
+def test_cut_heads_learn_what_whole_layers_do(values, family, count, tmp_path):
+    values["model"]["fresh"]["model_type"] = family
+    alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
     trainer = {"strategy": "fsdp2", "tensor_parallel_size": 2}
     folder = on_ranks(values, count, tmp_path / "cut", trainer, micro_batch_size=3, activation_checkpointing=True)
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strategy, tmp_path):
+    folder = tmp_path / "run"
+    values = dict(values, output_dir=str(folder), trainer=values["trainer"] | {"devices": 2, "strategy": strategy})
+    values["training"]["micro_batch_size"] = 3
+    with Ranks(values, 2, log := tmp_path / "ranks.log") as ranks:
+        while len(logged_losses(folder)) < 4 and ranks.alive:
+            time.sleep(0.01)
+        ranks.send(signal.SIGUSR1, 1)
+        assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    step = read_header(checkpoint).global_step
+    assert 4 <= step < STEPS and read_header(checkpoint).num_ranks == 2
+    train_ranks(values, 2, log)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")
+    shard = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"last.ckpt is cut off: .*{shard.name} has 100 bytes"):
+        export_checkpoint(folder, tmp_path / "damaged")
+    model = load_model(folder / "final")
+    with pytest.raises(ValueError, match="use_previous_checkpoint=true to go on from step 10"):
+        find_checkpoint(checkpoint.parent, model, (strategy,))
+    with pytest.raises(ValueError, match=f"was written as '{strategy}', this run can read file"):
+        check_fits(checkpoint.with_name("previous.ckpt"), model, ("file",))
 
 
 @pytest.mark.slow
