@@ -317,8 +317,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.trainer.uses_deepspeed and self.model.dtype != "float32":
             raise ValueError(
-                f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps float32 "
-                "weights for the optimizer; set model.dtype=float32 and trainer.precision=bf16-mixed"
+                f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
+                "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
             )
         if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
             raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")

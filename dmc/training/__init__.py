@@ -1,9 +1,9 @@
 """Training: the Lightning module, its stages, what happens along a run."""
 
+from dmc.training.callbacks.nonfinite import NonFiniteError
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.exporter import export_checkpoint
-from dmc.training.nonfinite import NonFiniteError
-from dmc.training.plan_table import print_plan
-from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
+from dmc.training.planning.plan_table import print_plan
 from dmc.training.run import TrainedRun, train
 from dmc.training.text_data import prepare_text
 

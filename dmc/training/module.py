@@ -15,7 +15,7 @@ from dmc.measure import next_token_loss
 from dmc.models import CompressedCausalLM
 from dmc.models.attention import Documents
 from dmc.ranks import ALONE, Ranks
-from dmc.training.checkpoint_folder import MODEL_CONFIG, whole_shape
+from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies import WholeModel
 

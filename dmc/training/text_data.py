@@ -28,7 +28,7 @@ from dmc.data import (
     write_report,
 )
 from dmc.target import build_target
-from dmc.training.preemption import leave_signals_to_parent
+from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)

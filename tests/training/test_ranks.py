@@ -12,7 +12,7 @@ from launching import Ranks, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
-from dmc.training.checkpoint import read_header
+from dmc.training.checkpoints.reading import read_header
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from launching import logged_losses, train_ranks
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
-from dmc.training.checkpoint import read_header
+from dmc.training.checkpoints.reading import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel

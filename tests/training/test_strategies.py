@@ -15,9 +15,9 @@ from launching import Ranks, logged, logged_losses, spoil_loss, train_ranks
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED, train
-from dmc.training.checkpoint import check_fits, find_checkpoint, read_header
+from dmc.training.checkpoints.generations import remove
+from dmc.training.checkpoints.reading import check_fits, find_checkpoint, read_header
 from dmc.training.exporter import export_checkpoint
-from dmc.training.generations import remove
 
 STEPS = 20
 STRATEGIES = ("ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
@@ -46,6 +46,12 @@ def on_ranks(values, count, folder, trainer, sabotage=None, **training):
     with Ranks(values, count, log, sabotage) as ranks:
         assert ranks.join() == [0] * count, log.read_text()[-4000:]
     return folder
+
+
+def forget_the_end(folder: Path) -> None:
+    """Leave a run as if it had been killed between its two checkpoints."""
+    for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
+        remove(path)
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +94,7 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
-    (folder / "final" / "retrofit.json").unlink()
-    for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
-        remove(path)
+    forget_the_end(folder)
     for count in (1, 3):
         resumed = tmp_path / f"on_{count}"
         shutil.copytree(folder, resumed)
@@ -174,3 +178,20 @@ def test_each_rank_reads_its_own_part_of_a_base(values, alone, trainer, tmp_path
     folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)
     assert_same_losses(expected, folder)
     assert_same_folder(expected / "final", folder / "final")
+
+
+@pytest.mark.slow
+def test_one_stage_of_zero_goes_on_in_another(values, alone, tmp_path):
+    folder = on_ranks(values, 2, tmp_path / "run", "deepspeed_zero1", micro_batch_size=3)
+    forget_the_end(folder)
+    on_ranks(values, 2, folder, "deepspeed_zero3", micro_batch_size=3)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")
+
+
+@pytest.mark.slow
+def test_offloaded_states_learn_the_same(values, alone, tmp_path):
+    trainer = {"strategy": "deepspeed_zero3", "offload_optimizer": True, "offload_parameters": True}
+    folder = on_ranks(values, 2, tmp_path / "run", trainer, micro_batch_size=3)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")

@@ -30,7 +30,7 @@ from dmc.models.build import assemble
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import empty_model, local_folder, stored_shapes
 from dmc.ranks import Ranks
-from dmc.training.checkpoint_folder import CheckpointFolders
+from dmc.training.checkpoints.folder import CheckpointFolders
 from dmc.training.strategies.whole import WholeModel
 
 HEADS = 2
@@ -48,7 +48,7 @@ class Fsdp2(WholeModel):
     """
 
     format = "fsdp2"
-    readable_formats = ("file", "fsdp2")
+    readable_formats = ("fsdp2",)
     exports_together = True
 
     def __init__(self, config: RunConfig) -> None:
@@ -137,7 +137,7 @@ class Fsdp2Strategy(ModelParallelStrategy):
         self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks, also one that a run without sharding wrote."""
+        """Read a checkpoint of any number of ranks."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._folders.generations.known(Path(checkpoint_path))
         return checkpoint

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dmc.config import RunConfig
 from dmc.models.build import assemble
 from dmc.models.weights import empty_model, local_folder, read_header, weight_files
-from dmc.training.checkpoint_folder import CheckpointFolders, read_folder_header
+from dmc.training.checkpoints.folder import CheckpointFolders, read_folder_header
 from dmc.training.strategies.whole import WholeModel
 
 TAG = "checkpoint"

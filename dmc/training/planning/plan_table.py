@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from dmc.config import PlannerConfig, RunConfig
-from dmc.training.planner import GIB, TrainingPlan, plan_training
+from dmc.training.planning.planner import GIB, TrainingPlan, plan_training
 
 
 def print_plan(config: RunConfig, planner: PlannerConfig, as_json: bool = False) -> None:

@@ -12,8 +12,8 @@ import torch
 from dmc.config import PlannerConfig, RunConfig
 from dmc.models.tensor_parallel import check_divides
 from dmc.training.flops import flops_per_token, peak_flops
-from dmc.training.memory_plan import LAYER, Memory, MemoryModel
-from dmc.training.model_shape import model_shape
+from dmc.training.planning.memory_plan import LAYER, Memory, MemoryModel
+from dmc.training.planning.model_shape import model_shape
 from dmc.training.stages import Plan
 
 ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0

@@ -14,11 +14,11 @@ from test_configs import composed
 from transformers import AutoConfig
 
 from dmc.config import PlannerConfig, RunConfig, build_config
-from dmc.training.memory_plan import MemoryModel, WeightCounts
-from dmc.training.plan_table import plan_table
-from dmc.training.planner import GIB, plan_training
+from dmc.training.planning.memory_plan import MemoryModel, WeightCounts
+from dmc.training.planning.plan_table import plan_table
+from dmc.training.planning.planner import GIB, plan_training
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
 """Tolerances: of weights, gradients and optimizer states; of the peak on one device; of a rank's of two."""
 SHAPE = {
@@ -197,7 +197,7 @@ def test_hub_name_without_a_hub_asks_for_the_architecture(monkeypatch):
     def unreachable(*_, **__):
         raise OSError("no network")
 
-    monkeypatch.setattr("dmc.training.model_shape.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("dmc.training.planning.model_shape.AutoConfig.from_pretrained", unreachable)
     config = dataclasses.replace(gpus(), model=build_config(type(gpus().model), {"path": "some/name"}))
     with pytest.raises(ValueError, match=r"some/name is no folder .* give .* model\.architecture"):
         plan(config)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dmc.config import RunConfig
-from dmc.training.memory_trace import StepBytes, StepShape, trace_step, with_values
+from dmc.training.planning.memory_trace import StepBytes, StepShape, trace_step, with_values
 
 DEEPSPEED_BUCKET = 200_000_000
 """Weights in one of DeepSpeed's buffers: what Lightning sets for reduce_bucket_size and allgather_bucket_size."""
