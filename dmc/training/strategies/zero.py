@@ -37,7 +37,7 @@ class Zero(WholeModel):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.format = config.trainer.strategy
-        self.readable_formats = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+        self.readable_formats = (self.format,)
         self.stage = int(self.format[-1])
         self.exports_together = self.stage == 3
 
@@ -107,7 +107,7 @@ class Zero(WholeModel):
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks and any stage."""
+    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -134,10 +134,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks and any stage."""
+        """Read a checkpoint of any number of ranks."""
         folder = Path(checkpoint_path)
-        header = read_folder_header(folder)
-        if (header.format, header.num_ranks) == (self._folders.format, self.world_size):
+        if read_folder_header(folder).num_ranks == self.world_size:
             checkpoint = super().load_checkpoint(folder, weights_only)
         else:
             checkpoint = self._load_resharded(folder)
