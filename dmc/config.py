@@ -152,6 +152,8 @@ class ModelConfig:
     """Type of the weights in memory; bfloat16 trains in it throughout, RoPE angles and the gates excepted."""
     revision: str | None = None
     """Hub revision."""
+    architecture: dict[str, Any] | None = None
+    """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.fresh is None):
@@ -185,13 +187,24 @@ class DataConfig:
     """Where tokenised text is kept."""
     streaming: bool = False
     """Tokenise the training text on the fly."""
+    streaming_lanes: int = 16
+    """Parts that a stream is read in, one sample of each in turn: a multiple of the ranks of all starts of the run."""
     num_workers: int = 0
+    """Processes that read cached text for a rank, or threads that read streams; they change no sample."""
+    num_processes: int | None = None
+    """Processes that tokenise; None: the cores that the process may use."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     def __post_init__(self) -> None:
         for name in ("train", "validation"):
             if not getattr(self, name):
                 raise ValueError(f"data.{name} is empty: name at least one source")
+        if self.streaming_lanes < 1:
+            raise ValueError(f"data.streaming_lanes={self.streaming_lanes}: expected a whole number >= 1")
+        if self.num_workers < 0:
+            raise ValueError(f"data.num_workers={self.num_workers}: expected a whole number >= 0")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise ValueError(f"data.num_processes={self.num_processes}: expected a whole number >= 1, or null")
 
 
 @dataclass(frozen=True)
@@ -248,6 +261,28 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class PlannerConfig:
+    """What a plan assumes of the devices.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    device: str | None = None
+    """Name of the GPU; None: this machine's, or an H100."""
+    device_memory_gib: float | None = None
+    """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
+    utilisation: float = 0.35
+    """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilisation <= 1:
+            raise ValueError(f"planner.utilisation={self.utilisation}: expected a share of the peak, > 0 and <= 1")
+        if self.device_memory_gib is not None and self.device_memory_gib <= 0:
+            raise ValueError(f"planner.device_memory_gib={self.device_memory_gib}: expected GiB > 0")
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     """CSV files always; wandb on request, never with a prompt."""
 
@@ -280,6 +315,11 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.trainer.uses_deepspeed and self.model.dtype != "float32":
+            raise ValueError(
+                f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
+                "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
+            )
         if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
             raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
         if self.compression is not None:

@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmc.config import RunConfig, build_config
+from dmc.config import PlannerConfig, RunConfig, build_config
 
 
 def run_config(settings: DictConfig) -> RunConfig:
@@ -28,17 +28,21 @@ def run_config(settings: DictConfig) -> RunConfig:
         raise ValueError(str(error).splitlines()[0]) from error
     assert isinstance(values, dict)
     values["compression"] = values.get("compression") or None
+    del values["plan"], values["planner"]
     return build_config(RunConfig, values)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(settings: DictConfig) -> None:
-    from dmc.training import EXIT_PREEMPTED, NonFiniteError, PreemptedError, train
+    from dmc.training import EXIT_PREEMPTED, NonFiniteError, PreemptedError, print_plan, train
 
     sweeps = HydraConfig.get().mode is RunMode.MULTIRUN
     if sweeps:
         settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
     try:
+        if settings.plan:
+            planner = build_config(PlannerConfig, dict(settings.planner), "planner")
+            return print_plan(run_config(settings), planner, as_json=settings.plan == "json")
         run = train(run_config(settings))
     except PreemptedError as stop:
         print(stop)
@@ -51,4 +55,6 @@ def main(settings: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    if {"plan=true", "plan=json"} & set(sys.argv):
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]  # writes nothing
     main()

@@ -9,7 +9,11 @@ from lightning.pytorch.strategies import DDPStrategy
 
 def allow_cpu() -> None:
     """Let `deepspeed_zero*` run in this process over gloo."""
+    import deepspeed.comm.torch
+
     from dmc.training.strategies import zero
+
+    deepspeed.comm.torch.build_shm_op = lambda: None  # gloo alone: shared memory would be compiled first, for minutes
 
     class CpuZeroStrategy(zero.ZeroStrategy):
         def __init__(self, **options):

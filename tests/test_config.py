@@ -34,6 +34,15 @@ def test_plain_values_become_dataclasses():
     ("path", "value", "message"),
     [
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
+        ("trainer", {"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs trainer.strategy=fsdp2, not auto"),
+        ("trainer", {"offload_optimizer": True}, "needs one of the deepspeed strategies, not auto"),
+        (
+            "trainer",
+            {"offload_parameters": True, "strategy": "deepspeed_zero2"},
+            "offload_parameters=true needs trainer.strategy=deepspeed_zero3, not deepspeed_zero2",
+        ),
+        ("trainer.strategy", "fsdp", "trainer.strategy='fsdp': expected one of auto, ddp, fsdp2, deepspeed_zero1"),
+        ("trainer.num_nodes", 0, "trainer.num_nodes=0: expected a whole number >= 1"),
         ("qwertz", 1, "unknown setting qwertz: expected one of model, data"),
         ("compression.target_ratio", 0.5, "target_ratio=0.5 is not a compression ratio: expected a number >= 1"),
         ("compression.window_size", 0, "window_size=0: expected a whole number >= 1, or None"),
@@ -68,3 +77,10 @@ def test_batch_must_divide_over_devices():
     training = build_config(RunConfig, changed("training.micro_batch_size", 3)).training
     with pytest.raises(ValueError, match=r"batch_size=1024 is not a multiple of micro_batch_size \* devices = 3 \* 2"):
         training.accumulation(2)
+
+
+def test_deepspeed_refuses_bfloat16_weights():
+    values = changed("trainer.strategy", "deepspeed_zero2")
+    values["model"]["dtype"] = "bfloat16"
+    with pytest.raises(ValueError, match=r"model.dtype=float32 and trainer.precision=bf16-mixed"):
+        build_config(RunConfig, values)

@@ -51,7 +51,6 @@ FORBIDDEN_IN_CORE = (
     "datasets",
     "wandb",
     "deepspeed",
-    "torchdata",
     "matplotlib",
     "lm_eval",
     "accelerate",

@@ -114,8 +114,9 @@ class GateOutput:
 
 
 class GateTrace:
-    """Decisions of one forward pass by layer index: assigned, never appended, so recomputation counts once.
+    """Decisions of one forward pass by layer index: those of the first pass, for a loss is made of them.
 
+    What activation checkpointing computes again is not kept: it would hold each recomputed layer until the end.
     Not a dataclass: FSDP2 copies the dataclasses among a layer's arguments, and what the copy records would be lost.
 
     Args:
@@ -128,9 +129,9 @@ class GateTrace:
         self.logits: dict[int, Tensor] = {}
 
     def record(self, layer_index: int, gated: GateOutput) -> None:
-        """Keep what layer `layer_index` decided."""
-        self.alpha[layer_index] = gated.alpha
-        self.logits[layer_index] = gated.logits
+        """Keep what layer `layer_index` decided first."""
+        self.alpha.setdefault(layer_index, gated.alpha)
+        self.logits.setdefault(layer_index, gated.logits)
 
     def stacked_alpha(self) -> Tensor:
         """Decisions of all layers and heads, [L, B, H, T]."""

@@ -113,6 +113,12 @@ class Blend(Dataset[dict[str, Any]]):
         source = int(self._schedule[slot])
         return source, period * self.shares[source] + int(self._count_before[slot])
 
+    def draws_of_each(self, num_draws: int) -> list[int]:
+        """Return how many of the first `num_draws` samples come from each source."""
+        periods, rest = divmod(num_draws, len(self._schedule))
+        counts = np.bincount(self._schedule[:rest], minlength=len(self.shares)).tolist()
+        return [periods * share + count for share, count in zip(self.shares, counts, strict=True)]
+
     def __getitem__(self, position: int) -> dict[str, Any]:
         source, draw = self.locate(position)
         epoch, offset = divmod(draw, self.lengths[source])

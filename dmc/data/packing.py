@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+
+from dmc.data.token_shards import TokenShards
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -45,8 +46,7 @@ def pack_documents(
 class PackedTokens(Dataset[dict[str, Any]]):
     """Reads a flat token array as non-overlapping sequences; the tail shorter than a sequence is left out.
 
-    An item is `{"input_ids": int64 [sequence_length], "index": int}`. A memory-mapped array is reopened by path in
-    worker processes instead of being copied to them.
+    An item is `{"input_ids": int64 [sequence_length], "index": int}`.
 
     Attributes:
         num_tokens: tokens in the array, separators and tail included.
@@ -55,12 +55,17 @@ class PackedTokens(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence_length: int, *, num_documents: int | None = None, num_skipped: int = 0
+        self,
+        tokens: np.ndarray | TokenShards,
+        sequence_length: int,
+        *,
+        num_documents: int | None = None,
+        num_skipped: int = 0,
     ) -> None:
         """Check the array and count its sequences.
 
         Args:
-            tokens: token ids, integer (uint16 or int32 by habit; ndarray or memmap), [num_tokens].
+            tokens: token ids, integer (uint16 or int32 by habit), in memory or on disk, [num_tokens].
             sequence_length: tokens per sequence, >= 1.
             num_documents: documents joined in `tokens`, None where unknown.
             num_skipped: documents left out of `tokens`.
@@ -94,17 +99,3 @@ class PackedTokens(Dataset[dict[str, Any]]):
         start = index * self.sequence_length
         sequence = self.tokens[start : start + self.sequence_length]
         return {"input_ids": torch.from_numpy(np.array(sequence, dtype=np.int64)), "index": int(index)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if isinstance(self.tokens, np.memmap) and isinstance(self.tokens.base, mmap.mmap):
-            # Pickling a memmap copies the whole file into every spawned worker. A slice of one (its base is an array)
-            # reports its parent's offset, so only the original is passed by path.
-            state["tokens"] = (str(self.tokens.filename), self.tokens.dtype, self.tokens.offset, self.tokens.shape)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(state["tokens"], tuple):
-            path, dtype, offset, shape = state["tokens"]
-            self.tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

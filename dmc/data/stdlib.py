@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dmc.data.corpus import file_stamps
-from dmc.data.text import read_text
+from dmc.data.files import file_stamps, read_text, texts_in_shard
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +97,13 @@ class StandardLibrarySource:
         stamps = file_stamps([path for _, path in self.files()], relative_to=self._root)
         return {"stdlib": platform.python_version(), "split": self.split, "stamps": stamps}
 
-    def documents(self) -> Iterator[str | None]:
+    def num_bytes(self) -> int:
+        """Return the size of the files."""
+        return sum(path.stat().st_size for _, path in self.files())
+
+    def documents(self, shard: int = 0, num_shards: int = 1) -> Iterator[str | None]:
         """Yield each file's text, None for one that is not utf-8."""
-        for _, path in self.files():
-            yield read_text(path)
+        return texts_in_shard([path for _, path in self.files()], shard, num_shards)
 
 
 def stdlib_documents(split: Split) -> Iterator[tuple[str, str]]:

@@ -1,45 +1,41 @@
-"""Text corpora named in a config: local files, folders and globs, hub datasets, and endless streams of them."""
+"""Text corpora named in a config: local files, folders and globs, hub datasets."""
 
 from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, interleave_datasets, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 
-from dmc.data.corpus import file_stamps
+from dmc.data.files import (
+    COMPRESSED,
+    KINDS,
+    TEXT_SUFFIXES,
+    file_stamps,
+    kind_of,
+    open_rows,
+    read_text,
+    rows_in_shard,
+    texts_in_shard,
+)
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-_TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
-_COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
-
-
-def read_text(path: Path) -> str | None:
-    """Return a file's text, or None if it is not utf-8 (a byte order mark is dropped)."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-
-
-def _builder_of(path: Path) -> str:
-    suffixes = path.suffixes
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes = suffixes[:-1]
-    return _BUILDERS.get(suffixes[-1].lower(), "text") if suffixes else "text"
+_CHECKED_ROWS = 100  # json leaves out a column where a row has no value
+_LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
 
 
-def _stream_texts(files: list[str], column: str) -> Iterator[dict[str, str]]:
+def _stream_texts(files: list[str]) -> Iterator[dict[str, str]]:
     """Yield whole local files as documents, leaving out those that are not utf-8."""
     for file in files:
         text = read_text(Path(file))
         if text is not None:
-            yield {column: text}
+            yield {"text": text}
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class TextSource:
     revision: str | None = None
     """Commit, tag or branch of a hub dataset; pin it, or a changed dataset keeps its cached tokens."""
     streaming: bool = False
-    """Read a hub dataset without downloading it first; required by `open_stream`, refused by `build_packed`."""
+    """Read a hub dataset without downloading it first; required by `StreamLoader`, refused by `build_packed`."""
     weight: float = 1.0
     """Share in a blend, relative to the other sources, > 0."""
 
@@ -90,8 +86,7 @@ class TextSource:
     def is_local(self) -> bool:
         """Whether `name` is a path: it exists, begins like one, is a glob, or ends like a file."""
         path = Path(self.name)
-        known = _BUILDERS.keys() | _TEXT_SUFFIXES | _COMPRESSED
-        looks_local = self.name.startswith(("/", "./", "../", "~")) or path.suffix.lower() in known
+        looks_local = self.name.startswith(("/", "./", "../", "~")) or path.suffix.lower() in _LOCAL_SUFFIXES
         return looks_local or glob.has_magic(self.name) or path.exists()
 
     def local_files(self) -> list[Path]:
@@ -118,9 +113,9 @@ class TextSource:
             if not matches:
                 raise FileNotFoundError(f"No file matches {pattern!r}; expected a text, json, jsonl or parquet file.")
             found |= matches
-        builders = {_builder_of(path) for path in found}
-        if len(builders) > 1:
-            raise ValueError(f"{self.name!r} mixes {sorted(builders)} files; choose one kind with files='*.jsonl'.")
+        kinds = {kind_of(path) for path in found}
+        if len(kinds) > 1:
+            raise ValueError(f"{self.name!r} mixes {sorted(kinds)} files; choose one kind with files='*.jsonl'.")
         return sorted(found)
 
     def check(self) -> None:
@@ -134,9 +129,9 @@ class TextSource:
         if self.streaming:
             raise ValueError(
                 f"{self.name!r} has streaming=True and is never cached; read it with "
-                "StreamingPacked(open_stream(...)), or set streaming=False."
+                "StreamLoader, or set streaming=False."
             )
-        if self._builder() != "text":
+        if self._kind() != "text":
             self._open()
 
     def description(self) -> dict[str, Any]:
@@ -147,34 +142,47 @@ class TextSource:
             specification["stamps"] = file_stamps(self.local_files())
         return specification
 
-    def documents(self) -> Iterator[str | None]:
-        """Yield each document's text, None for a file that is not utf-8."""
-        if self._builder() == "text":
-            yield from map(read_text, self.local_files())
+    def num_bytes(self) -> int:
+        """Return the size of the local files, or of the hub dataset's rows in memory."""
+        if self.is_local:
+            return sum(path.stat().st_size for path in self.local_files())
+        return self._hub_rows.data.nbytes
+
+    def documents(self, shard: int = 0, num_shards: int = 1) -> Iterator[str | None]:
+        """Yield each document's text, None for a file that is not utf-8.
+
+        Args:
+            shard: the part that is read, 0 <= shard < num_shards.
+            num_shards: parts of about equal size; one behind the other they are all documents.
+        """
+        if self._kind() == "text":
+            yield from texts_in_shard(self.local_files(), shard, num_shards)
+            return
+        if self.is_local:
+            rows: Iterable[dict[str, Any]] = rows_in_shard(self.local_files(), shard, num_shards)
         else:
-            rows = self._open()
-            with self._naming_the_corpus():
-                yield from map(self._text_of, rows)
+            first, last = (len(self._hub_rows) * bound // num_shards for bound in (shard, shard + 1))
+            # select refuses an empty range at the end
+            rows = self._hub_rows.select_columns([self.column]).select(range(first, last)) if first < last else ()
+        with self._naming_the_corpus():
+            yield from map(self._text_of, rows)
 
     def stream(self) -> IterableDataset:
         """Open the documents as a resumable stream of `{"text": ...}` rows; files are its shards."""
-        if self._builder() == "text":
+        if self._kind() == "text":
             files = [str(path) for path in self.local_files()]
-            return IterableDataset.from_generator(_stream_texts, gen_kwargs={"files": files, "column": "text"})
+            return IterableDataset.from_generator(_stream_texts, gen_kwargs={"files": files})
         if not (self.is_local or self.streaming):
             raise ValueError(f"{self.name!r} has streaming=False; set streaming=True to stream it from the hub.")
-        stream = self._open()
+        stream = self._open().select_columns([self.column])
         return stream if self.column == "text" else stream.rename_column(self.column, "text")
 
-    def _builder(self) -> str:
+    def _kind(self) -> str:
         """Return the kind of the local files (text, json, parquet, ...), or "hub"."""
-        return _builder_of(self.local_files()[0]) if self.is_local else "hub"
+        return kind_of(self.local_files()[0]) if self.is_local else "hub"
 
-    def _load(self) -> Dataset | IterableDataset:
-        if self.is_local:
-            files = [str(path) for path in self.local_files() if path.stat().st_size]
-            # Streaming, so that no second copy of the corpus is written to the Hugging Face cache.
-            return load_dataset(self._builder(), data_files=files, split="train", streaming=True)
+    @cached_property
+    def _hub_rows(self) -> Any:
         try:
             return load_dataset(
                 self.name,
@@ -197,53 +205,30 @@ class TextSource:
             yield
         except ValueError as error:
             raise ValueError(
-                f"{self.label!r} cannot be read as {self._builder()} ({error}); repair the file or leave it out."
+                f"{self.label!r} cannot be read as {self._kind()} ({error}); repair the file or leave it out."
             ) from error
 
     def _open(self) -> Dataset | IterableDataset:
-        """Open the rows, reduced to the text column, once the first row proves that it holds text."""
-        if self.is_local and not any(path.stat().st_size for path in self.local_files()):
+        """Open the rows once the first of them prove that they hold text."""
+        files = [path for path in self.local_files() if path.stat().st_size] if self.is_local else []
+        if self.is_local and not files:
             raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
         with self._naming_the_corpus():
-            dataset = self._load()
-            first = next(iter(dataset), None)
-        if first is None:
+            first = list(islice(rows_in_shard(files, 0, 1) if files else self._hub_rows, _CHECKED_ROWS))
+        if not first:
             raise ValueError(f"The corpus {self.label!r} is empty: no rows. Check its path and split.")
-        if self.column not in first:
-            raise ValueError(f"{self.label!r} has no column {self.column!r}; it has {sorted(first)}. Set column=.")
-        self._text_of(first)
-        return dataset.select_columns([self.column])
+        columns = sorted(set().union(*first))
+        if self.column not in columns:
+            raise ValueError(f"{self.label!r} has no column {self.column!r}; it has {columns}. Set column=.")
+        for row in first:
+            self._text_of(row)
+        return open_rows(files) if files else self._hub_rows
 
     def _text_of(self, row: dict[str, Any]) -> str:
         """Return the row's text, "" for a missing value (skipped as empty)."""
-        text = row[self.column]
+        text = row.get(self.column)
         if text is not None and not isinstance(text, str):
             raise TypeError(
                 f"Column {self.column!r} of {self.label!r} holds {type(text).__name__}, expected text; set column=."
             )
         return text or ""
-
-
-def open_stream(sources: Sequence[TextSource], *, seed: int = 0, repeat: bool = False) -> IterableDataset:
-    """Blend streams in their weights, as one resumable stream of `{"text": ...}` rows for `StreamingPacked`.
-
-    Args:
-        sources: the streams; a document of source i is drawn with probability weight i / sum of weights.
-        seed: selects the draws.
-        repeat: begin a stream again when it ends; otherwise the blend ends when every stream ended once.
-    Raises:
-        ValueError: there is no source, or a source is empty or has no such column.
-    """
-    if not sources:
-        raise ValueError("No source to stream; pass at least one TextSource.")
-    streams = [source.stream() for source in sources]
-    for source, stream in zip(sources, streams, strict=True):
-        if next(iter(stream), None) is None:
-            raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
-    if repeat:
-        streams = [stream.repeat(None) for stream in streams]
-    if len(streams) == 1:
-        return streams[0]
-    total = sum(source.weight for source in sources)
-    probabilities = [source.weight / total for source in sources]
-    return interleave_datasets(streams, probabilities, seed=seed, stopping_strategy="all_exhausted")

@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from dmc.budget import Budget
-from dmc.data.corpus import file_stamps
+from dmc.data.files import file_stamps
 from dmc.evaluation.benchmarks import Benchmark, check_tasks, list_tasks, read_benchmarks
 from dmc.evaluation.compare import DONE, FAILED, FAILURES, Load, device_name, memory_of, release_memory
 from dmc.evaluation.grid import (

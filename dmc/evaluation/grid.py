@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from dmc.budget import Budget
 from dmc.config import build_config
-from dmc.data.corpus import file_stamps
+from dmc.data.files import file_stamps
 from dmc.evaluation.tasks import Task
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.target import build_target, suggest

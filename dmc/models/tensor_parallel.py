@@ -7,19 +7,17 @@ output projection and one after the MLP's. The plan, which projections are cut b
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from dmc.models.weights import INDEX_NAME, SINGLE_NAME, check_weights
+from dmc.models.weights import check_weights, local_folder, weight_files
 from dmc.ranks import Ranks
 
 OUTPUT, INPUT = 0, 1
@@ -43,7 +41,7 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
         FileNotFoundError: see `check_weights`.
     """
     ranks = Ranks.launched()
-    folder = Path(folder) if Path(str(folder)).is_dir() else Path(snapshot_download(str(folder)))
+    folder = local_folder(str(folder))
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if device is None:
@@ -123,11 +121,9 @@ def _read_slices(
     folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read every parameter of a folder, of the cut ones this rank's slice only."""
-    index = folder / INDEX_NAME
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [SINGLE_NAME]
     stored = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt", device=str(device)) as tensors:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 part: list[slice] = [slice(None), slice(None)]
                 view = tensors.get_slice(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -117,3 +118,29 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         folder, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
     )
     return model.eval()
+
+
+def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) -> Any:
+    """Make the model of a folder or hub name without weights, on the meta device.
+
+    Raises:
+        FileNotFoundError, ValueError: see `check_weights`.
+    """
+    check_weights(folder)
+    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def local_folder(name: str, revision: str | None = None) -> Path:
+    """Return a folder with safetensors and JSON files; those of a hub name are downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a folder."""
+    index = folder / INDEX_NAME
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE_NAME}
+    return [folder / name for name in sorted(names)]

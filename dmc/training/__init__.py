@@ -1,8 +1,19 @@
 """Training: the Lightning module, its stages, what happens along a run."""
 
+from dmc.training.callbacks.nonfinite import NonFiniteError
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.exporter import export_checkpoint
-from dmc.training.nonfinite import NonFiniteError
-from dmc.training.preemption import EXIT_PREEMPTED, PreemptedError
+from dmc.training.planning.plan_table import print_plan
 from dmc.training.run import TrainedRun, train
+from dmc.training.text_data import prepare_text
 
-__all__ = ["EXIT_PREEMPTED", "NonFiniteError", "PreemptedError", "TrainedRun", "export_checkpoint", "train"]
+__all__ = [
+    "EXIT_PREEMPTED",
+    "NonFiniteError",
+    "PreemptedError",
+    "TrainedRun",
+    "export_checkpoint",
+    "prepare_text",
+    "print_plan",
+    "train",
+]

@@ -12,8 +12,8 @@ from dmc.config import RunConfig
 from dmc.export import ModelCard, export, refuse_occupied
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
-from dmc.training.checkpoint import load_checkpoint_model
-from dmc.training.generations import latest
+from dmc.training.checkpoints.generations import latest
+from dmc.training.checkpoints.reading import load_checkpoint_model
 from dmc.training.record import is_rank_zero, read_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer

@@ -15,7 +15,7 @@ from dmc.measure import next_token_loss
 from dmc.models import CompressedCausalLM
 from dmc.models.attention import Documents
 from dmc.ranks import ALONE, Ranks
-from dmc.training.checkpoint_folder import MODEL_CONFIG
+from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies import WholeModel
 
@@ -140,8 +140,8 @@ class RetrofitModule(LightningModule):
         training = self.config.training
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
         ]
         # Lightning refuses to clip gradients of a fused optimizer under autocast.
         fused = self.config.trainer.precision == "32-true"

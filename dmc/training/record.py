@@ -19,7 +19,8 @@ STARTS_NAME = "starts.jsonl"
 PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
 PLACES = (
-    "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers",
+    "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
+    "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.offload",
     "trainer.peak_teraflops", "trainer.strategy", "trainer.tensor_parallel_size",

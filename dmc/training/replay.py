@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
-from dmc.training.checkpoint import load_checkpoint_model, read_header
-from dmc.training.generations import latest
+from dmc.training.checkpoints.generations import latest
+from dmc.training.checkpoints.reading import load_checkpoint_model, read_header
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_config
 from dmc.training.stages import Plan

@@ -11,29 +11,24 @@ from typing import Any
 
 import torch
 import transformers
-from lightning import Trainer, seed_everything
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning import seed_everything
 from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
-from dmc.models import load_model, retrofit
-from dmc.training.callbacks import Snapshots, Validation
-from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast, find_checkpoint, read_header
+from dmc.models import retrofit
+from dmc.training.callbacks.preemption import PreemptedError, Preemption
+from dmc.training.checkpoints.reading import find_checkpoint, read_header
+from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import choose_wandb_mode, open_loggers
 from dmc.training.module import RetrofitModule
-from dmc.training.nonfinite import NonFiniteGuard
-from dmc.training.preemption import PreemptedError, Preemption
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
-from dmc.training.step_metrics import StepMetrics
-from dmc.training.strategies import WholeModel, build_strategy
+from dmc.training.strategies import build_strategy
 from dmc.training.text_data import TextData, build_tokenizer
-from dmc.training.throughput import DataClock, Throughput
-from dmc.training.watchdog import HangWatchdog
+from dmc.training.trainer import build_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +49,12 @@ class TrainedRun:
         return json.loads((folder / METRICS_NAME).read_text())["metrics"]
 
 
-def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
-    """Load the model to start from, or make a fresh one with `vocab_size` tokens."""
-    if config.path is not None:
-        return load_model(config.path, dtype=getattr(torch, config.dtype), revision=config.revision)
+def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
+    """Make a model with random weights and `vocab_size` tokens.
+
+    Raises:
+        ValueError: the family is not named.
+    """
     seed_everything(seed, verbose=False)
     values = dict(config.fresh or {})
     if "model_type" not in values:
@@ -112,17 +109,15 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     """
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
-    model = build_model(config.model, len(tokenizer), config.seed)
+    strategy = build_strategy(config)
+    is_fresh = config.model.path is None
+    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
-    strategy = build_strategy(config)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
-    data_clock = DataClock()
-    watching = _build_callbacks(module, exporter, run, preemption.save_last)
-    callbacks = [Throughput(config, data_clock), *watching, preemption.save_last, preemption]
-    trainer = _build_trainer(config, plan, callbacks, loggers, data_clock, strategy)
+    trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
     checkpoint = find_checkpoint(
         preemption.save_last.folder, model, strategy.readable_formats, config.use_previous_checkpoint
     )
@@ -136,56 +131,3 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         )
     exporter.write(module.model, run.final, config.target_ratio)
     trainer.strategy.barrier("export")
-
-
-def _build_callbacks(
-    module: RetrofitModule, exporter: Exporter, run: TrainedRun, save_last: SaveLast
-) -> list[Callback]:
-    """Make what watches a run, in the order it acts after a step; saving comes after all of it."""
-    training = module.config.training
-    ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
-    guard = NonFiniteGuard(save_last, run.folder, training.max_nonfinite_steps)
-    return [
-        HangWatchdog(run.folder / "stacks", training.hang_timeout_minutes * 60),
-        TQDMProgressBar(refresh_rate=training.log_every_steps),
-        StepMetrics(guard, training.gradient_clip),
-        guard,
-        Validation(exporter.data.validation_batches, run.folder / "heatmaps", training.validate_every_steps),
-        Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, run.snapshots[ratio], ratio)),
-    ]
-
-
-def _build_trainer(
-    config: RunConfig,
-    plan: Plan,
-    callbacks: list[Callback],
-    loggers: list[Logger],
-    data_clock: DataClock,
-    strategy: WholeModel,
-) -> Trainer:
-    training, settings = config.training, config.trainer
-    plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
-    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
-        # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
-        plugins.append(SLURMEnvironment(auto_requeue=False))
-    trainer = Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
-        strategy=strategy.lightning_strategy(),
-        precision=strategy.precision,
-        max_steps=plan.total_steps,
-        max_epochs=1,
-        gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
-        logger=loggers,
-        callbacks=callbacks,
-        profiler=data_clock,
-        plugins=plugins,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        log_every_n_steps=training.log_every_steps,
-        default_root_dir=config.output_dir,
-    )
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
-    return trainer

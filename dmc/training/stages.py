@@ -51,6 +51,11 @@ class Plan:
         if "zero_out" in names and any(name in ("retrofit", "solidify") for name in names[: names.index("zero_out")]):
             raise ValueError(f"stages {names}: zero_out removes the neuron the gates use; put it before them")
 
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Name and optimizer steps of each stage."""
+        return [(stage.config.name, stage.steps) for stage in self._stages]
+
     def at(self, step: int) -> StepState:
         """Return the state of optimizer step `step` (0 is the first); steps past the end are the last."""
         step = min(step, self.total_steps - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dmc.config import DataConfig, RunConfig
 from dmc.data import (
+    Blend,
     OrderedDataset,
     PackedTokens,
-    RankedLoader,
     ResumableOrder,
-    StreamingPacked,
+    SourceReport,
+    StreamLoader,
     build_packed,
-    open_stream,
+    format_report,
+    report_packed,
+    report_streams,
     train_tokenizer,
+    write_report,
 )
 from dmc.target import build_target
-from dmc.training.preemption import leave_signals_to_parent
+from dmc.training.callbacks.preemption import leave_signals_to_parent
+from dmc.training.stages import Plan
+
+logger = logging.getLogger(__name__)
 
 
 def build_sources(specifications: list[dict[str, Any]], name: str) -> list[Any]:
@@ -53,12 +61,31 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def held_out_batches(packed: PackedTokens, num_sequences: int, batch_size: int) -> list[Tensor]:
-    """Pick sequences spread evenly over a packed corpus, as batches of token ids [B, T]."""
-    count = min(num_sequences, len(packed))
-    index = torch.linspace(0, len(packed) - 1, count).round().long().tolist()
+def held_out_batches(packed: PackedTokens | Blend, num_sequences: int, batch_size: int) -> list[Tensor]:
+    """Pick sequences spread evenly over a packed corpus, or the first of a blend, as batches of token ids [B, T]."""
+    if isinstance(packed, Blend):  # in random order already
+        index = list(range(num_sequences))
+    else:
+        index = torch.linspace(0, len(packed) - 1, min(num_sequences, len(packed))).round().long().tolist()
     sequences = torch.stack([packed[i]["input_ids"] for i in index])
     return list(sequences.split(batch_size))
+
+
+def prepare_text(config: RunConfig) -> list[SourceReport]:
+    """Tokenise all text of a run, and write down beside it how much there is.
+
+    Raises:
+        ValueError, OSError: see `dmc.data.build_packed`.
+    """
+    data = TextData(
+        config,
+        build_tokenizer(config.data, config.model.path),
+        Plan(config.training, config.target_ratio).total_steps,
+    )
+    data.prepare_data()
+    reports = data.report()
+    write_report(reports, Path(config.data.cache_folder))
+    return reports
 
 
 class TextData(LightningDataModule):
@@ -77,38 +104,33 @@ class TextData(LightningDataModule):
         self._train: Any = None
 
     def prepare_data(self) -> None:
-        """Tokenise into the cache, once per machine."""
-        if not self.config.data.streaming:
-            self._packed("train")
-        self._packed("validation")
+        """Tokenise into the cache, once per machine; machines that share a folder share the work."""
+        for split in self._cached_splits():
+            self._packed(split)
 
     def setup(self, stage: str) -> None:
-        """Open the training text."""
-        if self.config.data.streaming:
-            sources = build_sources(self.config.data.train, "data.train")
-            self._train = open_stream(sources, seed=self.config.seed, repeat=True)
-        else:
+        """Open the training text, and write into the run's folder how much text there is."""
+        if not self.config.data.streaming:
             self._train = self._packed("train")
+        if self.trainer is not None and self.trainer.is_global_zero:
+            reports = self.report()
+            write_report(reports, Path(self.config.output_dir))
+            logger.info("Text of the run:\n%s", format_report(reports))
 
-    def train_dataloader(self) -> DataLoader[dict[str, Any]] | RankedLoader:
+    def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader:
         """Start at the sample after the last one that an optimizer step has consumed."""
         training, trainer = self.config.training, self.trainer
         assert trainer is not None
-        options: dict[str, Any] = {
-            "batch_size": training.micro_batch_size,
-            "num_workers": self.config.data.num_workers,
-            "worker_init_fn": leave_signals_to_parent,
-        }
         cuts = self.config.trainer.tensor_parallel_size  # neighbours, which share each layer, read the same text
+        options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
         rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
-        if self.config.data.streaming:
-            stream = StreamingPacked(
-                self._train, self.tokenizer, training.sequence_length, num_draws=self.num_draws, **rank
-            )
-            return RankedLoader(stream, **options)
+        if self.config.data.streaming:  # Lightning restores the loader's own state
+            options |= {"num_lanes": self.config.data.streaming_lanes, "num_draws": self.num_draws}
+            return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
-        return DataLoader(OrderedDataset(self._train, order), sampler=order, **options)
+        dataset = OrderedDataset(self._train, order)
+        return DataLoader(dataset, sampler=order, worker_init_fn=leave_signals_to_parent, **options)
 
     def validation_batches(self) -> list[Tensor]:
         """Held-out sequences for the reported loss and ratio."""
@@ -121,7 +143,32 @@ class TextData(LightningDataModule):
         split = "validation" if self.config.data.calibration is None else "calibration"
         return held_out_batches(self._packed(split), training.calibration_sequences, training.micro_batch_size)
 
+    def report(self) -> list[SourceReport]:
+        """Say what each source holds and how often the run reads it."""
+        reports = report_streams("train", self._sources("train")) if self.config.data.streaming else []
+        for split in self._cached_splits():
+            num_draws = self.num_draws if split == "train" else None
+            reports += report_packed(split, self._sources(split), self._packed(split), num_draws)
+        return reports
+
+    def _cached_splits(self) -> list[str]:
+        data = self.config.data
+        return [
+            *([] if data.streaming else ["train"]),
+            "validation",
+            *([] if data.calibration is None else ["calibration"]),
+        ]
+
+    def _sources(self, split: str) -> list[Any]:
+        return build_sources(getattr(self.config.data, split), f"data.{split}")
+
     def _packed(self, split: str) -> Any:
-        sources = build_sources(getattr(self.config.data, split), f"data.{split}")
-        length, folder = self.config.training.sequence_length, Path(self.config.data.cache_folder)
-        return build_packed(sources, self.tokenizer, length, folder, seed=self.config.seed)
+        data = self.config.data
+        return build_packed(
+            self._sources(split),
+            self.tokenizer,
+            self.config.training.sequence_length,
+            data.cache_folder,
+            seed=self.config.seed,
+            num_processes=data.num_processes,
+        )

@@ -1,6 +1,3 @@
-import pickle
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -41,20 +38,6 @@ def test_items_do_not_share_memory_with_the_array() -> None:
     tokens = np.arange(10, dtype=np.int64)
     PackedTokens(tokens, 5)[0]["input_ids"].zero_()
     assert tokens.tolist() == list(range(10))
-
-
-def test_memory_mapped_array_is_pickled_by_path(tmp_path: Path) -> None:
-    np.arange(10_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = PackedTokens(np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r"), 100)
-    content = pickle.dumps(dataset)
-    assert len(content) < 1000
-    assert torch.equal(pickle.loads(content)[7]["input_ids"], dataset[7]["input_ids"])
-
-
-def test_slice_of_a_memory_mapped_array_survives_pickling(tmp_path: Path) -> None:
-    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = PackedTokens(np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r")[500:], 100)
-    assert pickle.loads(pickle.dumps(dataset))[0]["input_ids"][0] == 500
 
 
 def test_errors_name_the_value_and_the_remedy() -> None:

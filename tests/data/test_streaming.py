@@ -1,182 +1,232 @@
 import copy
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import StreamingPacked, TextSource, open_stream, pack_documents
+from dmc.data import StreamLoader, TextSource, pack_documents
+from dmc.data.blend import blend_schedule
+from dmc.data.streaming import Lane, StreamReader, open_lanes
 from dmc.data.tokenizer import encode_documents
 
 LENGTH = 16
+NUM_LANES = 12
+NUM_DRAWS = 96
+
+Samples = dict[int, list[int]]
 
 
 @pytest.fixture
-def jsonl(corpus: Path, tmp_path: Path) -> Path:
-    """Return a folder of three json files that hold the corpus, one document per line."""
-    folder = tmp_path / "jsonl"
-    folder.mkdir()
+def folders(corpus: Path, tmp_path: Path) -> dict[str, Path]:
+    """Return the corpus as 40 texts, 3 json files and 3 parquet files of 4 row groups or more."""
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
-    for shard in range(3):
-        lines = [json.dumps({"text": text, "number": number}) for number, text in enumerate(texts)][shard::3]
-        (folder / f"{shard}.jsonl").write_text("\n".join(lines))
-    return folder
+    found = {"text": corpus, "jsonl": tmp_path / "jsonl", "parquet": tmp_path / "parquet"}
+    for name in ("jsonl", "parquet"):
+        found[name].mkdir()
+        for shard in range(3):
+            rows = [{"text": text, "number": number} for number, text in enumerate(texts)][shard::3]
+            if name == "jsonl":
+                (found[name] / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            else:
+                datasets.Dataset.from_list(rows).to_parquet(found[name] / f"{shard}.parquet", batch_size=3)
+    return found
+
+
+def sources_of(kind: str, folders: dict[str, Path]) -> list[TextSource]:
+    names = list(folders) if kind == "blend" else [kind]
+    return [TextSource(str(folders[name]), weight=1 + number) for number, name in enumerate(names)]
 
 
 @pytest.fixture
-def parquet(jsonl: Path, tmp_path: Path) -> Path:
-    """Return a folder of three parquet files that hold the corpus, one document per row."""
-    folder = tmp_path / "parquet"
-    folder.mkdir()
-    for path in jsonl.iterdir():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        datasets.Dataset.from_list(rows).to_parquet(folder / f"{path.stem}.parquet")
-    return folder
+def make_loader(folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Any:
+    def make(kind: str = "blend", **options: Any) -> StreamLoader:
+        options = {"num_lanes": NUM_LANES, "batch_size": 2, "num_draws": NUM_DRAWS, **options}
+        return StreamLoader(sources_of(kind, folders), tokenizer, LENGTH, **options)
+
+    return make
 
 
-def flatten(batches: list[dict[str, torch.Tensor]]) -> list[tuple[Any, ...]]:
-    return [
-        (tuple(ids.tolist()), int(index), int(position))
-        for batch in batches
-        for ids, index, position in zip(batch["input_ids"], batch["index"], batch["position"], strict=True)
-    ]
+def samples_of(batches: Iterator[dict[str, torch.Tensor]]) -> Samples:
+    drawn: Samples = {}
+    for batch in batches:
+        for position, sequence in zip(batch["position"].tolist(), batch["input_ids"].tolist(), strict=True):
+            assert position not in drawn
+            drawn[position] = sequence
+    return drawn
 
 
-def test_stream_yields_the_packed_corpus(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = [path.read_text() for path in sorted(corpus.iterdir())]
-    packed = pack_documents(encode_documents(tokenizer, texts), tokenizer.eos_token_id)
-    stream = StreamingPacked(TextSource(str(corpus)).stream(), tokenizer, LENGTH)
-    for _ in range(2):  # the second iteration begins again
-        items = list(stream)
-        assert torch.cat([item["input_ids"] for item in items]).tolist() == packed[: len(items) * LENGTH].tolist()
-        assert len(items) == len(packed) // LENGTH
-        assert [item["index"] for item in items] == [item["position"] for item in items] == list(range(len(items)))
+def naive_sequences(rows: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
+    """Join documents in one long list and cut it."""
+    texts = [row["text"] for row in itertools.islice(rows, 100)]
+    flat = pack_documents(encode_documents(tokenizer, texts), tokenizer.eos_token_id).tolist()
+    return (flat[start : start + LENGTH] for start in range(0, len(flat) - LENGTH, LENGTH))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["corpus", "jsonl", "parquet", "blend"])
-def test_resumed_stream_equals_the_uninterrupted_one(
-    kind: str, num_workers: int, request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "blend"])
+def test_sample_is_the_next_sequence_of_its_lane_and_source(
+    kind: str, make_loader: Any, folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    names = ["corpus", "jsonl"] if kind == "blend" else [kind]
-    folders = [str(request.getfixturevalue(name)) for name in names]
-
-    def loader() -> StatefulDataLoader:
-        sources = [TextSource(folder, weight=1 + number) for number, folder in enumerate(folders)]
-        stream = StreamingPacked(open_stream(sources, seed=1), tokenizer, LENGTH)
-        return StatefulDataLoader(stream, batch_size=3, num_workers=num_workers)
-
-    whole = list(loader())
-    assert len(whole) > 20
-    for num_batches in (1, 7, 18) if num_workers == 0 else (7,):
-        interrupted = loader()
-        iterator = iter(interrupted)
-        for expected in whole[:num_batches]:
-            assert torch.equal(next(iterator)["input_ids"], expected["input_ids"])
-        state = copy.deepcopy(interrupted.state_dict())
-        del iterator, interrupted
-
-        resumed = loader()
-        resumed.load_state_dict(state)
-        assert flatten(list(resumed)) == flatten(whole[num_batches:])
+    drawn = samples_of(make_loader(kind))
+    assert sorted(drawn) == list(range(NUM_DRAWS))
+    sources = sources_of(kind, folders)
+    schedule = blend_schedule([int(source.weight) for source in sources]).tolist()
+    for lane, streams in enumerate(open_lanes(sources, NUM_LANES)):
+        waiting = [naive_sequences(iter(stream), tokenizer) for stream in streams]
+        turns = itertools.islice(itertools.cycle(schedule), lane * len(schedule) // NUM_LANES, None)
+        for position in range(lane, NUM_DRAWS, NUM_LANES):
+            assert drawn[position] == next(waiting[next(turns)])
 
 
-def test_state_after_every_sequence_resumes_exactly(jsonl: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = StreamingPacked(open_stream([TextSource(str(jsonl))]), tokenizer, LENGTH)
-    whole, states = [], [stream.state_dict()]
-    for item in stream:
-        whole.append(item["input_ids"])
-        states.append(stream.state_dict())
-    assert all(len(state["remainder"]) < LENGTH for state in states)
-    for start in range(0, len(states), 5):
-        stream.load_state_dict(states[start])
-        assert stream.state_dict() == states[start]
-        rest = [item["input_ids"] for item in stream]
-        assert len(rest) == len(whole) - start
-        assert all(map(torch.equal, rest, whole[start:]))
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 12, 20])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_lanes_share_out_the_documents(kind: str, num_lanes: int, folders: dict[str, Path]) -> None:
+    """Every lane repeats documents of its own, whether it has files, row groups or rows of the stream."""
+    lanes = open_lanes([TextSource(str(folders[kind]))], num_lanes)
+    rounds = []
+    for lane in lanes:
+        (stream,) = lane
+        texts = [row["text"] for row in itertools.islice(stream, 2 + 120 // num_lanes)]
+        once = list(dict.fromkeys(texts))
+        assert texts == list(itertools.islice(itertools.cycle(once), len(texts)))
+        rounds += once
+    texts = sorted(path.read_text() for path in folders["text"].iterdir())
+    assert sorted(rounds) == texts
 
 
-def test_repeated_stream_resumes_in_its_second_round(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = StreamingPacked(open_stream([TextSource(str(corpus))], repeat=True), tokenizer, LENGTH)
-    num_in_round = len(list(StreamingPacked(TextSource(str(corpus)).stream(), tokenizer, LENGTH)))
-    whole = [item["input_ids"] for item in itertools.islice(stream, 3 * num_in_round)]
-    for start in (num_in_round // 2, num_in_round + 30, 2 * num_in_round + 1):
-        list(itertools.islice(stream, start))
-        stream.load_state_dict(stream.state_dict())
-        rest = [item["input_ids"] for item in itertools.islice(stream, 20)]
-        assert all(map(torch.equal, rest, whole[start:]))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["corpus", "jsonl"])
-def test_ranks_and_workers_share_the_documents_and_never_a_position(
-    kind: str, world_size: int, num_workers: int, request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    folder = request.getfixturevalue(kind)
-    source = TextSource(str(folder))
-    items: list[tuple[Any, ...]] = []
+@pytest.mark.parametrize("world_size", [1, 2, 6])
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_ranks_and_workers_change_no_sample(world_size: int, num_workers: int, make_loader: Any) -> None:
+    expected = samples_of(make_loader())
+    drawn: Samples = {}
     for rank in range(world_size):
-        stream = StreamingPacked(source.stream(), tokenizer, 1, rank=rank, world_size=world_size)
-        items += flatten(list(StatefulDataLoader(stream, batch_size=50, num_workers=num_workers)))
-    texts = [path.read_text() for path in sorted(request.getfixturevalue("corpus").iterdir())]
-    packed = pack_documents(encode_documents(tokenizer, texts), tokenizer.eos_token_id)
-    assert sorted(token for (token,), _, _ in items) == sorted(packed.tolist())
-    assert len({position for _, _, position in items}) == len(items)
+        loader = make_loader(rank=rank, world_size=world_size, num_workers=num_workers)
+        own = samples_of(loader)
+        assert list(own) == list(range(rank, NUM_DRAWS, world_size))
+        assert len(loader) * loader.batch_size == len(own)
+        drawn |= own
+    assert drawn == expected
 
 
-def test_blend_of_streams_follows_the_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    for letter in "xy":
-        (tmp_path / f"{letter}.txt").write_text(f"{letter}\n")
-    sources = [TextSource(str(tmp_path / "x.txt"), weight=3), TextSource(str(tmp_path / "y.txt"), weight=1)]
-    rows = itertools.islice(open_stream(sources, seed=0, repeat=True), 2000)
-    assert abs(sum(row["text"] == "x\n" for row in rows) / 2000 - 0.75) < 0.03
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the ranks' states together, as they do themselves where they can talk to each other."""
+    assert len({state["num_drawn"] for state in states}) == 1
+    return {**states[0], "lanes": {lane: place for state in states for lane, place in state["lanes"].items()}}
 
 
-def test_empty_documents_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = datasets.IterableDataset.from_generator(
-        lambda: iter([{"text": "a b"}, {"text": " "}, {"text": None}] * 20)
-    )
-    packed = StreamingPacked(stream, tokenizer, 2)
-    assert len(list(packed)) > 0
-    assert packed.num_skipped == 40
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [(1, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize(("workers_before", "workers_after"), [(0, 2), (2, 0)])
+def test_run_goes_on_at_any_number_of_ranks_and_workers(
+    ranks_before: int, ranks_after: int, workers_before: int, workers_after: int, make_loader: Any
+) -> None:
+    whole = samples_of(make_loader())
+    for num_drawn in (24, 72):
+        states, drawn = [], {}
+        for rank in range(ranks_before):
+            loader = make_loader(rank=rank, world_size=ranks_before, num_workers=workers_before)
+            batches = iter(loader)
+            drawn |= samples_of(itertools.islice(batches, num_drawn // ranks_before // 2))
+            states.append(loader.state_dict())
+        state = json.loads(json.dumps(merged(states)), object_hook=whole_keys)
+        for rank in range(ranks_after):
+            loader = make_loader(rank=rank, world_size=ranks_after, num_workers=workers_after)
+            loader.load_state_dict(state)
+            drawn |= samples_of(loader)
+        assert drawn == whole
 
 
-def test_length_is_the_draws_of_a_rank(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextSource(str(corpus)).stream()
-    assert len(StreamingPacked(stream, tokenizer, LENGTH, rank=1, world_size=4, num_draws=101)) == 25
-    with pytest.raises(TypeError, match="pass num_draws"):
-        len(StreamingPacked(stream, tokenizer, LENGTH))
+def whole_keys(values: dict[str, Any]) -> dict[Any, Any]:
+    return {int(key) if key.isdigit() else key: value for key, value in values.items()}
 
 
-def test_errors_name_the_value_and_the_remedy(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextSource(str(corpus)).stream()
-    with pytest.raises(ValueError, match="sequence_length=0"):
-        StreamingPacked(stream, tokenizer, 0)
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "blend"])
+def test_state_after_every_sequence_resumes_exactly(
+    kind: str, folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def open_lane(state: dict[str, Any] | None = None) -> Lane:
+        sources = sources_of(kind, folders)
+        readers = [StreamReader(stream, tokenizer, LENGTH) for stream in open_lanes(sources, 2)[1]]
+        return Lane(readers, range(1, 1 + len(sources)), 0.5, state)
+
+    lane = open_lane()
+    whole, states = [], [lane.state_dict()]
+    for _ in range(150):  # several rounds of its documents
+        whole.append(lane.draw().tolist())
+        states.append(lane.state_dict())
+    assert all(len(source["remainder"]) < LENGTH for state in states for source in state["sources"])
+    for start in range(0, 130, 13):
+        resumed = open_lane(copy.deepcopy(states[start]))
+        assert resumed.state_dict() == states[start]
+        assert [resumed.draw().tolist() for _ in range(20)] == whole[start : start + 20]
+
+
+def test_samples_read_ahead_are_drawn_again_after_a_resume(make_loader: Any) -> None:
+    loader = make_loader(num_workers=2)
+    batches = iter(loader)
+    first = samples_of(itertools.islice(batches, 3))
+    state = loader.state_dict()
+    assert state["num_drawn"] == 6 and sorted(state["lanes"]) == list(range(6))  # although threads are further
+    second = make_loader()
+    second.load_state_dict(state)
+    assert first | samples_of(second) == samples_of(make_loader())
+
+
+def test_every_stretch_of_a_blend_holds_the_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for letter in "ay":
+        (tmp_path / letter).mkdir()
+        for number in range(8):
+            (tmp_path / letter / f"{number}.txt").write_text(letter * 9)
+    sources = [TextSource(str(tmp_path / "a"), weight=0.7), TextSource(str(tmp_path / "y"), weight=0.3)]
+    loader = StreamLoader(sources, tokenizer, LENGTH, num_lanes=4, batch_size=1, num_draws=800)
+    from_a = ["a" in tokenizer.decode(sequence) for sequence in samples_of(loader).values()]
+    for start in range(0, 760, 13):
+        assert abs(sum(from_a[start : start + 40]) - 28) <= 4
+
+
+def test_empty_documents_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": " "}\n{"text": null}\n{"text": "c"}\n' * 40)
+    ((stream,),) = open_lanes([TextSource(str(tmp_path / "a.jsonl"))], 1)
+    reader = StreamReader(stream, tokenizer, 2)
+    while reader.state_dict()["num_skipped"] == 0:
+        next(reader)
+    assert reader.state_dict()["num_skipped"] == 8  # of the first 16
+
+
+def test_errors_name_the_value_and_the_remedy(
+    make_loader: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(ValueError, match="rank=3"):
-        StreamingPacked(stream, tokenizer, LENGTH, rank=3, world_size=3)
-    known = datasets.Dataset.from_dict({"content": ["a"], "number": [1]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"no column 'text'; it has \['content', 'number'\]"):
-        StreamingPacked(known, tokenizer, LENGTH)
-    with pytest.raises(ValueError, match="no column 'content'"):
-        list(StreamingPacked(stream, tokenizer, LENGTH, column="content"))
-    with pytest.raises(TypeError, match="'number' holds int"):
-        list(StreamingPacked(known, tokenizer, LENGTH, column="number"))
+        make_loader(rank=3, world_size=3)
+    with pytest.raises(ValueError, match=r"data\.streaming_lanes=12 cannot be shared out evenly to 5 ranks"):
+        make_loader(world_size=5)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        make_loader(batch_size=0)
+    with pytest.raises(ValueError, match=r"12 lanes of the stream, data\.streaming_lanes is 6"):
+        make_loader(num_lanes=6).load_state_dict(make_loader().state_dict())
+    with pytest.raises(ValueError, match=r"14 samples are drawn, no multiple of world_size=4"):
+        make_loader(world_size=4).load_state_dict({"num_drawn": 14, "num_lanes": NUM_LANES, "lanes": {}})
+    with pytest.raises(ValueError, match="No source to stream"):
+        open_lanes([], 4)
+    source = TextSource(str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match="num_lanes=0"):
+        open_lanes([source], 0)
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is empty: no document is text"):
+        open_lanes([source], 1)
+    (tmp_path / "a.txt").write_bytes(b"one document")
+    with pytest.raises(ValueError, match=r"Lane 1 of 2 has no text of a source; lower data\.streaming_lanes"):
+        list(StreamLoader([source], tokenizer, 4, num_lanes=2, batch_size=2, num_draws=4))
+    numbers = datasets.Dataset.from_dict({"text": [1, 2]}).to_iterable_dataset()
+    with pytest.raises(TypeError, match="holds int, expected text"):
+        next(StreamReader(numbers, tokenizer, 4))
+    with pytest.raises(ValueError, match="sequence_length=0"):
+        StreamReader(numbers, tokenizer, 0)
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        StreamingPacked(stream, bare, LENGTH)
-
-
-def test_state_of_another_rank_is_refused(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    first, second = (
-        StreamingPacked(TextSource(str(corpus)).stream(), tokenizer, LENGTH, rank=rank, world_size=2)
-        for rank in range(2)
-    )
-    with pytest.raises(ValueError, match="rank 0 of 2, this is rank 1 of 2"):
-        second.load_state_dict(first.state_dict())
+        StreamReader(numbers, bare, 4)

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import TextSource, build_packed, open_stream
+from dmc.data import TextSource, build_packed
 
 ROWS = [{"text": f"row {number}", "number": number} for number in range(5)]
 
@@ -70,7 +70,7 @@ def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "some words", "number": 3}\n')
     source = TextSource(str(tmp_path / "a.jsonl"), column="content")
     assert list(source.documents()) == ["some words"]
-    assert list(open_stream([source])) == [{"text": "some words"}]
+    assert list(source.stream()) == [{"text": "some words"}]
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
@@ -132,14 +132,6 @@ def test_options_that_mean_nothing_are_refused(corpus: Path) -> None:
         TextSource(str(corpus / "000.txt"), files="*.txt").check()
     with pytest.raises(ValueError, match="streaming=True and is never cached"):
         TextSource(str(corpus), streaming=True).check()
-    with pytest.raises(ValueError, match="No source to stream"):
-        open_stream([])
-
-
-def test_stream_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is empty: no document is text"):
-        open_stream([TextSource(str(tmp_path / "a.txt"))], repeat=True)
 
 
 def test_hub_dataset_is_loaded_with_its_options(monkeypatch: Any) -> None:

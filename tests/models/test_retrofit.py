@@ -208,6 +208,15 @@ def test_activation_checkpointing_changes_nothing(gates: dict, make_compressed: 
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+def test_recomputed_layers_are_not_held_by_the_trace(make_compressed: Any, make_prompts: Any) -> None:
+    model, trace = make_compressed(num_layers=3).train(), GateTrace()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model(torch.tensor(make_prompts(24)), use_cache=False, gate_mode=GateMode(noise_seeds=[1]), gate_trace=trace)
+    alpha, logits = dict(trace.alpha), dict(trace.logits)
+    compression_loss(trace.stacked_alpha(), 8.0).backward()
+    assert all(trace.alpha[index] is alpha[index] and trace.logits[index] is logits[index] for index in range(3))
+
+
 def test_compression_loss_reaches_the_neuron_alone(make_compressed: Any, make_prompts: Any) -> None:
     model = make_compressed(num_layers=1).train()
     trace = GateTrace()

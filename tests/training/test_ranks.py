@@ -12,7 +12,7 @@ from launching import Ranks, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
-from dmc.training.checkpoint import read_header
+from dmc.training.checkpoints.reading import read_header
 
 
 @pytest.fixture
@@ -115,5 +115,5 @@ def test_rank_zero_alone_writes(two_ranks, tmp_path):
     assert len(starts(folder)) == len(logged_parts(folder)) == 1
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
+        "checkpoints", "data.json", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip

@@ -14,11 +14,11 @@ from launching import logged_losses, train_ranks
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
-from dmc.training.checkpoint import read_header
+from dmc.training.checkpoints.reading import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
-from dmc.training.text_data import TextData, build_tokenizer
+from dmc.training.text_data import TextData, build_tokenizer, prepare_text
 
 
 def test_run_leaves_loadable_models_and_records(run_config):
@@ -79,11 +79,11 @@ def test_paper_form_trains(run_values):
 def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     config = build_config(RunConfig, run_values)
     from dmc.models import retrofit
-    from dmc.training.run import build_model
+    from dmc.training.run import fresh_model
 
     tokenizer = build_tokenizer(config.data, None)
     plan = Plan(config.training, config.target_ratio)
-    model = retrofit(build_model(config.model, len(tokenizer), 0), config.compression)
+    model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
     return RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config)), batches
@@ -176,3 +176,17 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     assert two == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
     for name, value in final[0].items():
         torch.testing.assert_close(value, final[1][name], atol=1e-4, rtol=1e-3)
+
+
+def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_path):
+    run_values["data"] |= {"cache_folder": str(tmp_path / "cache"), "num_processes": 1}
+    source = dict(run_values["data"]["train"][0])
+    run_values["data"]["validation"] = [source, dict(source, weight=2)]  # held-out text may be a blend too
+    config = build_config(RunConfig, run_values)
+    reports = prepare_text(config)
+    assert not Path(config.output_dir).exists()
+    assert [report.split for report in reports] == ["train", "validation", "validation"]
+    prepared = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
+    written = (tmp_path / "cache" / "data.json").read_text()
+    assert (train(config).folder / "data.json").read_text() == written
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")} == prepared

@@ -4,17 +4,20 @@ import functools
 import json
 import math
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged, logged_losses, spoil_loss
+from launching import Ranks, logged, logged_losses, spoil_loss, train_ranks
 
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
-from dmc.training import train
+from dmc.training import EXIT_PREEMPTED, train
+from dmc.training.checkpoints.generations import remove
+from dmc.training.checkpoints.reading import check_fits, find_checkpoint, read_header
 from dmc.training.exporter import export_checkpoint
-from dmc.training.generations import remove
 
 STEPS = 20
 STRATEGIES = ("ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
@@ -43,6 +46,12 @@ def on_ranks(values, count, folder, trainer, sabotage=None, **training):
     with Ranks(values, count, log, sabotage) as ranks:
         assert ranks.join() == [0] * count, log.read_text()[-4000:]
     return folder
+
+
+def forget_the_end(folder: Path) -> None:
+    """Leave a run as if it had been killed between its two checkpoints."""
+    for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
+        remove(path)
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +94,7 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
-    (folder / "final" / "retrofit.json").unlink()
-    for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
-        remove(path)
+    forget_the_end(folder)
     for count in (1, 3):
         resumed = tmp_path / f"on_{count}"
         shutil.copytree(folder, resumed)
@@ -122,10 +129,60 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_cut_heads_learn_what_whole_layers_do(values, alone, count, tmp_path):
+@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen2", 2), ("qwen3", 2)])
+def test_cut_heads_learn_what_whole_layers_do(values, family, count, tmp_path):
+    values["model"]["fresh"]["model_type"] = family
+    alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
     trainer = {"strategy": "fsdp2", "tensor_parallel_size": 2}
     folder = on_ranks(values, count, tmp_path / "cut", trainer, micro_batch_size=3, activation_checkpointing=True)
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strategy, tmp_path):
+    folder = tmp_path / "run"
+    values = dict(values, output_dir=str(folder), trainer=values["trainer"] | {"devices": 2, "strategy": strategy})
+    values["training"]["micro_batch_size"] = 3
+    with Ranks(values, 2, log := tmp_path / "ranks.log") as ranks:
+        while len(logged_losses(folder)) < 4 and ranks.alive:
+            time.sleep(0.01)
+        ranks.send(signal.SIGUSR1, 1)
+        assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    step = read_header(checkpoint).global_step
+    assert 4 <= step < STEPS and read_header(checkpoint).num_ranks == 2
+    train_ranks(values, 2, log)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")
+    shard = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"last.ckpt is cut off: .*{shard.name} has 100 bytes"):
+        export_checkpoint(folder, tmp_path / "damaged")
+    model = load_model(folder / "final")
+    with pytest.raises(ValueError, match="use_previous_checkpoint=true to go on from step 10"):
+        find_checkpoint(checkpoint.parent, model, (strategy,))
+    with pytest.raises(ValueError, match=f"was written as '{strategy}', this run can read file"):
+        check_fits(checkpoint.with_name("previous.ckpt"), model, ("file",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [("fsdp2", 1), ("fsdp2", 2), ("deepspeed_zero3", 1)], ids=str)
+def test_each_rank_reads_its_own_part_of_a_base(values, alone, trainer, tmp_path):
+    values["model"] = {"path": str(alone / "final")}
+    values["training"]["stages"] = [{"name": "retrofit", "steps": STEPS}]
+    expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
+    trainer = {"strategy": trainer[0], "tensor_parallel_size": trainer[1]}
+    folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)
+    assert_same_losses(expected, folder)
+    assert_same_folder(expected / "final", folder / "final")
+
+
+@pytest.mark.slow
+def test_offloaded_states_learn_the_same(values, alone, tmp_path):
+    trainer = {"strategy": "deepspeed_zero3", "offload_optimizer": True, "offload_parameters": True}
+    folder = on_ranks(values, 2, tmp_path / "run", trainer, micro_batch_size=3)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")

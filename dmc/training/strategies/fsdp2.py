@@ -9,6 +9,7 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,8 +28,9 @@ from torch.distributed.tensor.parallel import (
 from dmc.config import RunConfig
 from dmc.models.build import assemble
 from dmc.models.tensor_parallel import check_divides
+from dmc.models.weights import empty_model, local_folder, stored_shapes
 from dmc.ranks import Ranks
-from dmc.training.checkpoint_folder import CheckpointFolders
+from dmc.training.checkpoints.folder import CheckpointFolders
 from dmc.training.strategies.whole import WholeModel
 
 HEADS = 2
@@ -46,7 +48,7 @@ class Fsdp2(WholeModel):
     """
 
     format = "fsdp2"
-    readable_formats = ("file", "fsdp2")
+    readable_formats = ("fsdp2",)
     exports_together = True
 
     def __init__(self, config: RunConfig) -> None:
@@ -56,6 +58,11 @@ class Fsdp2(WholeModel):
     def lightning_strategy(self) -> Any:
         """See `WholeModel`."""
         return Fsdp2Strategy(self.config.trainer.tensor_parallel_size)
+
+    def load(self) -> Any:
+        """See `WholeModel`: no rank ever holds the whole model."""
+        settings = self.config.model
+        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
 
     def spread(self, module: LightningModule) -> None:
         """Cut the heads, then shard each decoder layer, then the rest."""
@@ -71,6 +78,20 @@ class Fsdp2(WholeModel):
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        if next(model.parameters()).is_meta:
+            root_device: torch.device = module.trainer.strategy.root_device
+            self._read_shards(model, root_device)
+
+    def _read_shards(self, model: Any, device: torch.device) -> None:
+        """Read each rank's part of the base's weights."""
+        settings = self.config.model
+        folder = local_folder(str(settings.path), settings.revision)
+        model.to_empty(device=device)
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        stored = stored_shapes(folder)
+        state = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
@@ -116,7 +137,7 @@ class Fsdp2Strategy(ModelParallelStrategy):
         self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks, also one that a run without sharding wrote."""
+        """Read a checkpoint of any number of ranks."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._folders.generations.known(Path(checkpoint_path))
         return checkpoint

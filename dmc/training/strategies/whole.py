@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
 from dmc.config import Precision, RunConfig
+from dmc.models import load_model
 from dmc.training.gradients import gradient_norm
 
 
@@ -36,6 +38,11 @@ class WholeModel:
     def lightning_strategy(self) -> Any:
         """Strategy for `lightning.Trainer`: its name or an object."""
         return self.config.trainer.strategy
+
+    def load(self) -> Any:
+        """Load the model that the run starts from; it may have no weights before `spread`."""
+        settings = self.config.model
+        return load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
 
     def spread(self, module: LightningModule) -> None:
         """Lay the model of `module` over the ranks, once these can talk to each other."""

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
 from dmc.models.build import assemble
-from dmc.training.checkpoint_folder import CheckpointFolders, read_folder_header
+from dmc.models.weights import empty_model, local_folder, read_header, weight_files
+from dmc.training.checkpoints.folder import CheckpointFolders, read_folder_header
 from dmc.training.strategies.whole import WholeModel
 
 TAG = "checkpoint"
@@ -35,7 +37,7 @@ class Zero(WholeModel):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.format = config.trainer.strategy
-        self.readable_formats = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+        self.readable_formats = (self.format,)
         self.stage = int(self.format[-1])
         self.exports_together = self.stage == 3
 
@@ -49,6 +51,34 @@ class Zero(WholeModel):
             pin_memory=trainer.offload_optimizer and torch.cuda.is_available(),
             logging_batch_size_per_gpu=self.config.training.micro_batch_size,
         )
+
+    def load(self) -> Any:
+        """See `WholeModel`: in stage 3 no rank ever holds the whole model."""
+        settings = self.config.model
+        if self.stage < 3:
+            return super().load()
+        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
+
+    def spread(self, module: LightningModule) -> None:
+        """Read and divide one layer after the other; what has its weights already is divided by the engine."""
+        model: Any = module.model
+        if not next(model.parameters()).is_meta:
+            return
+        strategy: Any = module.trainer.strategy
+        settings = self.config.model
+        folder = local_folder(str(settings.path), settings.revision)
+        owners = {name: file for file in weight_files(folder) for name in read_header(file)}
+        for name, part in list(model.named_modules()):
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                weight = f"{name}.{key}"
+                if weight in owners:
+                    with safe_open(owners[weight], framework="pt") as tensors:
+                        value = tensors.get_tensor(weight).to(strategy.root_device, parameter.dtype)
+                    setattr(part, key, nn.Parameter(value))
+            if next(part.parameters(recurse=False), None) is not None and f"{name}.weight" in owners:
+                Init(module=part, config_dict_or_path=strategy.config)
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
@@ -77,7 +107,7 @@ class Zero(WholeModel):
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks and any stage."""
+    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -104,10 +134,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks and any stage."""
+        """Read a checkpoint of any number of ranks."""
         folder = Path(checkpoint_path)
-        header = read_folder_header(folder)
-        if (header.format, header.num_ranks) == (self._folders.format, self.world_size):
+        if read_folder_header(folder).num_ranks == self.world_size:
             checkpoint = super().load_checkpoint(folder, weights_only)
         else:
             checkpoint = self._load_resharded(folder)

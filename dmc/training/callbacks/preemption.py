@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from dmc.training.after_step import AfterStep
-from dmc.training.checkpoint import SaveLast
+from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """What `--signal` sends before the time limit: SIGUSR1 in our job files, SIGUSR2 under submitit."""

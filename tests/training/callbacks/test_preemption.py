@@ -10,9 +10,9 @@ from launching import logged_losses
 
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
-from dmc.training.callbacks import Validation
-from dmc.training.checkpoint import read_header
-from dmc.training.preemption import SIGNALS, Preemption, requeue_job
+from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
+from dmc.training.callbacks.validation import Validation
+from dmc.training.checkpoints.reading import read_header
 
 
 @pytest.fixture

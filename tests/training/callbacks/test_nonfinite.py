@@ -10,7 +10,7 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
-from dmc.training.checkpoint import read_header, read_weights
+from dmc.training.checkpoints.reading import read_header, read_weights
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
 

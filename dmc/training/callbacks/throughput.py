@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 from dmc.config import RunConfig
-from dmc.training.after_step import AfterStep
+from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
 
 
@@ -43,11 +43,11 @@ class Throughput(AfterStep):
 
     Args:
         config: the run.
-        data_clock: the trainer's profiler.
     """
 
-    def __init__(self, config: RunConfig, data_clock: DataClock) -> None:
-        self.config, self.data_clock = config, data_clock
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.data_clock = config, DataClock()
+        """The clock is the trainer's profiler."""
         self._steps = -1  # the first is a warm-up
         self._seconds = 0.0
         self._batch_started = 0.0

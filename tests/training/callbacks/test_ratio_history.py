@@ -8,9 +8,9 @@ from launching import logged
 
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
-from dmc.training.callbacks import Validation
-from dmc.training.heatmap import draw_ratio_evolution
-from dmc.training.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import draw_ratio_evolution
+from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.validation import Validation
 
 
 def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch):

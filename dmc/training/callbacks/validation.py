@@ -1,19 +1,18 @@
-"""What happens along a run: validation with heatmaps, snapshots at chosen ratios."""
+"""Held-out text along a run, with heatmaps of the ratios."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from dmc.measure import TextScore, score_text
-from dmc.training.after_step import AfterStep
-from dmc.training.heatmap import draw_ratio_evolution, draw_ratio_heatmap
-from dmc.training.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.callbacks.heatmap import draw_ratio_evolution, draw_ratio_heatmap
+from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
 
 
 class Validation(AfterStep):
@@ -58,21 +57,3 @@ class Validation(AfterStep):
             if isinstance(logger, WandbLogger):
                 for name, path in images.items():
                     logger.log_image(name, [str(path)], step=trainer.global_step)
-
-
-class Snapshots(AfterStep):
-    """Exports a ready-to-use model whenever the ramp has reached a chosen ratio.
-
-    Args:
-        ratio_at_step: optimizer steps and the ratio reached after each.
-        export: called with the model and the ratio.
-    """
-
-    def __init__(self, ratio_at_step: dict[int, float], export: Callable[[Any, float], None]) -> None:
-        self.ratio_at_step, self.export = ratio_at_step, export
-
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Export after a step that reached a ratio; all ranks wait for it."""
-        if step in self.ratio_at_step:
-            self.export(pl_module.model, self.ratio_at_step[step])
-            trainer.strategy.barrier("snapshot")

@@ -9,9 +9,9 @@ import torch
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
-from dmc.training.after_step import AfterStep
+from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.gradients import clip_gradients
-from dmc.training.nonfinite import NonFiniteGuard
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 HELD = {"noisy_held": "train/noisy_ratio", "thresholded_held": "train/achieved_ratio"}

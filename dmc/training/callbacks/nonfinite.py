@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from dmc.training.after_step import AfterStep
-from dmc.training.checkpoint import AtomicCheckpointIO, SaveLast
+from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.checkpoints.saving import AtomicCheckpointIO, SaveLast
 
 FOLDER_NAME = "nonfinite"
 """Folder of the kept batches, in a run's output folder."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from launching import Ranks, hang_at
 
 from dmc.training import train
+from dmc.training.callbacks.watchdog import DUMP_SIGNAL
 from dmc.training.module import RetrofitModule
-from dmc.training.watchdog import DUMP_SIGNAL
 
 
 def test_run_that_hangs_writes_its_stacks_and_says_where(run_values, tmp_path):

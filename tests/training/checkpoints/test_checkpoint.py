@@ -10,13 +10,8 @@ import torch
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import train
-from dmc.training.checkpoint import (
-    AtomicCheckpointIO,
-    check_fits,
-    find_checkpoint,
-    load_checkpoint_model,
-    read_header,
-)
+from dmc.training.checkpoints.reading import check_fits, find_checkpoint, load_checkpoint_model, read_header
+from dmc.training.checkpoints.saving import AtomicCheckpointIO
 
 
 @pytest.fixture

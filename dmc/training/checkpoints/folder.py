@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dmc.training.generations import Generations, remove
+from dmc.training.checkpoints.generations import Generations, remove
 
 MODEL_CONFIG = "model_config"
 """Key of the Hugging Face configuration in a checkpoint."""

@@ -6,8 +6,9 @@ from launching import logged
 from dmc.config import RunConfig, build_config
 from dmc.data import OrderedDataset
 from dmc.models import load_model
-from dmc.training import throughput, train
-from dmc.training.callbacks import Validation
+from dmc.training import train
+from dmc.training.callbacks import throughput
+from dmc.training.callbacks.validation import Validation
 from dmc.training.flops import flops_per_token
 from dmc.training.module import RetrofitModule
 

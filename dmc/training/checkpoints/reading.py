@@ -1,85 +1,24 @@
-"""The checkpoint a run goes on from: written beside its place, renamed; found, checked and read again."""
+"""The checkpoint a run goes on from or that is exported: found, checked, read, from the files of any strategy."""
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from transformers import AutoConfig
 
 from dmc.models.build import assemble
-from dmc.training.after_step import AfterStep
-from dmc.training.checkpoint_folder import MODEL_CONFIG, Header, could_not_be_written, read_folder_header, whole_shape
-from dmc.training.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, Generations
+from dmc.training.checkpoints.folder import MODEL_CONFIG, Header, read_folder_header, whole_shape
+from dmc.training.checkpoints.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
 
 PREFIX = "model."
 """Of a weight's name in a checkpoint: the LightningModule's attribute."""
 logger = logging.getLogger(__name__)
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it, so that a kill or a full disk leaves the one before."""
-
-    def __init__(self) -> None:
-        self._generations = Generations()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`.
-
-        Raises:
-            OSError: it could not be written; what was at `path` is still there.
-        """
-        target = Path(str(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            self._generations.promote(partial, target)
-        except (OSError, RuntimeError) as error:
-            raise could_not_be_written(target, error) from error
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint as Lightning does."""
-        checkpoint = super().load_checkpoint(path, *arguments, **options)
-        self._generations.known(Path(str(path)))
-        return checkpoint
-
-
-class SaveLast(AfterStep):
-    """Saves `last.ckpt` every so many optimizer steps, and at the last one.
-
-    Args:
-        folder: where the checkpoint lies.
-        every_steps: optimizer steps between two.
-    """
-
-    def __init__(self, folder: Path, every_steps: int) -> None:
-        self.folder, self.every_steps = folder, every_steps
-        self._saved_step = -1
-
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Save after a step whose turn it is."""
-        if step % self.every_steps == 0 or step == trainer.max_steps:
-            self.save(trainer, step)
-
-    def save(self, trainer: Trainer, step: int) -> None:
-        """Save now, unless this step is saved; rank 0 writes and all wait."""
-        if step != self._saved_step:
-            self._saved_step = step
-            trainer.save_checkpoint(self.folder / LAST_CHECKPOINT, weights_only=False)
 
 
 def find_checkpoint(

@@ -1,0 +1,92 @@
+"""How much text there is, source by source, and how often a run reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dmc.data.blend import Blend
+from dmc.data.packing import PackedTokens
+from dmc.data.token_cache import DocumentSource
+
+REPORT_NAME = "data.json"
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What a source holds; None where nobody knows, as of a stream."""
+
+    split: str
+    """train, validation or calibration."""
+    source: str
+    share: float
+    """Part of the split's sequences that are drawn from it."""
+    num_tokens: int | None = None
+    """Separators included."""
+    num_documents: int | None = None
+    num_skipped: int | None = None
+    """Documents without text, or undecodable."""
+    num_bytes: int | None = None
+    """Size of the tokens on disk."""
+    epochs: float | None = None
+    """How often the run reads the source; of training text only."""
+
+
+def report_packed(
+    split: str, sources: Sequence[DocumentSource], packed: PackedTokens | Blend, num_draws: int | None = None
+) -> list[SourceReport]:
+    """Report what was opened as `packed`.
+
+    Args:
+        split: name of the split.
+        sources: what `packed` was built from.
+        packed: what `build_packed` returned.
+        num_draws: sequences drawn by the run, None for text that is not trained on.
+    """
+    parts: list[Any] = [packed]
+    shares, draws = [1.0], [num_draws or 0]
+    if isinstance(packed, Blend):
+        parts, draws = packed.datasets, packed.draws_of_each(num_draws or 0)
+        shares = [share / sum(packed.shares) for share in packed.shares]
+    return [
+        SourceReport(
+            split,
+            source.label,
+            share,
+            part.num_tokens,
+            part.num_documents,
+            part.num_skipped,
+            part.num_tokens * part.tokens.dtype.itemsize,
+            None if num_draws is None else drawn / len(part),
+        )
+        for source, part, share, drawn in zip(sources, parts, shares, draws, strict=True)
+    ]
+
+
+def report_streams(split: str, sources: Sequence[DocumentSource]) -> list[SourceReport]:
+    """Report streams: their shares alone are known."""
+    total = sum(source.weight for source in sources)
+    return [SourceReport(split, source.label, source.weight / total) for source in sources]
+
+
+def format_report(reports: Sequence[SourceReport]) -> str:
+    """Write a report as a Markdown table."""
+    lines = [
+        "| split | source | share | tokens | documents | skipped | bytes | epochs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for report in reports:
+        counts = (report.num_tokens, report.num_documents, report.num_skipped, report.num_bytes)
+        shown = ["?" if count is None else f"{count:,}" for count in counts]
+        epochs = "" if report.epochs is None else f"{report.epochs:.3g}"
+        lines.append(f"| {' | '.join([report.split, report.source, f'{report.share:.1%}', *shown, epochs])} |")
+    return "\n".join(lines)
+
+
+def write_report(reports: Sequence[SourceReport], folder: Path) -> None:
+    """Write a report as `data.json` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT_NAME).write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")

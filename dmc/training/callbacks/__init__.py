@@ -1,0 +1,1 @@
+"""What happens along a run: figures, skipped steps, validation, snapshots, preemption, the watchdog."""

@@ -1,0 +1,183 @@
+"""What a training step allocates beside weights, gradients and optimizer: measured on tensors without storage.
+
+The model's own code runs forward and backward with one and with two layers on fake tensors, which have shapes and
+lifetimes but no data; what more layers need is linear in their number. Nothing is assumed about what autograd keeps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
+from dmc.measure import evaluating, next_token_loss
+from dmc.models import retrofit
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make while it is active, until each is freed.
+
+    Args:
+        known: tensors that exist already and are not counted.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen: set[int] = {id(tensor.untyped_storage()) for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def take_peak(self) -> int:
+        """Return the highest count since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._seen:
+            return
+        self._seen.add(id(storage))
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= num_bytes
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One micro-batch on one device."""
+
+    batch: int
+    """Sequences."""
+    length: int
+    """Tokens per sequence."""
+    dtype: torch.dtype
+    """Of the weights as the layers see them."""
+    autocast: bool
+    """bfloat16 autocast around the forward."""
+    checkpointing: bool
+    """Layers are recomputed in backward."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes beside weights, gradients and optimizer states."""
+
+    kept: int
+    """Held for the backward when the last layer's forward has ended."""
+    loss: int
+    """Peak until the gradient of the last layer's output is there: logits, loss, and what is kept."""
+    layers: int
+    """Peak while gradients pass through the layers, recomputation included, with what is then still kept."""
+    embedding: int
+    """Peak in the embedding's backward."""
+    validation: int
+    """Peak of a forward without gradients, thresholded decisions, no autocast."""
+
+    def extended(self, two: StepBytes, num_layers: int) -> StepBytes:
+        """Extrapolate from one layer (self) and `two` to `num_layers`."""
+        return StepBytes(
+            *(
+                first + max(0, second - first) * (num_layers - 1)
+                for first, second in zip(vars(self).values(), vars(two).values(), strict=True)
+            )
+        )
+
+
+def trace_step(config: PretrainedConfig, compression: CompressionConfig | None, shape: StepShape) -> StepBytes:
+    """Count what a forward and backward of `config`'s model allocates.
+
+    Args:
+        config: stock configuration, as one device sees it.
+        compression: gates at work; None: the stock model.
+        shape: the micro-batch.
+    """
+    one, two = (_trace_layers(config, compression, shape, count) for count in (1, 2))
+    return one.extended(two, config.num_hidden_layers)
+
+
+def with_values(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
+    """Copy a configuration with other values."""
+    values = {key: value for key, value in config.to_dict().items() if key != "layer_types"} | changes
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _trace_layers(
+    config: PretrainedConfig, compression: CompressionConfig | None, shape: StepShape, num_layers: int
+) -> StepBytes:
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers renames the switch of checkpointing
+        model = AutoModelForCausalLM.from_config(with_values(config, num_hidden_layers=num_layers), dtype=shape.dtype)
+        if compression is not None:
+            model = retrofit(model, compression)
+        model.train()
+        if shape.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)  # as from the micro-batch before
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        input_ids = torch.zeros(shape.batch, shape.length, dtype=torch.long)
+        known = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        live = LiveBytes(known)
+        marks: dict[str, int] = {}
+
+        def before_norm(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            if torch.is_grad_enabled():
+                marks["kept"] = live.live
+                arguments[0].register_hook(lambda _: marks.update(loss=live.take_peak()))
+
+        def after_embedding(_: Any, __: Any, output: Tensor) -> None:
+            if torch.is_grad_enabled():
+                output.register_hook(lambda _: marks.update(layers=live.take_peak()))
+
+        model.model.norm.register_forward_pre_hook(before_norm)
+        model.model.embed_tokens.register_forward_hook(after_embedding)
+        with live:
+            with torch.autocast("cpu", torch.bfloat16) if shape.autocast else nullcontext():
+                loss = _loss(model, input_ids)
+            loss.backward()
+            del loss
+            marks["embedding"] = live.take_peak()
+            with evaluating(model):
+                _loss(model, input_ids)
+            marks["validation"] = live.take_peak()
+    return StepBytes(**{name: marks[name] for name in StepBytes.__dataclass_fields__})
+
+
+def _without_mask(_: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Take away the mask: causal attention needs none."""
+    return arguments, options | {"attention_mask": None}
+
+
+def _loss(model: Any, input_ids: Tensor) -> Tensor:
+    if not hasattr(model, "compression"):
+        # Without a mask of its own, transformers makes one of T x T where it cannot look into the tensors.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        return next_token_loss(model(input_ids, attention_mask=mask, use_cache=False).logits, input_ids)
+    trace = GateTrace()
+    mode = GateMode(noise_seeds=list(range(len(input_ids)))) if model.training else None
+    logits = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace).logits
+    loss = next_token_loss(logits, input_ids)
+    return loss + compression_loss(trace.stacked_alpha(), 4.0, delay=model.compression.delay)

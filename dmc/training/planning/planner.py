@@ -1,0 +1,190 @@
+"""The plan of a run: memory of each rank, tokens, steps, GPU-hours, without loading a weight or starting anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dmc.config import PlannerConfig, RunConfig
+from dmc.models.tensor_parallel import check_divides
+from dmc.training.flops import flops_per_token, peak_flops
+from dmc.training.planning.memory_plan import LAYER, Memory, MemoryModel
+from dmc.training.planning.model_shape import model_shape
+from dmc.training.stages import Plan
+
+ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the plan counts on."""
+
+    name: str
+    memory_gib: float
+    is_gpu: bool
+    source: str
+    """Where name and memory come from."""
+
+    @classmethod
+    def of(cls, config: RunConfig, planner: PlannerConfig) -> Device:
+        """Look at this machine, or assume."""
+        if config.trainer.accelerator == "cpu":
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / devices_per_node(config)
+            return cls("CPU", planner.device_memory_gib or memory, False, "this machine, shared by its ranks")
+        if torch.cuda.is_available() and planner.device is None:
+            properties = torch.cuda.get_device_properties(0)
+            memory = planner.device_memory_gib or properties.total_memory / GIB
+            return cls(properties.name, memory, True, "this machine's GPU")
+        is_given = planner.device is not None and planner.device_memory_gib is not None
+        return cls(
+            planner.device or ASSUMED_DEVICE,
+            planner.device_memory_gib or ASSUMED_GIB,
+            True,
+            "given" if is_given else "assumed: set planner.device and planner.device_memory_gib",
+        )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Length of one stage."""
+
+    name: str
+    steps: int
+    """Optimizer steps."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a run needs and takes."""
+
+    model: str
+    num_weights: int
+    strategy: str
+    num_devices: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    is_checkpointing: bool
+    """Whether layers are recomputed in backward."""
+    device: Device
+    memory: Memory
+    """Of each rank."""
+    host_bytes: int
+    """CPU memory of the first node: offloaded states, and whole copies of the weights: one for each rank while they are
+    loaded, or, where each rank reads its own part of a base, two when the first rank exports and checks."""
+    micro_batches: int
+    """Forward passes of each rank for one optimizer step."""
+    micro_batch_size: int
+    tokens_per_step: int
+    stages: list[StagePlan]
+    utilisation: float
+    """Share of the device's peak that is assumed to be reached."""
+    gpu_hours: float | None
+    """FLOPs of all tokens / (peak * utilisation); None: the device's peak is not known."""
+    checkpoint_bytes: int
+    """Weights and both states of Adam on the disk; as much again for the one before, which is kept."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def days(self) -> float | None:
+        """Days on all devices."""
+        return None if self.gpu_hours is None else self.gpu_hours / self.num_devices / 24
+
+    def refuse_what_does_not_fit(self) -> None:
+        """Raise ValueError where a device has not enough memory: the largest component, and what to change."""
+        if self.memory.total <= self.device.memory_gib * GIB:
+            return
+        name, size = max(self.memory.components.items(), key=lambda item: item[1])
+        raise ValueError(
+            f"a rank needs {self.memory.total / GIB:.1f} GiB, {self.device.name} has {self.device.memory_gib:.1f} GiB "
+            f"({self.device.source}); the largest part is {name}, {size / GIB:.1f} GiB: try {self._advice(name)}"
+        )
+
+    def _advice(self, largest: str) -> str:
+        if largest in ("weights", "gradients", "optimizer states"):
+            if self.strategy in ("fsdp2", "deepspeed_zero3"):
+                return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
+            return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
+        if largest == "communication":
+            return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
+        if largest in ("activations kept", LAYER) and not self.is_checkpointing:
+            return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
+        return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain values; memory as components in bytes."""
+        memory = {**self.memory.components, "total": self.memory.total, "in CPU memory": self.memory.cpu}
+        return {**dataclasses.asdict(self), "memory": memory, "steps": self.steps, "days": self.days}
+
+
+def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
+    """Plan a run; writes nothing, and needs no network where the model's shape is a folder's or the YAML's.
+
+    Raises:
+        ValueError: batch, heads or devices cannot be divided so, the shape of the model or the number of devices is
+            not known, or the stages contradict each other.
+    """
+    trainer, training = config.trainer, config.training
+    num_local = devices_per_node(config)
+    num_devices, cuts = num_local * trainer.num_nodes, trainer.tensor_parallel_size
+    if num_devices % cuts:
+        raise ValueError(f"trainer.tensor_parallel_size={cuts} does not divide the {num_devices} devices of the run")
+    micro_batches = training.accumulation(num_devices // cuts)
+    lengths = Plan(training, config.target_ratio).lengths
+    model = model_shape(config)
+    check_divides(model, cuts)
+    device = Device.of(config, planner)
+    memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu)
+    memory, num_weights = memory_model.memory(), memory_model.counts.whole
+    stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
+    reads_parts = trainer.strategy in ("fsdp2", "deepspeed_zero3") and config.model.path is not None
+    copies = 2 if reads_parts else num_local
+    peak = peak_flops(device.name, "bf16" if memory_model.computed == 2 else "32")
+    flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
+    return TrainingPlan(
+        model=config.model.path or f"fresh {model.model_type}",
+        num_weights=num_weights,
+        strategy=trainer.strategy,
+        num_devices=num_devices,
+        data_parallel_size=num_devices // cuts,
+        tensor_parallel_size=cuts,
+        is_checkpointing=training.activation_checkpointing,
+        device=device,
+        memory=memory,
+        host_bytes=num_local * memory.cpu + copies * memory_model.stored * num_weights,
+        micro_batches=micro_batches,
+        micro_batch_size=training.micro_batch_size,
+        tokens_per_step=training.tokens_per_step,
+        stages=stages,
+        utilisation=planner.utilisation,
+        gpu_hours=None if peak is None else flops / (peak * planner.utilisation) / 3600,
+        checkpoint_bytes=3 * memory_model.stored * num_weights,
+    )
+
+
+def devices_per_node(config: RunConfig) -> int:
+    """Return the devices of one node.
+
+    Raises:
+        ValueError: all are asked for, and there is none here to count.
+    """
+    devices = config.trainer.devices
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    if str(devices).isdigit():
+        return int(devices)
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    raise ValueError(
+        f"trainer.devices={devices} and this machine has no GPU to count: give the GPUs of a node, "
+        "such as trainer.devices=8"
+    )

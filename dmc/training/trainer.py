@@ -1,0 +1,88 @@
+"""The Lightning trainer of a run: strategy, precision, and what watches it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning import Trainer
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+
+from dmc.training.callbacks.nonfinite import NonFiniteGuard
+from dmc.training.callbacks.preemption import Preemption
+from dmc.training.callbacks.snapshots import Snapshots
+from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.callbacks.throughput import Throughput
+from dmc.training.callbacks.validation import Validation
+from dmc.training.callbacks.watchdog import HangWatchdog
+from dmc.training.checkpoints.saving import AtomicCheckpointIO
+from dmc.training.exporter import Exporter
+from dmc.training.module import RetrofitModule
+
+
+def build_trainer(
+    module: RetrofitModule,
+    exporter: Exporter,
+    snapshots: dict[float, Path],
+    preemption: Preemption,
+    loggers: list[Logger],
+) -> Trainer:
+    """Make the trainer of a run.
+
+    Args:
+        module: with the run's configuration, plan and strategy.
+        exporter: writes the snapshots.
+        snapshots: folders by target ratio.
+        preemption: stops the run on a signal, and saves it.
+        loggers: receive the figures.
+    Raises:
+        ValueError: the batch cannot be divided among the devices.
+    """
+    config, strategy = module.config, module.strategy
+    training, settings = config.training, config.trainer
+    throughput = Throughput(config)
+    watching = _watching_callbacks(module, exporter, snapshots, preemption)
+    plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
+        plugins.append(SLURMEnvironment(auto_requeue=False))
+    trainer = Trainer(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        strategy=strategy.lightning_strategy(),
+        precision=strategy.precision,
+        max_steps=module.plan.total_steps,
+        max_epochs=1,
+        gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
+        logger=loggers,
+        callbacks=[throughput, *watching, preemption.save_last, preemption],
+        profiler=throughput.data_clock,
+        plugins=plugins,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        log_every_n_steps=training.log_every_steps,
+        default_root_dir=config.output_dir,
+    )
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
+    return trainer
+
+
+def _watching_callbacks(
+    module: RetrofitModule, exporter: Exporter, snapshots: dict[float, Path], preemption: Preemption
+) -> list[Callback]:
+    """Make what acts after a step, in its order; saving comes after all of it."""
+    training, folder = module.config.training, Path(module.config.output_dir)
+    ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
+    guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
+    return [
+        HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
+        TQDMProgressBar(refresh_rate=training.log_every_steps),
+        StepMetrics(guard, training.gradient_clip),
+        guard,
+        Validation(exporter.data.validation_batches, folder / "heatmaps", training.validate_every_steps),
+        Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, snapshots[ratio], ratio)),
+    ]

@@ -1,0 +1,89 @@
+"""What PyTorch's allocator hands out on a CPU while something runs: the oracle of the planner."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from dmc.compression import GateMode, GateTrace, compression_loss
+from dmc.config import RunConfig
+from dmc.measure import next_token_loss
+from dmc.models import retrofit
+from dmc.training.strategies import build_strategy
+
+
+def allocated_peak(work: Callable[[], Any]) -> int:
+    """Return the largest number of bytes that were allocated at once, from the profiler's log of the allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    del kept
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, spread: Any = None) -> Any:
+    """Make a model and train it as Lightning would: the gradients are there until the next backward begins."""
+    training, mixed = config.training, config.trainer.precision == "bf16-mixed"
+    model = AutoModelForCausalLM.from_config(shape)
+    if config.has_gates:
+        model = retrofit(model, config.compression)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spread is not None:
+        spread(model)
+    optimizer = torch.optim.AdamW(model.train().parameters(), fused=not mixed)
+    input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
+    for _ in range(num_steps):
+        for index in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed and spread is None):
+                loss = _loss(model, input_ids)
+            if index == 0:
+                optimizer.zero_grad()
+            loss.backward()
+            del loss
+        optimizer.step()
+    return model, optimizer
+
+
+def _loss(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "compression"):
+        return next_token_loss(model(input_ids, use_cache=False).logits, input_ids)
+    trace = GateTrace()
+    mode = GateMode(noise_seeds=list(range(len(input_ids))))
+    logits = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace).logits
+    return next_token_loss(logits, input_ids) + compression_loss(trace.stacked_alpha(), 2.0)
+
+
+def sharded_bytes(config: RunConfig, shape: PretrainedConfig, rank: int, port: int, answers: Any) -> None:
+    """Train on one of two gloo ranks; put weights, gradients, Adam states and the allocated peak into a queue."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
+    )
+    parts = []
+
+    def work() -> Any:
+        def spread(model: Any) -> None:
+            build_strategy(config).spread(SimpleNamespace(device_mesh=mesh, model=model))
+
+        model, optimizer = train_steps(config, shape, spread=spread)
+        parts.append([parameter.to_local() for parameter in model.parameters()])
+        parts.append([parameter.grad.to_local() for parameter in model.parameters()])
+        states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        parts.append([state.to_local() for state in states])
+        return model, optimizer
+
+    peak = allocated_peak(work)
+    answers.put((rank, [sum(tensor.nbytes for tensor in part) for part in parts], peak))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,261 @@
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import measured_memory
+import pytest
+import yaml
+from launching import CONTEXT
+from test_configs import composed
+from transformers import AutoConfig
+
+from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.training.planning.memory_plan import MemoryModel, WeightCounts
+from dmc.training.planning.plan_table import plan_table
+from dmc.training.planning.planner import GIB, plan_training
+
+ROOT = Path(__file__).parents[3]
+STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
+"""Tolerances: of weights, gradients and optimizer states; of the peak on one device; of a rank's of two."""
+SHAPE = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
+}  # fmt: skip
+
+
+def run(shape=SHAPE, compression=True, **changes) -> RunConfig:
+    values = {
+        "model": {"fresh": shape},
+        "data": {"train": [{}], "validation": [{}]},
+        "compression": {} if compression is True else compression,
+        "training": {
+            "stages": [{"name": "zero_out", "steps": 2}, {"name": "retrofit", "steps": 5}],
+            "batch_size": 64, "sequence_length": 64, "micro_batch_size": 2,
+        },
+        "trainer": {"accelerator": "cpu"},
+    }  # fmt: skip
+    for name, value in changes.items():
+        group, key = name.split("__")
+        values[group] = {**values[group], key: value}
+    return build_config(RunConfig, values)
+
+
+def gpus(**changes) -> RunConfig:
+    return run(**{"trainer__accelerator": "gpu", **changes})
+
+
+def plan(config: RunConfig, **planner):
+    return plan_training(config, PlannerConfig(**planner))
+
+
+def shape_of(config: RunConfig):
+    return AutoConfig.for_model(**config.model.fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama2_7b", 6_738_415_616),
+        ("llama2_13b", 13_015_864_320),
+        ("llama2_70b", 68_976_648_192),
+        ("llama3_8b", 8_030_261_248),
+        ("mistral_7b", 7_248_023_552),
+        ("qwen2_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
+    ],
+)
+def test_architecture_of_every_model_option_has_the_published_number_of_weights(name, count):
+    architecture = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())["architecture"]
+    assert WeightCounts.of(AutoConfig.for_model(**architecture), 1).whole == count
+
+
+def test_every_model_option_with_a_hub_name_has_an_architecture():
+    for path in (ROOT / "configs" / "model").glob("*.yaml"):
+        values = yaml.safe_load(path.read_text())
+        assert (values["architecture"] is not None) == (values["path"] not in (None, "???")), path
+
+
+@pytest.mark.parametrize(
+    ("compression", "precision", "length", "checkpointing"),
+    [
+        (None, "32-true", 192, False),
+        (None, "bf16-mixed", 48, True),
+        ({}, "32-true", 128, False),
+        ({}, "32-true", 128, True),
+        pytest.param({}, "bf16-mixed", 48, False, marks=pytest.mark.slow),
+        pytest.param({}, "bf16-mixed", 48, True, marks=pytest.mark.slow),
+        pytest.param({"delay": 16}, "32-true", 128, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_planned_peak_is_what_the_allocator_hands_out(compression, precision, length, checkpointing):
+    config = run(
+        compression=compression, trainer__precision=precision, training__sequence_length=length,
+        training__activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    measured = measured_memory.allocated_peak(lambda: measured_memory.train_steps(config, shape_of(config)))
+    planned = plan(config).memory.total
+    print(f"planned / measured = {planned / measured:.3f}")
+    assert planned == pytest.approx(measured, rel=PEAK)
+
+
+def test_planned_shards_are_what_two_ranks_hold():
+    config = run(trainer__strategy="fsdp2", trainer__devices=2, training__activation_checkpointing=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = CONTEXT.Queue()
+    processes = [
+        CONTEXT.Process(target=measured_memory.sharded_bytes, args=(config, shape_of(config), rank, port, answers))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = [answers.get(timeout=120) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+    memory = plan(config).memory
+    for _, states, peak in found:
+        print(f"planned / measured = {memory.total / peak:.3f}")
+        assert memory.total == pytest.approx(peak, rel=SHARDED_PEAK)
+        assert [memory.weights, memory.gradients, memory.optimizer] == pytest.approx(states, rel=STATES)
+
+
+def test_more_ranks_and_higher_stages_need_less():
+    def states(strategy: str, devices: int) -> int:
+        config = gpus(trainer__strategy=strategy)
+        model = MemoryModel(config, shape_of(config), devices, on_gpu=True)
+        return model.weights() + model.gradients() + model.optimizer()
+
+    weights = WeightCounts.of(AutoConfig.for_model(**SHAPE), 1).total
+    assert states("auto", 1) == states("ddp", 8) == 16 * weights
+    stages = [states(f"deepspeed_zero{stage}", 8) for stage in (1, 2, 3)]
+    assert stages[0] > stages[1] > stages[2]
+    assert states("fsdp2", 8) == pytest.approx(16 * weights / 8, rel=1e-3)
+    assert states("fsdp2", 4) == pytest.approx(2 * states("fsdp2", 8), rel=1e-3)
+
+
+def test_tensor_parallelism_divides_layers_and_repeats_the_rest():
+    shape = AutoConfig.for_model(**SHAPE)
+    one, two = WeightCounts.of(shape, 1), WeightCounts.of(shape, 2)
+    assert two.outside == one.outside
+    norms = 2 * SHAPE["hidden_size"]
+    assert two.layer - norms == (one.layer - norms) / 2
+    assert two.whole == one.whole == one.total
+
+
+def test_offloaded_states_move_to_the_host():
+    base = {"trainer__strategy": "deepspeed_zero3", "trainer__devices": 4}
+    there = plan(gpus(**base, trainer__offload_optimizer=True, trainer__offload_parameters=True))
+    here = plan(gpus(**base))
+    assert there.memory.optimizer == there.memory.weights == here.memory.cpu == 0
+    assert there.memory.cpu >= here.memory.optimizer + here.memory.weights
+    assert there.host_bytes - here.host_bytes == 4 * there.memory.cpu
+
+
+def test_gpu_hours_are_operations_over_what_a_gpu_does():
+    found = plan(
+        gpus(trainer__devices=8, trainer__precision="bf16-mixed"), device="NVIDIA A100-SXM4-80GB", utilisation=0.5
+    )
+    tokens = 7 * 64 * 64
+    matrices = 3 * (128 * 16 * (8 + 4) * 2 + 3 * 128 * 352) + 128 * 1024
+    operations = tokens * (6 * matrices + 12 * 3 * 128 * 64)
+    assert found.gpu_hours == pytest.approx(operations / (312e12 * 0.5) / 3600)
+    assert found.days == pytest.approx(found.gpu_hours / 8 / 24)
+    assert [(stage.name, stage.steps) for stage in found.stages] == [("zero_out", 2), ("retrofit", 5)]
+    assert sum(stage.tokens for stage in found.stages) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__micro_batch_size": 3}, r"batch_size=64 is not a multiple of micro_batch_size \* devices = 3 \* 1"),
+        ({"trainer__devices": "auto"}, "trainer.devices=auto and this machine has no GPU to count"),
+        ({"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}, "does not divide the 1 devices"),
+        (
+            {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 8, "trainer__devices": 8},
+            "num_key_value_heads=4 cannot be divided among 8 ranks evenly",
+        ),
+        ({"model__fresh": {"model_type": "llama"}}, "needs model.fresh.vocab_size"),
+        ({"model__fresh": {"vocab_size": 9}}, "have no model_type"),
+    ],
+)
+def test_impossible_plan_is_refused(changes, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        plan(gpus(**changes))
+
+
+def test_hub_name_without_a_hub_asks_for_the_architecture(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("dmc.training.planning.model_shape.AutoConfig.from_pretrained", unreachable)
+    config = dataclasses.replace(gpus(), model=build_config(type(gpus().model), {"path": "some/name"}))
+    with pytest.raises(ValueError, match=r"some/name is no folder .* give .* model\.architecture"):
+        plan(config)
+
+
+def test_folder_says_its_own_shape(tmp_path):
+    AutoConfig.for_model(**SHAPE).save_pretrained(tmp_path)
+    values = {"path": str(tmp_path), "architecture": {"model_type": "llama", "vocab_size": 7}}
+    config = dataclasses.replace(gpus(), model=build_config(type(gpus().model), values))
+    assert plan(config).num_weights == plan(gpus()).num_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "advice"),
+    [
+        ({}, "context, fragmentation", "micro_batch_size"),
+        ({"training__sequence_length": 32768}, "activations kept", "training.activation_checkpointing=true"),
+    ],
+)
+def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(changes, part, advice):
+    found = plan(gpus(**changes), device_memory_gib=0.5)
+    with pytest.raises(ValueError, match=f"has 0.5 GiB .* the largest part is {part}.*{advice}"):
+        found.refuse_what_does_not_fit()
+    needed = found.memory.total / GIB
+    plan(gpus(**changes), device_memory_gib=needed + 0.01).refuse_what_does_not_fit()
+
+
+def train(*words, folder):
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+
+
+def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path):
+    words = ["experiment=llama2_70b_cr2", "planner.device=H100", "planner.device_memory_gib=80"]
+    result = train(*words, "plan=json", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["num_weights"] == 68_976_648_192
+    assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 1024
+    assert found["memory"]["total"] < 80 * GIB
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_command_refuses_what_does_not_fit_in_one_line(tmp_path):
+    words = ["experiment=llama2_70b_cr2", "trainer=ddp", "trainer.devices=8", "trainer.num_nodes=1"]
+    result = train(*words, "plan=true", "planner.device_memory_gib=80", folder=tmp_path)
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "the largest part is optimizer states, 513.9 GiB: try a strategy that divides all states" in line
+    assert "total" in result.stdout and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["llama2_7b_cr4", pytest.param("llama2_13b_cr2", marks=pytest.mark.slow)])
+def test_every_llama_experiment_fits(name):
+    config = composed(f"experiment={name}", "trainer.devices=8")
+    found = plan(config, device="H100", device_memory_gib=80)
+    found.refuse_what_does_not_fit()
+    assert "GPU-hours" in plan_table(found)
