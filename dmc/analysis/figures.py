@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dmc.training.heatmap import draw_entry_heatmap, draw_ratio_evolution, draw_ratio_heatmap
+from dmc.training.callbacks.heatmap import draw_entry_heatmap, draw_ratio_evolution, draw_ratio_heatmap
 
 
 class Figures:

@@ -21,7 +21,7 @@ from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
 from dmc.runtime import Engine
 from dmc.target import build_target
-from dmc.training.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
 
 NUM_LENGTHS = 32
 """Points of the curve of the compression ratio over the length."""
@@ -101,7 +101,7 @@ def plan_analysis(config: AnalyseConfig) -> Analysis:
         history = RatioHistory(Path(config.run) / "heatmaps" / RATIOS_NAME)
         if not history.path.is_file():
             raise FileNotFoundError(
-                f"run={config.run} has no {history.path}: no validation of a retrofit has run there"
+                f"{history.path} does not exist: run= is the output folder of a retrofit, which writes it"
             )
     if config.model is None:
         return Analysis(None, None, history)

@@ -12,6 +12,9 @@ from dmc.data import DocumentSource, build_packed
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.runtime import Engine
 
+LOGPROB_BYTES = 2**30
+"""Log-probabilities of whole vocabularies held at the same time."""
+
 
 @dataclass(frozen=True)
 class TextLoss:
@@ -64,8 +67,16 @@ class TextLoss:
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`."""
-        prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
-        scorings = engine.score_with_stats(prompts, continuations)
+        row_bytes = 4 * engine.model.get_input_embeddings().num_embeddings
+        size = max(1, LOGPROB_BYTES // (row_bytes * self.scored_tokens))
+        return [
+            result
+            for begin in range(0, len(samples), size)
+            for result in self._score(engine, samples[begin : begin + size])
+        ]
+
+    def _score(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        scorings = engine.score_with_stats([each.prompt for each in samples], [each.continuation for each in samples])
         results = []
         for scoring, sample in zip(scorings, samples, strict=True):
             losses = token_losses(scoring.logprobs, sample.continuation)
