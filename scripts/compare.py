@@ -6,32 +6,21 @@ Start it again and it goes on; several processes and sweeps (-m) may share one o
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer
 
-from dmc import load_model
 from dmc.config import build_config
 from dmc.evaluation.compare import run_cells, unfinished
 from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
-from dmc.evaluation.grid import CompareConfig, ComparedModel, plan_grid
+from dmc.evaluation.grid import CompareConfig, plan_grid
 from dmc.evaluation.row_store import RowStore
+from dmc.loading import load_with_tokenizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-
-
-def load(model: ComparedModel) -> tuple[Any, Any]:
-    """Load a model, on the GPU if there is one, and its tokenizer if it has one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
-    except (OSError, ValueError):
-        tokenizer = None
-    return load_model(model.path, dtype=model.dtype, revision=model.revision).to(device), tokenizer
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="compare")
@@ -46,7 +35,7 @@ def main(settings: DictConfig) -> None:
         store = RowStore(folder / "cells.jsonl")
         cells = unfinished(grid.cells, store.rows())
         print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
-        run_cells(cells, grid, config, store, load)
+        run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     table = write_report(store.rows(), folder, config.reference)

@@ -6,29 +6,20 @@ Start it again and it goes on; runs with other methods, and sweeps (-m), may sha
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer
 
-from dmc import load_model
 from dmc.config import build_config
 from dmc.evaluation.compare import unfinished
-from dmc.evaluation.grid import ComparedModel
 from dmc.evaluation.row_store import RowStore
+from dmc.loading import load_with_tokenizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-
-
-def load(model: ComparedModel) -> tuple[Any, Any]:
-    """Load a model, on the GPU if there is one, and its tokenizer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
-    return load_model(model.path, dtype=model.dtype, revision=model.revision).to(device), tokenizer
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
@@ -47,7 +38,7 @@ def main(settings: DictConfig) -> None:
         store = RowStore(Path(config.output) / "cells.jsonl")
         cells = unfinished(evaluation.cells, store.rows())
         print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
-        run_evaluation(evaluation, cells, config, store, load)
+        run_evaluation(evaluation, cells, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: pip install '.[eval]'")
     except (ValueError, FileNotFoundError, NotImplementedError) as error:

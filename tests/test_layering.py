@@ -39,6 +39,7 @@ ALLOWED = {
         *("measure", "provenance", "ranks", "target"),
     },
     "lm_eval": {"models"},
+    "loading": {"models"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }

@@ -97,12 +97,12 @@ class Figures:
         figure.colorbar(image, label="share of heads and sequences")
         self._save(figure, "survivors.png")
         rows = [
-            [layer, head, position, share]
-            for layer, heads in enumerate(shares.tolist())
-            for head, positions in enumerate(heads)
-            for position, share in enumerate(positions)
+            [layer, position, *of_heads]
+            for layer, positions in enumerate(shares.transpose(1, 2).tolist())
+            for position, of_heads in enumerate(positions)
         ]
-        self.table("survivors.csv", ["layer", "head", "position", "share"], rows)
+        heads = [f"head_{index}" for index in range(shares.shape[1])]
+        self.table("survivors.csv", ["layer", "position", *heads], rows)
 
     def _save(self, figure: Figure, name: str) -> None:
         figure.savefig(self.path(name), dpi=120)

@@ -86,7 +86,8 @@ class Analysis:
 
     source: DocumentSource | None
     policy: EvictionPolicy | None
-    history: RatioHistory | None
+    history: tuple[list[int], torch.Tensor] | None
+    """Steps of validations, and the shares held after each, [S, L, H]."""
 
 
 def plan_analysis(config: AnalyseConfig) -> Analysis:
@@ -96,13 +97,7 @@ def plan_analysis(config: AnalyseConfig) -> Analysis:
         ValueError: a model, policy or option is unknown or out of range, or one does not suit the other.
         FileNotFoundError: there is no text, or the run has no ratios.
     """
-    history = None
-    if config.run is not None:
-        history = RatioHistory(Path(config.run) / "heatmaps" / RATIOS_NAME)
-        if not history.path.is_file():
-            raise FileNotFoundError(
-                f"{history.path} does not exist: run= is the output folder of a retrofit, which writes it"
-            )
+    history = None if config.run is None else _read_history(Path(config.run) / "heatmaps" / RATIOS_NAME)
     if config.model is None:
         return Analysis(None, None, history)
     _, values, target_ratio = describe_model(config.model, "model")
@@ -121,6 +116,15 @@ def plan_analysis(config: AnalyseConfig) -> Analysis:
     source = build_target(config.source, "source")
     source.check()
     return Analysis(source, policy, history)
+
+
+def _read_history(path: Path) -> tuple[list[int], torch.Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: run= is the output folder of a retrofit, which writes it")
+    try:
+        return RatioHistory(path).read()
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged or empty ({type(error).__name__}: {error})") from error
 
 
 def _check_head(settings: SegmentationSettings, values: dict[str, Any]) -> None:
@@ -161,7 +165,7 @@ def run_analysis(
             figures.survivors(survives.float().mean(0))
             figures.entries_by_head(survives.sum(-1).float().mean(0))
     if analysis.history is not None:
-        figures.ratio_over_training(*analysis.history.read())
+        figures.ratio_over_training(*analysis.history)
     record = {"config": asdict(config), "files": [path.name for path in figures.paths], "provenance": provenance()}
     figures.path("analysis.json").write_text(json.dumps(record, indent=1))
     return figures.paths

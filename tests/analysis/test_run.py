@@ -70,8 +70,10 @@ def test_survivors_are_drawn_with_their_numbers_beside_them(folders: Any, tmp_pa
     config = settings(folders, tmp_path, model={"path": str(folders.stock)}, policy=policy, budget="tokens:10")
     run_analysis(plan_analysis(config), config, load)
     out = tmp_path / "out"
-    held = {int(row["position"]) for row in read(out / "survivors.csv") if float(row["share"]) == 1}
-    assert held == {0, 1, *range(40, 48)}
+    rows = read(out / "survivors.csv")
+    for head in ("head_0", "head_1"):
+        assert {int(row["position"]) for row in rows if float(row[head]) == 1} == {0, 1, *range(40, 48)}
+        assert {float(row[head]) for row in rows} == {0, 1} and len(rows) == 2 * 48
     assert {row["entries"] for row in read(out / "entries_by_head.csv")} == {"10.0"}
 
 
@@ -84,6 +86,15 @@ def test_a_run_alone_is_enough_for_the_ratios_along_it(folders: Any, tmp_path: P
     assert names == ["ratio_over_training.png", "ratio_over_training.csv", "analysis.json"]
     rows = read(tmp_path / "out" / "ratio_over_training.csv")
     assert [(row["step"], float(row["ratio"])) for row in rows] == [("2", 2.0)] * 6 + [("4", 4.0)] * 6
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", '{"step": 2, "held": [[1'])
+def test_a_damaged_history_is_told_before_anything_is_written(content: str, folders: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "heatmaps" / RATIOS_NAME
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"ratios\.jsonl is damaged or empty"):
+        plan_analysis(settings(folders, tmp_path, run=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,12 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
     model = load_model(folders.compressed)
     task = Recall(name, num_samples=3, sequence_length=40, answer_length=2)
     samples = task.samples(None, model.config.vocab_size)
+    for sample in samples:
+        marks = [i for i, token in enumerate(sample.prompt) if token == 1]
+        asked = sample.prompt[-1:] if name == "key_value" else []
+        places = [i + 1 + len(asked) for i in marks if sample.prompt[i + 1 : i + 1 + len(asked)] == asked]
+        assert sample.place["length"] == 40
+        assert sample.place["depth"] in [round(place / len(sample.prompt), 1) for place in places]
     engine = Engine(model)
     greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
     (generation,) = engine.generate([samples[1].prompt], greedy)

@@ -142,6 +142,18 @@ def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) ->
         assert sizes[0] / sum(sizes) == pytest.approx(sample.place["depth"], abs=0.05)
 
 
+def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any) -> None:
+    samples = KeyValuePairs(lengths=[600], depths=[0, 0.5, 1], samples_per_place=3).samples(tokenizer, 300)
+    for sample in samples:
+        text = tokenizer.decode(sample.prompt)
+        keys = re.findall(r'"([0-9a-f-]{36})": "[0-9a-f-]{36}",', text)
+        asked = re.search(r'Key: "(.*)"', text)[1]
+        assert len(keys) > 2 and len(set(keys)) == len(keys)
+        assert keys.index(asked) == round(sample.place["depth"] * (len(keys) - 1))
+        pair = len(sample.prompt) / len(text) * len('"": "",\n' + 72 * "0")
+        assert 600 - 1.3 * pair < len(sample.prompt) <= 600
+
+
 def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
     source = TextSource(str(folders.text))
     options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}

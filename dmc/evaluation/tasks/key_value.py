@@ -56,13 +56,13 @@ class KeyValuePairs(TextRecall):
         draw = self.random(length, number)  # the same pairs at every depth
         pairs: list[tuple[str, str]] = []
         tokens: list[list[int]] = []
-        room = length - len(encoder.begin) - len(encoder.encode(TASK))
+        room, longest = length - len(encoder.begin) - len(encoder.encode(TASK)), 0
         while True:
             key, value = [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(2)]
             piece = encoder.encode(f'"{key}": "{value}",\n')
-            question = encoder.encode(QUESTION.format(key=key))
+            longest = max(longest, len(encoder.encode(QUESTION.format(key=key))))  # any key may be asked for
             room -= len(piece)
-            if room < len(question) + 8 * bool(pairs):  # another key's question may be some tokens longer
+            if room < longest:
                 break
             pairs.append((key, value))
             tokens.append(piece)
