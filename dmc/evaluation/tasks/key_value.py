@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dmc.evaluation.tasks.base import Sample
 from dmc.evaluation.tasks.text_recall import Encoder, TextRecall
@@ -27,6 +27,7 @@ class KeyValuePairs(TextRecall):
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Which pair is asked for: 0 the first, 1 the last."""
     max_new_tokens: int = 64
+    stop: ClassVar[tuple[str, ...]] = ('"', "\n")
 
     def __post_init__(self) -> None:
         super().__post_init__()

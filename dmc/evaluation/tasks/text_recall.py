@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +33,7 @@ class TextRecall:
     seed: int = 0
     main_metric = "exact_match"
     higher_is_better = True
-    stop = ("\n",)
+    stop: ClassVar[tuple[str, ...]] = ("\n",)
     """Ends an answer."""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dmc.evaluation.tasks.base import Sample
 from dmc.evaluation.tasks.text_recall import Encoder, TextRecall, first_number
@@ -33,6 +33,7 @@ class TwoStageRetrieval(TextRecall):
     chain_of_thought: bool = True
     samples_per_place: int = 15
     max_new_tokens: int = 48
+    stop: ClassVar[tuple[str, ...]] = ("\n\n",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
