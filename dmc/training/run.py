@@ -118,9 +118,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
-    checkpoint = find_checkpoint(
-        preemption.save_last.folder, model, strategy.readable_formats, config.use_previous_checkpoint
-    )
+    checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)
     if is_rank_zero():
         record_start(run.folder, 0 if checkpoint is None else read_header(checkpoint).global_step)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)

@@ -163,9 +163,9 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
         export_checkpoint(folder, tmp_path / "damaged")
     model = load_model(folder / "final")
     with pytest.raises(ValueError, match="use_previous_checkpoint=true to go on from step 10"):
-        find_checkpoint(checkpoint.parent, model, (strategy,))
-    with pytest.raises(ValueError, match=f"was written as '{strategy}', this run can read file"):
-        check_fits(checkpoint.with_name("previous.ckpt"), model, ("file",))
+        find_checkpoint(checkpoint.parent, model, strategy)
+    with pytest.raises(ValueError, match=f"was written as '{strategy}', this run reads 'file'"):
+        check_fits(checkpoint.with_name("previous.ckpt"), model, "file")
 
 
 @pytest.mark.slow

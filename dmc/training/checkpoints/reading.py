@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ PREFIX = "model."
 logger = logging.getLogger(__name__)
 
 
-def find_checkpoint(
-    folder: Path, model: Any, formats: Collection[str] = ("file",), use_previous: bool = False
-) -> Path | None:
+def find_checkpoint(folder: Path, model: Any, format: str = "file", use_previous: bool = False) -> Path | None:
     """Choose the checkpoint that a run goes on from: `last.ckpt`, or `previous.ckpt` where there is no last.
 
     Args:
         folder: holds the checkpoints.
         model: the checkpoint must fit it.
-        formats: what the run's strategy can read.
+        format: what the run's strategy writes and reads.
         use_previous: take `previous.ckpt` also where `last.ckpt` is damaged.
     Returns:
         None: there is none.
@@ -43,11 +40,11 @@ def find_checkpoint(
     if not last.exists():
         return None
     try:
-        check_fits(last, model, formats)
+        check_fits(last, model, format)
         return last
     except ValueError as error:
         try:
-            step = check_fits(previous, model, formats).global_step
+            step = check_fits(previous, model, format).global_step
         except (ValueError, FileNotFoundError):
             raise error from None
         if not use_previous:
@@ -103,7 +100,7 @@ def load_checkpoint_model(path: Path) -> Any:
     return assemble(AutoConfig.for_model(**header.model_config), read_weights(path))
 
 
-def check_fits(path: Path, model: Any, formats: Collection[str]) -> Header:
+def check_fits(path: Path, model: Any, format: str) -> Header:
     """Return the header of a checkpoint that a model can go on from.
 
     Raises:
@@ -112,9 +109,9 @@ def check_fits(path: Path, model: Any, formats: Collection[str]) -> Header:
             shape.
     """
     header = read_header(path)
-    if header.format not in formats:
+    if header.format != format:
         raise ValueError(
-            f"{path} was written as {header.format!r}, this run can read {', '.join(formats)}: start with the "
+            f"{path} was written as {header.format!r}, this run reads {format!r}: start with the "
             "trainer.strategy that it was trained with, or export it and train on from the exported folder"
         )
     stored = {name: tuple(shape) for name, shape in header.shapes.items()}

@@ -48,7 +48,6 @@ class Fsdp2(WholeModel):
     """
 
     format = "fsdp2"
-    readable_formats = ("fsdp2",)
     exports_together = True
 
     def __init__(self, config: RunConfig) -> None:

@@ -21,9 +21,7 @@ class WholeModel:
     """
 
     format = "file"
-    """How a checkpoint is written: a file, or a folder of each rank's shards."""
-    readable_formats: tuple[str, ...] = ("file",)
-    """Formats of checkpoints that a run can go on from."""
+    """How a checkpoint is written and read: one file, or a folder of each rank's shards by the strategy's name."""
     precision: Precision
     """What Lightning does about precision."""
     exports_together = False

@@ -37,7 +37,6 @@ class Zero(WholeModel):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.format = config.trainer.strategy
-        self.readable_formats = (self.format,)
         self.stage = int(self.format[-1])
         self.exports_together = self.stage == 3
 

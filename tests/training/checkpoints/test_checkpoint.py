@@ -61,10 +61,10 @@ def test_checkpoint_of_another_model_says_what_differs(checkpoint_path):
     other = checkpoint_path.with_name("other.ckpt")
     torch.save(dict(checkpoint, state_dict={**checkpoint["state_dict"], name: torch.zeros(3)}), other)
     with pytest.raises(ValueError, match=r"has shape \(3,\) in the checkpoint"):
-        check_fits(other, model, ["file"])
+        check_fits(other, model, "file")
     torch.save(dict(checkpoint, state_dict={k: v for k, v in checkpoint["state_dict"].items() if k != name}), other)
     with pytest.raises(ValueError, match="1 weights missing"):
-        check_fits(other, model, ["file"])
+        check_fits(other, model, "file")
 
 
 def test_failed_write_leaves_the_checkpoint_before(tmp_path):
