@@ -1,20 +1,19 @@
-"""Rows of compare.py and evaluate.py as results, failures and heatmaps."""
+"""Rows of compare.py and evaluate.py as results and failures."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from dmc.evaluation.compare import DONE, FAILED
-from dmc.evaluation.compare_report import comparable, over_full_cache, requested
+from dmc.evaluation.compare_report import comparable, over_full_cache
 from dmc.evaluation.evaluate_report import benchmark_figures
-from dmc.evaluation.report.findings import Failure, Findings, Heatmap, Result
+from dmc.evaluation.report.findings import Failure, Findings, Result
+from dmc.evaluation.report.names import budget_of, short_names
+from dmc.evaluation.report.place_rows import add_places
 from dmc.evaluation.row_store import Row
-
-FULL_CACHE = "full cache"
-SAME = 0.01
-"""Heads whose ratios differ by less, relatively, are shown no heatmap."""
 
 
 def add_cells(rows: list[Row], folder: str, findings: Findings) -> None:
@@ -31,32 +30,21 @@ def add_cells(rows: list[Row], folder: str, findings: Findings) -> None:
         findings.notes.append(
             f"{folder}: {len(rows) - len(current)} rows of other settings or earlier versions of a model are left out"
         )
-    several = len({row["model"] for row in current if not row["own_gates"]}) > 1
-    names = {row["method"]: _short_name(row, several) for row in current}
+    names = short_names(current)
     done = [(row, source) for row, source in zip(current, sources, strict=True) if row["status"] == DONE]
-    compared = [pair for pair in done if "benchmark" not in pair[0]]
-    for row, source in compared:
-        findings.results.append(_compared(row, current, names, source))
-    findings.results += _evaluated([pair for pair in done if "benchmark" in pair[0]], names)
+    results = [_compared(row, current, names, source) for row, source in done if "benchmark" not in row]
+    results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
+    taken = set(findings.tasks)
+    findings.results += [
+        replace(result, task=f"{result.task} ({folder})") if result.task in taken else result for result in results
+    ]
     for row, source in zip(current, sources, strict=True):
         if row["status"] == FAILED:
-            failure = Failure(row["method"], _budget(row, failed=True), row["task"], row["error"], source)
-            findings.failures.append(failure)
-    findings.head_ratios += _head_ratios([row for row, _ in done], names, findings)
-    findings.needles += _needles([row for row, _ in done], names)
-
-
-def _short_name(row: Row, several_models: bool) -> str:
-    if row["own_gates"] and row["budget"] is None:
-        return f"{row['model']} (own gates)"
-    name = FULL_CACHE if row["budget"] is None else row["policy"]
-    return f"{row['model']} {name}" if several_models or row["own_gates"] else name
-
-
-def _budget(row: Row, failed: bool = False) -> str:
-    if row["budget"] is None and not row["own_gates"]:
-        return FULL_CACHE
-    return "own gates" if failed and row["requested_ratio"] is None and row["budget"] is None else requested(row)
+            error = f"{row['task']}: {row['error']}" if "benchmark" in row else row["error"]
+            findings.failures.append(
+                Failure(row["method"], budget_of(row), str(row.get("benchmark", row["task"])), error, source)
+            )
+    add_places([row for row, _ in done], names, findings)
 
 
 def _compared(row: Row, rows: list[Row], names: dict[str, str], source: int) -> Result:
@@ -111,7 +99,8 @@ def _shared(figures: Row, row: Row, names: dict[str, str], source: int) -> dict[
     return {
         "name": names[row["method"]],
         "method": row["method"],
-        "budget": _budget(row),
+        "model": row["model"],
+        "budget": budget_of(row),
         "own_gates": row["own_gates"] and row["budget"] is None,
         "is_full": row["budget"] is None and not row["own_gates"],
         "higher_is_better": row["higher_is_better"],
@@ -124,38 +113,3 @@ def _shared(figures: Row, row: Row, names: dict[str, str], source: int) -> dict[
         "samples": figures["samples"],
         "source": source,
     }
-
-
-def _head_ratios(rows: list[Row], names: dict[str, str], findings: Findings) -> list[Heatmap]:
-    found, even = [], set()
-    for row in rows:
-        ratios = row.get("head_ratios")
-        if ratios is None or (row["budget"] is None and not row["own_gates"]):
-            continue
-        flat = [ratio for layer in ratios for ratio in layer]
-        title = f"{names[row['method']]}, {_budget(row)}, {row['task']}"
-        if max(flat) < (1 + SAME) * min(flat):
-            even.add(names[row["method"]])
-        else:
-            layers, heads = [str(layer) for layer in range(len(ratios))], [str(head) for head in range(len(ratios[0]))]
-            found.append(Heatmap(title, ratios, layers, heads))
-    if even:
-        findings.notes.append(f"no heatmap, for all heads have the same CR: {', '.join(sorted(even))}")
-    return found
-
-
-def _needles(rows: list[Row], names: dict[str, str]) -> list[Heatmap]:
-    """Put rows whose tasks differ in `length` and `depth` alone into one heatmap per method and budget."""
-    found: dict[str, dict[tuple[float, float], float]] = {}
-    for row in rows:
-        task = row["settings"]["task"]
-        for cell in row.get("grid") or [{**task, row["main_metric"]: row["metrics"][row["main_metric"]]}]:
-            if "length" in cell and "depth" in cell:
-                title = f"{names[row['method']]}, {_budget(row)}"
-                found.setdefault(title, {})[cell["depth"], cell["length"]] = cell[row["main_metric"]]
-    heatmaps = []
-    for title, cells in found.items():
-        depths, lengths = (sorted({place[axis] for place in cells}) for axis in (0, 1))
-        values = [[cells.get((depth, length)) for length in lengths] for depth in depths]
-        heatmaps.append(Heatmap(title, values, [f"{each:g}" for each in depths], [f"{each:,g}" for each in lengths]))
-    return heatmaps

@@ -7,6 +7,7 @@ from functools import partial
 
 from tqdm import tqdm
 
+from dmc.evaluation.report.curve_drawing import draw_curves
 from dmc.evaluation.report.drawing import Drawing
 from dmc.evaluation.report.findings import Findings
 from dmc.evaluation.report.heatmap_drawing import draw_head_ratios, draw_needles
@@ -15,7 +16,7 @@ from dmc.evaluation.report.ratio_drawing import draw_requested_ratio
 from dmc.evaluation.report.speed_drawing import draw_decoding, draw_speed
 
 QUALITY, COSTS = "Quality against memory", "Budgets held, and speed"
-NEEDLES, HEADS = "Needles by length and depth", "Compression of layers and heads"
+CURVES, NEEDLES, HEADS = "By position, turn or length", "Needles by length and depth", "Compression of layers and heads"
 
 
 def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
@@ -32,6 +33,9 @@ def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
     timed = [result for result in findings.results if result.decode_tokens_per_second]
     if timed:
         planned.append((COSTS, partial(draw_decoding, timed)))
+    for place in dict.fromkeys((curve.task, curve.axis) for curve in findings.curves):
+        curves = [curve for curve in findings.curves if (curve.task, curve.axis) == place]
+        planned.append((CURVES, partial(draw_curves, curves)))
     planned += [(NEEDLES, partial(draw_needles, heatmap)) for heatmap in findings.needles]
     planned += [(HEADS, partial(draw_head_ratios, heatmap)) for heatmap in findings.head_ratios]
     sections: dict[str, list[Drawing]] = {}

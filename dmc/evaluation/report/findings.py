@@ -16,6 +16,7 @@ class Result:
     """Of the method, short: what labels show."""
     method: str
     """With its model."""
+    model: str
     budget: str
     """As asked for: CR 4, 128 tokens, full cache."""
     own_gates: bool
@@ -93,6 +94,21 @@ class Heatmap:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A metric of one method at one budget over the places of a task: positions, turns."""
+
+    title: str
+    method: str
+    own_gates: bool
+    is_full: bool
+    task: str
+    axis: str
+    metric: str
+    places: list[float]
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
 class Source:
     """The command and the environment that rows come from."""
 
@@ -114,6 +130,7 @@ class Findings:
     needles: list[Heatmap] = field(default_factory=list)
     head_ratios: list[Heatmap] = field(default_factory=list)
     """CR, layer x KV head."""
+    curves: list[Curve] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out, and why."""
     sources: list[Source] = field(default_factory=list)

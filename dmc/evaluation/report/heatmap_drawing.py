@@ -17,14 +17,14 @@ def draw_needles(heatmap: Heatmap) -> Drawing:
     """Draw the share of needles found, length to the right, depth down."""
     known = [value for row in heatmap.values for value in row if value is not None]
     top = max(1.0, *known)
-    return _draw(f"Needles: {heatmap.title}", NEEDLE_CAPTION, heatmap, ("length (tokens)", "depth"), (0.0, top))
+    return _draw(heatmap.title, NEEDLE_CAPTION, heatmap, ("length (tokens)", "depth"), (0.0, top))
 
 
 def draw_head_ratios(heatmap: Heatmap) -> Drawing:
     """Draw compression ratios, KV heads to the right, layers down."""
     known = [value for row in heatmap.values for value in row if value is not None]
     limits = min(1.0, *known), max(known)
-    return _draw(f"CR of heads: {heatmap.title}", RATIO_CAPTION, heatmap, ("KV head", "layer"), limits)
+    return _draw(heatmap.title, RATIO_CAPTION, heatmap, ("KV head", "layer"), limits)
 
 
 def _draw(

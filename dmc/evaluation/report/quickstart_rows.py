@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.report.findings import Findings, Heatmap, Result
+from dmc.evaluation.report.place_rows import ratio_heatmap
 
 YARDSTICK = "control"
 TASK = "held-out text"
@@ -31,6 +32,7 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
             Result(
                 name=name,
                 method=name,
+                model=name,
                 budget=f"CR {row['achieved_ratio']:.1f}" if own_gates else "full cache",
                 own_gates=own_gates,
                 is_full=name == YARDSTICK,
@@ -58,5 +60,4 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
 def _last_validation(path: Path) -> list[Heatmap]:
     row = json.loads(path.read_text().splitlines()[-1])
     ratios: list[list[float | None]] = [[1 / held for held in layer] for layer in row["held"]]
-    layers, heads = [str(layer) for layer in range(len(ratios))], [str(head) for head in range(len(ratios[0]))]
-    return [Heatmap(f"retrofit, step {row['step']}", ratios, layers, heads)]
+    return [ratio_heatmap(f"retrofit, step {row['step']}", ratios)]

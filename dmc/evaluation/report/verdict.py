@@ -34,11 +34,9 @@ def judge(findings: Findings) -> Verdict:
     """Compute the verdict from the rows; the same rows give the same words."""
     tasks, speeds = findings.tasks, list(judge_speeds(findings.speeds))
     verdict = Verdict("There are failed cells only: see their errors below.", caveats=caveats(findings))
-    shared = (
-        set.intersection(*({each.title for each in own if not each.is_full} for own in tasks.values())) if tasks else ()
-    )
+    compressed = [{result.title for result in results if not result.is_full} for results in tasks.values()]
     single = [(task, *judge_task(results)) for task, results in tasks.items()]
-    if len(tasks) > 1 and shared:
+    if len(tasks) > 1 and set.intersection(*compressed):
         verdict.headline = judge_all(tasks)
     elif tasks:
         task, verdict.headline, verdict.detail = single.pop(0)
@@ -57,9 +55,7 @@ def judge_all(tasks: dict[str, list[Result]]) -> str:
         found.setdefault(result.title, []).append(result)
     everywhere = [results for results in found.values() if len(results) == len(tasks)]
     if not everywhere:
-        return (
-            f"Every compressed cache is measurably worse than the full one on at least one of the {len(tasks)} tasks."
-        )
+        return f"No smaller cache is shown to be as good as the full one, within noise, on all {len(tasks)} tasks."
     sizes = [sum(share_of_full(result, tasks[result.task]) for result in results) for results in everywhere]
     best = everywhere[sizes.index(min(sizes))]
     return (
@@ -77,21 +73,18 @@ def judge_task(results: list[Result]) -> tuple[str, str]:
     if len({result.quality for result in results}) == 1:
         return f"all {len(results)} rows have {figure(first)}; this task tells nothing apart.", ""
     if full is None:
-        return (
-            f"nothing says what compression costs, for there is no full cache. Best is {best.title}.",
-            f"{cost(best)}.",
-        )
-    smaller = [each for each in results if each.bytes_per_token < full.bytes_per_token and not each.is_full]
+        return f"without a full cache nothing says what compression costs; best is {best.title}.", f"{cost(best)}."
+    smaller = [each for each in results if each.over_full_cache is not None and share_of_full(each, results) < 1]
     if not smaller:
-        return "no row has a smaller cache than the full one.", f"{cost(full)}."
+        return "no smaller cache has a row on the samples of the full one.", f"{cost(full)}."
     if found := candidates(results):
-        best = min(found, key=lambda result: (result.bytes_per_token, badness(result)))
+        best = min(found, key=lambda result: (share_of_full(result, results), badness(result)))
         text = f"{best.title} is the smallest cache that is not measurably worse than the full one."
     else:
         best = min(smaller, key=lambda result: (badness(result), result.bytes_per_token))
         text = f"every compressed cache is worse than the full one; {best.title} is the closest."
     doubt = "" if best.over_full_cache_error is not None else " There is no standard error: this may be noise."
-    return text, f"{cost(best, full)}.{doubt}"
+    return text, f"{cost(best, full_cache(results, best.model))}.{doubt}"
 
 
 def judge_budgets(tasks: dict[str, list[Result]]) -> Iterable[tuple[str, str]]:
@@ -117,7 +110,7 @@ def _judge_budget(members: dict[str, list[Result]], tasks: dict[str, list[Result
         ((task, found),) = held.items()
         best = min(found, key=lambda result: (badness(result), result.bytes_per_token))
         tied = [each.name for each in sorted(found, key=badness) if each is not best and is_tied(each, best)]
-        text = f"{best.name} is best of {len(found)} that held it. {cost(best, full_cache(tasks[task]))}. "
+        text = f"{best.name} is best of {len(found)} that held it. {cost(best, full_cache(tasks[task], best.model))}. "
         text += f"Tied with it, within noise: {', '.join(tied)}. " if tied else "No other is tied with it. "
     else:
         wins: Counter[str] = Counter()
@@ -169,9 +162,7 @@ def caveats(findings: Findings) -> list[str]:
     if any(result.requested_ratio > 1 for result in findings.results):
         found.append(f"A budget counts as held from {HELD:.0%} of the ratio asked for; bytes are those allocated.")
     if any(result.own_gates for result in findings.results):
-        found.append(
-            "A model with its own gates is compared with a full cache of other weights, its training included."
-        )
+        found.append("A model with gates of its own has other weights than the full cache it is compared with.")
     return found
 
 
@@ -188,27 +179,24 @@ def count_missing(findings: Findings) -> int:
     return planned - done
 
 
-def full_cache(results: list[Result]) -> Result | None:
-    """Find the yardstick."""
-    return next((result for result in results if result.is_full), None)
+def full_cache(results: list[Result], model: str | None = None) -> Result | None:
+    """Find the yardstick among a task's results: the full cache of the model, or else the first."""
+    full = [result for result in results if result.is_full]
+    return next((result for result in full if result.model == model), full[0] if full else None)
 
 
 def candidates(results: list[Result]) -> list[Result]:
     """List the results that are smaller than the full cache and not measurably worse."""
-    full = full_cache(results)
     return [
         result
         for result in results
-        if full is not None
-        and result.over_full_cache is not None
-        and result.bytes_per_token < full.bytes_per_token
-        and not is_measurably_worse(result)
+        if result.over_full_cache is not None and share_of_full(result, results) < 1 and not is_measurably_worse(result)
     ]
 
 
 def share_of_full(result: Result, results: list[Result]) -> float:
     """Return the bytes of a result over those of the full cache."""
-    full = full_cache(results)
+    full = full_cache(results, result.model)
     return 1.0 if full is None else result.bytes_per_token / full.bytes_per_token
 
 
