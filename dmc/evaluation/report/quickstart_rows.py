@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.report.findings import Findings, Heatmap, Result
+from dmc.evaluation.report.names import FULL_CACHE
 from dmc.evaluation.report.place_rows import ratio_heatmap
 
 YARDSTICK = "control"
@@ -22,28 +23,29 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
         folder: where it lies.
         findings: to add to.
     """
-    rows = {"base": results["base"], YARDSTICK: results[YARDSTICK]}
-    rows |= {f"snapshot at CR {ratio}": row for ratio, row in results["snapshots"].items()}
-    rows["retrofit"] = results["final"]
+    target = results.get("target_ratio", results["final"]["achieved_ratio"])
+    rows = {YARDSTICK: (1.0, results[YARDSTICK]), "base": (1.0, results["base"])}
+    rows |= {f"snapshot {ratio}": (float(ratio), row) for ratio, row in results["snapshots"].items()}
+    rows["retrofit"] = (target, results["final"])
     source = findings.add_source(str(folder), results)
-    for name, row in rows.items():
-        own_gates = name not in ("base", YARDSTICK)
+    for name, (requested, row) in rows.items():
+        is_full = name in (YARDSTICK, "base")
         findings.results.append(
             Result(
                 name=name,
                 method=name,
                 model=name,
-                budget=f"CR {row['achieved_ratio']:.1f}" if own_gates else "full cache",
-                own_gates=own_gates,
-                is_full=name == YARDSTICK,
+                budget=FULL_CACHE if is_full else f"CR {requested:.3g}",
+                own_gates=not is_full,
+                is_full=is_full,
                 task=TASK,
                 metric="loss",
                 higher_is_better=False,
                 quality=row["loss"],
                 quality_error=None,
-                over_full_cache=row["loss"] - results[YARDSTICK]["loss"] if name != YARDSTICK else None,
+                over_full_cache=None if name == YARDSTICK else row["loss"] - results[YARDSTICK]["loss"],
                 over_full_cache_error=None,
-                requested_ratio=row["achieved_ratio"],
+                requested_ratio=requested,
                 achieved_ratio=row["achieved_ratio"],
                 bytes_per_token=row["bytes_per_token"],
                 bytes_allocated=None,
