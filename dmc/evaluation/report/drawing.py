@@ -48,12 +48,17 @@ class Drawing:
     title: str
     caption: str
     figure: Figure
-    axes: Axes
+    panels: list[Axes]
     tips: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By mark: the method, so that all marks of one method light up together, and the words."""
     svg: str = ""
     png: bytes = b""
     file_name: str = ""
+
+    @property
+    def axes(self) -> Axes:
+        """The first panel."""
+        return self.panels[0]
 
     def tip(self, artist: Artist, method: str, text: str = "") -> None:
         """Let a mark say something."""
@@ -89,15 +94,10 @@ class Drawing:
         label = html.escape(f"{self.title}. {self.caption}")
         return f'<svg viewBox="{found[1]}" role="group" aria-label="{label}">'
 
-    @property
-    def columns(self) -> int:
-        """How many of its size stand side by side."""
-        return round(2 * WIDTH / self.figure.get_figwidth())
-
 
 @contextmanager
-def drawing(title: str, caption: str, height: float, width: float = WIDTH) -> Iterator[Drawing]:
-    """Open an empty plot in the report's style."""
+def drawing(title: str, caption: str, height: float, shape: tuple[int, int] = (1, 1)) -> Iterator[Drawing]:
+    """Open an empty plot in the report's style, of panels in rows and columns."""
     with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield Drawing(title, caption, figure, figure.subplots())
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield Drawing(title, caption, figure, list(figure.subplots(*shape, squeeze=False).flatten()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -9,7 +10,7 @@ from tqdm import tqdm
 
 from dmc.evaluation.report.curve_drawing import draw_curves
 from dmc.evaluation.report.drawing import Drawing
-from dmc.evaluation.report.findings import Findings
+from dmc.evaluation.report.findings import Findings, Heatmap
 from dmc.evaluation.report.heatmap_drawing import draw_head_ratios, draw_needles
 from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes, draw_quality_over_ratio
 from dmc.evaluation.report.ratio_drawing import draw_requested_ratio
@@ -21,7 +22,7 @@ CURVES, NEEDLES, HEADS = "By position, turn or length", "Needles by length and d
 
 def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
     """Draw whatever the rows hold; sections without a drawing are left out."""
-    planned: list[tuple[str, Callable[[], Drawing]]] = []
+    planned: list[tuple[str, Callable[[], Drawing | list[Drawing]]]] = []
     for task, results in findings.tasks.items():
         planned.append((QUALITY, partial(draw_quality_over_bytes, task, results)))
         planned.append((QUALITY, partial(draw_quality_over_ratio, task, results)))
@@ -36,9 +37,17 @@ def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
     for place in dict.fromkeys((curve.task, curve.axis) for curve in findings.curves):
         curves = [curve for curve in findings.curves if (curve.task, curve.axis) == place]
         planned.append((CURVES, partial(draw_curves, curves)))
-    planned += [(NEEDLES, partial(draw_needles, heatmap)) for heatmap in findings.needles]
-    planned += [(HEADS, partial(draw_head_ratios, heatmap)) for heatmap in findings.head_ratios]
+    planned += [(NEEDLES, partial(draw_needles, heatmaps)) for heatmaps in _by_task(findings.needles)]
+    planned += [(HEADS, partial(draw_head_ratios, heatmaps)) for heatmaps in _by_task(findings.head_ratios)]
     sections: dict[str, list[Drawing]] = {}
-    for number, (section, draw) in enumerate(tqdm(planned, "drawings", disable=None), start=1):
-        sections.setdefault(section, []).append(draw().finish(number))
+    number = itertools.count(1)
+    for section, draw in tqdm(planned, "drawings", disable=None):
+        drawn = draw()
+        drawn = drawn if isinstance(drawn, list) else [drawn]
+        sections.setdefault(section, []).extend(each.finish(next(number)) for each in drawn)
     return sections
+
+
+def _by_task(heatmaps: list[Heatmap]) -> list[list[Heatmap]]:
+    tasks = dict.fromkeys(each.task for each in heatmaps)
+    return [[each for each in heatmaps if each.task == task] for task in tasks]

@@ -84,9 +84,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Numbers over two axes; None where there is none."""
+    """Numbers over two axes, of one method at one budget; None where there is none."""
 
+    name: str
+    """Of the method."""
+    method: str
+    """With its model."""
     title: str
+    task: str
     values: list[list[float | None]]
     """Row by row, the first at the top."""
     rows: list[str]

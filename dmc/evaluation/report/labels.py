@@ -13,6 +13,7 @@ from matplotlib.transforms import Bbox
 PLACES = [
     *((6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top")),
     *((5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top")),
+    *((0, 13, "center", "bottom"), (0, -13, "center", "top")),
     *((14, 13, "left", "bottom"), (-14, 13, "right", "bottom"), (14, -13, "left", "top"), (-14, -13, "right", "top")),
 ]
 
@@ -53,7 +54,7 @@ def place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], po
             outside = 1 - (inside.width * inside.height / (box.width * box.height) if inside else 0)
             covered = ((marks > np.array(box.min) - 3) & (marks < np.array(box.max) + 3)).all(axis=1).sum()
             clashes = sum(box.padded(1).overlaps(other) for other in taken)
-            price = 8 * outside + 3 * clashes + 0.5 * covered + 0.05 * number
+            price = 8 * outside + 6 * clashes + covered + 0.05 * number
             if best is None or price < best[0]:
                 best = price, number, box
         assert best is not None

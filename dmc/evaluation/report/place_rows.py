@@ -28,22 +28,24 @@ def add_places(rows: list[Row], names: dict[str, str], findings: Findings) -> No
         if max(ratios) < (1 + SAME) * min(ratios):
             even.append(names[row["method"]])
         else:
-            findings.head_ratios.append(ratio_heatmap(f"{title_of(row, names)}, {row['task']}", row["head_ratios"]))
+            place = (names[row["method"]], row["method"], title_of(row, names), row["task"])
+            findings.head_ratios.append(ratio_heatmap(*place, row["head_ratios"]))
     if even:
         findings.notes.append(f"no heatmap, for every head has the same CR: {', '.join(dict.fromkeys(even))}")
 
 
-def ratio_heatmap(title: str, ratios: list[list[float | None]]) -> Heatmap:
+def ratio_heatmap(name: str, method: str, title: str, task: str, ratios: list[list[float | None]]) -> Heatmap:
     """Put the ratios of a model's heads, layer by layer, into a heatmap."""
     layers, heads = map(str, range(len(ratios))), map(str, range(len(ratios[0])))
-    return Heatmap(title, ratios, list(layers), list(heads))
+    return Heatmap(name, method, title, task, ratios, list(layers), list(heads))
 
 
 def _needles(row: Row, names: dict[str, str]) -> Heatmap:
     table = row["by_length_and_depth"]
     values = [list(column) for column in zip(*table[row["main_metric"]], strict=True)]
     depths, lengths = [f"{each:g}" for each in table["depth"]], [f"{each:,g}" for each in table["length"]]
-    return Heatmap(f"{title_of(row, names)}, {row['task']}", values, rows=depths, columns=lengths)
+    name = names[row["method"]]
+    return Heatmap(name, row["method"], title_of(row, names), row["task"], values, rows=depths, columns=lengths)
 
 
 def _curves(row: Row, names: dict[str, str]) -> list[Curve]:

@@ -95,12 +95,13 @@ def _draw_points(panel: _Panel) -> None:
 
 
 def _draw_labels(panel: _Panel) -> None:
-    near = [each for each in panel.results if each not in panel.far]
+    axes, near = panel.canvas.axes, [each for each in panel.results if each not in panel.far]
     named = [each for each in panel.front if each in near]
     line = along([panel.spot(each) for each in named])
+    line += [spot for each in near if each.is_full for spot in along([(x, each.quality) for x in axes.get_xlim()])]
     named += [each for each in near if (each.own_gates or each.is_full) and each not in named]
     labels = [(*panel.spot(each), each.title, _color(each, panel.front)) for each in named]
-    place_labels(panel.canvas.axes, labels, [*map(panel.spot, panel.results), *line])
+    place_labels(axes, labels, [*map(panel.spot, panel.results), *line])
 
 
 def describe(result: Result) -> str:

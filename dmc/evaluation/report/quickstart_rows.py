@@ -62,4 +62,4 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
 def _last_validation(path: Path) -> list[Heatmap]:
     row = json.loads(path.read_text().splitlines()[-1])
     ratios: list[list[float | None]] = [[1 / held for held in layer] for layer in row["held"]]
-    return [ratio_heatmap(f"retrofit, step {row['step']}", ratios)]
+    return [ratio_heatmap("retrofit", "retrofit", f"retrofit, step {row['step']}", TASK, ratios)]

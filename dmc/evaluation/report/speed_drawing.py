@@ -67,16 +67,18 @@ def draw_decoding(results: list[Result]) -> Drawing:
             for each in results
         ]
         fastest = max(results, key=lambda each: each.decode_tokens_per_second or 0)
-        labels = []
-        for each, spot in zip(results, spots, strict=True):
-            color = FULL if each.is_full else GATES if each.own_gates else FRONT if each is fastest else DIM
+        colors = [
+            FULL if each.is_full else GATES if each.own_gates else FRONT if each is fastest else DIM for each in results
+        ]
+        labels = {}
+        for color, each, spot in sorted(zip(colors, results, spots, strict=True), key=lambda mark: mark[0] != DIM):
             (mark,) = axes.plot(*spot, marker="o", color=color, markersize=5, markeredgewidth=0)
             words = f"{each.title}, {each.task}: {spot[1]:,.1f} tokens/s decoding, {spot[0]:,.3g} ms per prompt token"
             canvas.tip(mark, each.method, words)
             if color != DIM:
-                labels.append((*spot, each.title, color))
+                labels[each.title] = (*spot, each.title, color)
         axes.margins(0.12)
         axes.set(xlabel="time to read a prompt token (ms)", ylabel="decoding (tokens/s)")
         axes.grid(True)
-        place_labels(axes, labels, spots)
+        place_labels(axes, list(labels.values()), spots)
     return canvas

@@ -15,6 +15,7 @@ from dmc.evaluation.report.judgement import (
     holds_budget,
     is_measurably_worse,
     is_tied,
+    loss_over_full_cache,
 )
 
 
@@ -69,22 +70,32 @@ def judge_task(results: list[Result]) -> tuple[str, str]:
     """Name the smallest cache that is not measurably worse than the full one on a task, and say its cost."""
     first, full, best = results[0], full_cache(results), min(results, key=badness)
     if len(results) == 1:
-        return f"only {first.title} has a row; there is nothing to compare it with.", f"{cost(first)}."
+        return f"only {first.title} has a row; there is nothing to compare it with.", f"It has {cost(first)}."
     if len({result.quality for result in results}) == 1:
         return f"all {len(results)} rows have {figure(first)}; this task tells nothing apart.", ""
     if full is None:
-        return f"without a full cache nothing says what compression costs; best is {best.title}.", f"{cost(best)}."
+        return (
+            f"without a full cache nothing says what compression costs; best is {best.title}.",
+            f"It has {cost(best)}.",
+        )
     smaller = [each for each in results if each.over_full_cache is not None and share_of_full(each, results) < 1]
     if not smaller:
-        return "no smaller cache has a row on the samples of the full one.", f"{cost(full)}."
+        return "no smaller cache has a row on the samples of the full one.", f"That has {cost(full)}."
     if found := candidates(results):
         best = min(found, key=lambda result: (share_of_full(result, results), badness(result)))
         text = f"{best.title} is the smallest cache that is not measurably worse than the full one."
     else:
         best = min(smaller, key=lambda result: (badness(result), result.bytes_per_token))
         text = f"every compressed cache is worse than the full one; {best.title} is the closest."
-    doubt = "" if best.over_full_cache_error is not None else " There is no standard error: this may be noise."
-    return text, f"{cost(best, full_cache(results, best.model))}.{doubt}"
+    return text, f"It has {cost(best, full_cache(results, best.model))}. {_doubt(best)}"
+
+
+def _doubt(result: Result) -> str:
+    lost, error = loss_over_full_cache(result), result.over_full_cache_error
+    if lost is None or error is None:
+        return "There is no standard error: a difference may be noise."
+    most = lost + STANDARD_ERRORS * error
+    return f"Within noise it may be worse than the full cache by up to {most:.2g}." if most > 0 else ""
 
 
 def judge_budgets(tasks: dict[str, list[Result]]) -> Iterable[tuple[str, str]]:
@@ -110,7 +121,7 @@ def _judge_budget(members: dict[str, list[Result]], tasks: dict[str, list[Result
         ((task, found),) = held.items()
         best = min(found, key=lambda result: (badness(result), result.bytes_per_token))
         tied = [each.name for each in sorted(found, key=badness) if each is not best and is_tied(each, best)]
-        text = f"{best.name} is best of {len(found)} that held it. {cost(best, full_cache(tasks[task], best.model))}. "
+        text = f"{best.name} is best of {len(found)} that held it, with {cost(best, full_cache(tasks[task], best.model))}. "
         text += f"Tied with it, within noise: {', '.join(tied)}. " if tied else "No other is tied with it. "
     else:
         wins: Counter[str] = Counter()
@@ -150,8 +161,8 @@ def caveats(findings: Findings) -> list[str]:
     """Say what is missing, and how far the figures carry."""
     found = []
     if missing := count_missing(findings):
-        failed = f", {len(findings.failures)} of them failed" if findings.failures else ""
-        found.append(f"{missing} cells (method x budget x task) have no figure{failed}.")
+        failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
+        found.append(f"Cells (method x budget x task) without a figure: {missing}{failed}.")
     counts = [result.samples for result in findings.results if result.samples is not None]
     if counts:
         fewest = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
@@ -207,7 +218,7 @@ def figure(result: Result) -> str:
 
 def cost(result: Result, full: Result | None = None) -> str:
     """Write what a result costs: quality, bytes, ratio, speed."""
-    text = _capital(figure(result))
+    text = figure(result)
     if result.over_full_cache is not None:
         error = result.over_full_cache_error
         text += f" ({result.over_full_cache:+.2g}" + (f" ± {error:.1g}" if error is not None else "") + ")"
@@ -218,7 +229,3 @@ def cost(result: Result, full: Result | None = None) -> str:
     if full is not None and full.decode_tokens_per_second and result.decode_tokens_per_second:
         text += f", {result.decode_tokens_per_second / full.decode_tokens_per_second:.2f} times its decoding speed"
     return text
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
