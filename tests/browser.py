@@ -46,6 +46,7 @@ class Page:
 
     def open(self, url: str) -> None:
         """Load a page and wait until it has loaded."""
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Page.navigate", url=url)

@@ -71,6 +71,8 @@ class Drawing:
         slug = re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")[:60]
         self.file_name = f"{number:02d}-{slug}.png"
         with matplotlib.rc_context(SETTINGS):
+            self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")  # it has done its work, and would do it again at every save
             picture, vector = io.BytesIO(), io.StringIO()
             self.figure.savefig(picture, format="png", dpi=160, facecolor="white")
             self.figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})

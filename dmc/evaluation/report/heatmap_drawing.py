@@ -52,9 +52,14 @@ def _draw_sheet(title: str, caption: str, lines: list[list[Heatmap]], norm: Norm
             else:
                 _draw_panel(canvas, axes, heatmap, norm)
         bar = canvas.figure.colorbar(
-            canvas.panels[0].collections[0], ax=canvas.panels, location="top", aspect=50, fraction=0.3 / height, pad=0.0
+            canvas.panels[0].collections[0],
+            ax=canvas.panels,
+            location="top",
+            aspect=50,
+            fraction=0.3 / height,
+            pad=0.1 / height,
         )
-        bar.solids.set(rasterized=False, edgecolor="face")  # the page holds shapes, not pixels
+        bar.solids.set(rasterized=False, edgecolor="face")  # type: ignore[union-attr]  # shapes, not pixels
         bar.ax.tick_params(labelsize=7)
         bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         bar.ax.xaxis.set_minor_formatter(NullFormatter())

@@ -121,7 +121,8 @@ def _judge_budget(members: dict[str, list[Result]], tasks: dict[str, list[Result
         ((task, found),) = held.items()
         best = min(found, key=lambda result: (badness(result), result.bytes_per_token))
         tied = [each.name for each in sorted(found, key=badness) if each is not best and is_tied(each, best)]
-        text = f"{best.name} is best of {len(found)} that held it, with {cost(best, full_cache(tasks[task], best.model))}. "
+        price = cost(best, full_cache(tasks[task], best.model))
+        text = f"{best.name} is best of {len(found)} that held it, with {price}. "
         text += f"Tied with it, within noise: {', '.join(tied)}. " if tied else "No other is tied with it. "
     else:
         wins: Counter[str] = Counter()
