@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from dmc.config import RunConfig
+from dmc.evaluation.report import read_folders, write_page
 from dmc.models import load_model
 from dmc.provenance import provenance
 from dmc.runtime import Engine, SamplingParams
@@ -40,7 +41,7 @@ class Row:
 
 
 def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, folder: Path) -> dict[str, Any]:
-    """Run or reuse the three trainings, measure every exported model, print the table, write `results.json`.
+    """Run or reuse the three trainings, measure every exported model, print the table, write `results.json` and a page.
 
     Args:
         base: pretraining of the base.
@@ -65,6 +66,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         "control": rows["control"].values(),
         "final": rows["final"].values(),
         "snapshots": {f"{ratio:g}": rows[f"CR {ratio:g}"].values() for ratio in runs["retrofit"].snapshots},
+        "target_ratio": retrofit.target_ratio,
         "seconds": seconds.total,
         "seconds_by_part": seconds.parts,
         "sample": sample,
@@ -73,7 +75,8 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     table = format_table(list(rows.values()))
     (folder / "results.md").write_text(table + "\n")
-    print(f"\n{sample}\n\n{table}\n\n{seconds.total:.0f} s in all; {folder / 'results.json'}")
+    page = write_page(read_folders([folder]), folder / "report", "Quickstart: a tiny Llama, retrofitted")
+    print(f"\n{sample}\n\n{table}\n\n{seconds.total:.0f} s in all; {folder / 'results.json'}; as a page: {page}")
     return results
 
 

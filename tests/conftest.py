@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from browser import CHROMIUM
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from dmc import retrofit
@@ -98,6 +99,10 @@ def make_prompts() -> Callable[..., list[list[int]]]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what this machine cannot run, and say why (`-ra` prints it)."""
+    if CHROMIUM is None:
+        for item in items:
+            if "browser" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs Chromium, this machine has none"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

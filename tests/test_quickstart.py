@@ -53,6 +53,8 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert results["base"]["achieved_ratio"] == results["control"]["achieved_ratio"] == 1
     assert set(results["snapshots"]) == {"2", "3"}
     assert "| final |" in first.stdout
+    assert "outputs/quickstart/report/report.html" in first.stdout
+    assert "retrofit" in (tmp_path / "outputs/quickstart/report/report.html").read_text()
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
     second = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *TINY)
     assert second.returncode == 0, second.stderr[-2000:]

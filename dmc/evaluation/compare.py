@@ -138,8 +138,8 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
     return row
 
 
-def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, float]:
-    """Sum up the memory of samples: their common ratio, and the bytes of the one that takes most.
+def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
+    """Sum up the memory of samples: their common ratio, also of every head, and the bytes of the one that takes most.
 
     Args:
         stats: of each sample.
@@ -150,10 +150,11 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
     if budget is not None and budget.tokens is not None:
         seen = [each.tokens_seen for each in stats]
         requested = {"requested_ratio": sum(seen) / sum(min(budget.tokens, each) for each in seen)}
-    tokens, slots = sum(each.tokens_seen for each in stats), sum(int(each.slots.sum()) for each in stats)
+    tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
     peak = max(stats, key=lambda each: each.bytes_allocated)
     return requested | {
-        "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, slots),
+        "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
+        "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
         "peak_tokens": peak.tokens_seen,
         "bytes_allocated": peak.bytes_allocated,
         "bytes_used": peak.bytes_used,

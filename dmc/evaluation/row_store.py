@@ -61,3 +61,8 @@ class RowStore:
             rows.pop(key, None)
             rows[key] = row
         return list(rows.values())
+
+    @property
+    def num_damaged(self) -> int:
+        """Lines that `rows` has left out so far."""
+        return len(self._reported)

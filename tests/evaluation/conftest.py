@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from report_rows import benchmark_rows, compare_grid, write_rows
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.data import train_tokenizer
+from dmc.evaluation.report import read_folders, write_page
 
 VOCAB_SIZE = 300
 
@@ -58,6 +60,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return found
+
+
+@pytest.fixture(scope="session")
+def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of the synthetic grid of 14 methods and of a benchmark."""
+    folder = tmp_path_factory.mktemp("grid")
+    cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
+    speeds = write_rows(benchmark_rows(), folder / "speeds" / "results.jsonl")
+    return write_page(read_folders([cells, speeds]), folder / "report")
 
 
 CHOICE_TASK = """

@@ -1,0 +1,115 @@
+"""Rows of compare.py and evaluate.py as results and failures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from dmc.evaluation.compare import DONE, FAILED
+from dmc.evaluation.compare_report import comparable, over_full_cache
+from dmc.evaluation.evaluate_report import benchmark_figures
+from dmc.evaluation.report.findings import Failure, Findings, Result
+from dmc.evaluation.report.names import budget_of, short_names
+from dmc.evaluation.report.place_rows import add_places
+from dmc.evaluation.row_store import Row
+
+
+def add_cells(rows: list[Row], folder: str, findings: Findings) -> None:
+    """Add the newest row of every cell; the tasks of a benchmark become their mean.
+
+    Args:
+        rows: in the order in which they were written.
+        folder: where they lie.
+        findings: to add to.
+    """
+    current = comparable(rows)
+    sources = [findings.add_source(folder, row["provenance"], row.get("device", "")) for row in current]
+    if len(current) < len(rows):
+        findings.notes.append(
+            f"{folder}: {len(rows) - len(current)} rows of other settings or earlier versions of a model are left out"
+        )
+    names = short_names(current)
+    done = [(row, source) for row, source in zip(current, sources, strict=True) if row["status"] == DONE]
+    results = [_compared(row, current, names, source) for row, source in done if "benchmark" not in row]
+    results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
+    taken = set(findings.tasks)
+    findings.results += [
+        replace(result, task=f"{result.task} ({folder})") if result.task in taken else result for result in results
+    ]
+    for row, source in zip(current, sources, strict=True):
+        if row["status"] == FAILED:
+            error = f"{row['task']}: {row['error']}" if "benchmark" in row else row["error"]
+            findings.failures.append(
+                Failure(row["method"], budget_of(row), str(row.get("benchmark", row["task"])), error, source)
+            )
+    add_places([row for row, _ in done], names, findings)
+
+
+def _compared(row: Row, rows: list[Row], names: dict[str, str], source: int) -> Result:
+    difference, values = over_full_cache(row, rows), row["sample_values"]
+    return Result(
+        quality=difference["quality"],
+        quality_error=statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
+        over_full_cache=difference["over_full_cache"],
+        over_full_cache_error=difference["over_full_cache_error"],
+        samples_key=row["samples_key"],
+        sample_values=values,
+        task=row["task"],
+        metric=row["main_metric"],
+        **_shared(row, row, names, source),
+    )
+
+
+def _evaluated(rows: list[tuple[Row, int]], names: dict[str, str]) -> list[Result]:
+    by_key = {row["key"]: (row, source) for row, source in rows}
+    figures = benchmark_figures([row for row, _ in rows])
+    results = []
+    for figure in figures:
+        row, source = by_key[figure["keys"][0]]
+        full = _full_figure(row, figure, figures, by_key)
+        errors = None if full is None else (figure["error"], full["error"])
+        results.append(
+            Result(
+                quality=figure["value"],
+                quality_error=figure["error"],
+                over_full_cache=None if full is None else figure["value"] - full["value"],
+                over_full_cache_error=None if errors is None or None in errors else math.hypot(*errors),
+                task=figure["benchmark"],
+                metric=figure["metric"],
+                **_shared(figure, row, names, source),
+            )
+        )
+    return results
+
+
+def _full_figure(row: Row, figure: Row, figures: list[Row], by_key: dict[str, tuple[Row, int]]) -> Row | None:
+    """Find the full cache's figure for a figure's benchmark: of its model, of the first stock model for own gates."""
+    for other in figures:
+        (first, _), same = by_key[other["keys"][0]], (other["benchmark"], list(other["tasks"]))
+        stock = first["budget"] is None and not first["own_gates"] and other is not figure
+        of_its_model = row["own_gates"] or first["model"] == row["model"]
+        if stock and of_its_model and same == (figure["benchmark"], list(figure["tasks"])):
+            return other
+    return None
+
+
+def _shared(figures: Row, row: Row, names: dict[str, str], source: int) -> dict[str, Any]:
+    return {
+        "name": names[row["method"]],
+        "method": row["method"],
+        "model": row["model"],
+        "budget": budget_of(row),
+        "own_gates": row["own_gates"] and row["budget"] is None,
+        "is_full": row["budget"] is None and not row["own_gates"],
+        "higher_is_better": row["higher_is_better"],
+        "requested_ratio": figures["requested_ratio"],
+        "achieved_ratio": figures["achieved_ratio"],
+        "bytes_per_token": figures["bytes_allocated_per_token"],
+        "bytes_allocated": figures["bytes_allocated"],
+        "prefill_tokens_per_second": row.get("prefill_tokens_per_second"),
+        "decode_tokens_per_second": row.get("decode_tokens_per_second"),
+        "samples": figures["samples"],
+        "source": source,
+    }

@@ -1,0 +1,159 @@
+"""What folders of results hold, in the one form that verdict, plots and tables read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmc.evaluation.benchmark import Measurement
+
+
+@dataclass(frozen=True)
+class Result:
+    """Quality, memory and speed of one method at one budget on one task."""
+
+    name: str
+    """Of the method, short: what labels show."""
+    method: str
+    """With its model."""
+    model: str
+    budget: str
+    """As asked for: CR 4, 128 tokens, full cache."""
+    own_gates: bool
+    """Whether the model's own gates compress."""
+    is_full: bool
+    """Whether it is the full cache of a stock model, the yardstick."""
+    task: str
+    metric: str
+    higher_is_better: bool
+    quality: float
+    quality_error: float | None
+    """Standard error; None where one sample, or the writer, gives none."""
+    over_full_cache: float | None
+    over_full_cache_error: float | None
+    """Standard error of the difference."""
+    requested_ratio: float
+    achieved_ratio: float
+    bytes_per_token: float
+    """Allocated: whole pages, tables and all other state."""
+    bytes_allocated: int | None
+    """Of the largest sample."""
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    samples: int | None
+    source: int
+    """Place in `Findings.sources`."""
+    samples_key: str | None = None
+    """The same where the samples are."""
+    sample_values: list[float] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Method and budget."""
+        return self.name if self.is_full else f"{self.name} at {self.budget}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One contestant of a benchmark at one batch size."""
+
+    measurement: Measurement
+    source: int
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """How many sequences decode at the same time in a given memory."""
+
+    ratio: float
+    memory: int
+    batch_size: int
+    source: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell without a figure, and why."""
+
+    method: str
+    budget: str
+    task: str
+    error: str
+    source: int
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Numbers over two axes, of one method at one budget; None where there is none."""
+
+    name: str
+    """Of the method."""
+    method: str
+    """With its model."""
+    title: str
+    task: str
+    values: list[list[float | None]]
+    """Row by row, the first at the top."""
+    rows: list[str]
+    columns: list[str]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one method at one budget over the places of a task: positions, turns."""
+
+    title: str
+    method: str
+    own_gates: bool
+    is_full: bool
+    task: str
+    axis: str
+    metric: str
+    places: list[float]
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The command and the environment that rows come from."""
+
+    folder: str
+    command: str
+    git_commit: str | None
+    machine: str
+    versions: dict[str, str]
+
+
+@dataclass
+class Findings:
+    """Everything that a report shows."""
+
+    results: list[Result] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
+    largest_batches: list[LargestBatch] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    needles: list[Heatmap] = field(default_factory=list)
+    head_ratios: list[Heatmap] = field(default_factory=list)
+    """CR, layer x KV head."""
+    curves: list[Curve] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+    sources: list[Source] = field(default_factory=list)
+
+    def add_source(self, folder: str, provenance: dict[str, Any], device: str = "") -> int:
+        """Return the place of a source, a new one where it is new."""
+        machine = ", ".join(filter(None, (device, provenance.get("machine"))))
+        versions = dict(provenance.get("versions") or {})
+        command = provenance.get("command") or "unknown"
+        source = Source(folder, command, provenance.get("git_commit"), machine, versions)
+        if source not in self.sources:
+            self.sources.append(source)
+        return self.sources.index(source)
+
+    @property
+    def tasks(self) -> dict[str, list[Result]]:
+        """Results by task."""
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.task, []).append(result)
+        return found

@@ -1,0 +1,72 @@
+"use strict";
+
+const root = document.documentElement;
+const remembered = { // a page opened from a file may have no storage
+  get() { try { return localStorage.getItem("theme"); } catch { return null; } },
+  set(value) { try { localStorage.setItem("theme", value); } catch { /* the choice holds for this visit */ } },
+};
+if (remembered.get()) root.dataset.theme = remembered.get();
+document.getElementById("theme").addEventListener("click", () => {
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  remembered.set(root.dataset.theme);
+});
+
+function compare(first, second, sign) {
+  if (first.text === "" || second.text === "") return (first.text === "") - (second.text === ""); // empty cells stay last
+  if (first.number !== undefined && second.number !== undefined) return sign * (first.number - second.number);
+  return sign * first.text.localeCompare(second.text, undefined, { numeric: true });
+}
+
+function sortBy(header) {
+  const table = header.closest("table");
+  const column = [...header.parentNode.children].indexOf(header);
+  const ascending = header.getAttribute("aria-sort") !== "ascending";
+  for (const each of header.parentNode.children) each.setAttribute("aria-sort", "none");
+  header.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+  const value = (row) => {
+    const cell = row.cells[column];
+    return { text: cell.textContent.trim(), number: "number" in cell.dataset ? Number(cell.dataset.number) : undefined };
+  };
+  const body = table.tBodies[0];
+  const rows = [...body.rows].map((row) => ({ row, value: value(row) }));
+  rows.sort((first, second) => compare(first.value, second.value, ascending ? 1 : -1));
+  body.append(...rows.map((each) => each.row));
+}
+for (const button of document.querySelectorAll("th button")) {
+  button.addEventListener("click", () => sortBy(button.parentNode));
+}
+
+for (const input of document.querySelectorAll(".filter")) {
+  const rows = input.parentNode.querySelectorAll("tbody tr");
+  input.addEventListener("input", () => {
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(input.value.toLowerCase());
+  });
+}
+
+const tip = document.getElementById("tip");
+function light(method) {
+  for (const each of document.querySelectorAll("[data-method]")) each.classList.toggle("on", each.dataset.method === method);
+  for (const svg of document.querySelectorAll("figure svg")) svg.classList.toggle("lit", svg.querySelector(".mark.on") !== null);
+}
+function show(mark) {
+  light(mark.dataset.method);
+  if (!mark.dataset.tip) return;
+  tip.textContent = mark.dataset.tip;
+  tip.hidden = false;
+  const spot = mark.getBoundingClientRect();
+  const left = Math.min(Math.max(8, spot.left + spot.width / 2 - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8);
+  tip.style.left = `${left}px`;
+  tip.style.top = `${spot.top > tip.offsetHeight + 12 ? spot.top - tip.offsetHeight - 8 : spot.bottom + 8}px`;
+}
+function hide() {
+  tip.hidden = true;
+  light(null);
+}
+for (const mark of document.querySelectorAll(".mark[data-tip], tbody tr")) {
+  mark.addEventListener("pointerenter", () => show(mark));
+  mark.addEventListener("pointerleave", hide);
+  mark.addEventListener("focus", () => show(mark));
+  mark.addEventListener("blur", hide);
+}
+addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });

@@ -1,0 +1,82 @@
+"""The page: verdict, drawings, tables and where they come from in one HTML file, and the same as PNG, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dmc.evaluation.compare_report import replace_file
+from dmc.evaluation.report.drawing import Drawing
+from dmc.evaluation.report.drawings import draw_all
+from dmc.evaluation.report.findings import Findings, Result
+from dmc.evaluation.report.tables import failure_table, result_table, speed_table
+from dmc.evaluation.report.verdict import judge
+
+TITLE = "KV-cache compression: what it keeps, what it costs"
+PAGE, CSV, JSON, PLOTS = "report.html", "results.csv", "report.json", "plots"
+
+
+def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
+    """Write `report.html`, `plots/*.png`, `results.csv` and `report.json`; earlier ones are replaced.
+
+    Args:
+        findings: what to show.
+        folder: where to; made if need be.
+        title: of the page.
+    Returns:
+        The page's path.
+    """
+    sections, verdict = draw_all(findings), judge(findings)
+    tables = [result_table(findings), speed_table(findings), failure_table(findings)]
+    environment = Environment(
+        loader=PackageLoader("dmc.evaluation.report", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template("page.html").render(
+        title=title,
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        verdict=verdict,
+        sections={name: [(each, Markup(each.svg)) for each in drawings] for name, drawings in sections.items()},
+        tables=[table for table in tables if table.rows],
+        findings=findings,
+        counts={number: _rows_of(findings, number) for number in range(len(findings.sources))},
+        style=Markup((Path(__file__).parent / "page.css").read_text()),
+        script=Markup((Path(__file__).parent / "page.js").read_text()),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_plots([each for drawings in sections.values() for each in drawings], folder / PLOTS)
+    replace_file(folder / CSV, _format_csv(findings.results).encode())
+    data = {"verdict": asdict(verdict), **asdict(findings)}
+    replace_file(folder / JSON, json.dumps(data, indent=1, default=str).encode())
+    replace_file(folder / PAGE, page.encode())
+    return folder / PAGE
+
+
+def _write_plots(drawings: list[Drawing], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for earlier in folder.glob("[0-9][0-9]*-*.png"):
+        earlier.unlink()
+    for each in drawings:
+        replace_file(folder / each.file_name, each.png)
+
+
+def _rows_of(findings: Findings, source: int) -> int:
+    parts: list[list[Any]] = [findings.results, findings.speeds, findings.largest_batches, findings.failures]
+    return sum(each.source == source for part in parts for each in part)
+
+
+def _format_csv(results: list[Result]) -> str:
+    names = [each.name for each in fields(Result) if each.name != "sample_values"]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(result) for result in results)
+    return file.getvalue()

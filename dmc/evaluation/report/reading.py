@@ -1,0 +1,70 @@
+"""Read folders of compare.py, evaluate.py, benchmark.py and the quickstart; nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dmc.evaluation.report.benchmark_rows import add_benchmark
+from dmc.evaluation.report.cell_rows import add_cells
+from dmc.evaluation.report.findings import Findings
+from dmc.evaluation.report.quickstart_rows import add_quickstart
+from dmc.evaluation.row_store import RowStore
+
+EXPECTED = (
+    "expected a folder written by compare.py or evaluate.py (cells.jsonl), benchmark.py (results.jsonl) or the "
+    "quickstart (results.json with base, control and final)"
+)
+
+
+def read_folders(folders: Sequence[Path]) -> Findings:
+    """Read what folders of results hold.
+
+    Args:
+        folders: each of one kind.
+    Raises:
+        ValueError: none is given, or one is no folder, is empty or is of something else.
+    """
+    if not folders:
+        raise ValueError("folders is empty: give folders=[outputs/compare], one or several")
+    findings = Findings()
+    for folder in dict.fromkeys(folders):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: {EXPECTED}")
+        before = len(findings.sources)
+        try:
+            _read(folder, findings)
+        except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder}: a row is not of this project ({error!r}): {EXPECTED}") from error
+        if len(findings.sources) == before:
+            raise ValueError(f"{folder} holds no results: {EXPECTED}")
+    return findings
+
+
+def _read(folder: Path, findings: Findings) -> None:
+    cells, speeds, quickstart = (folder / name for name in ("cells.jsonl", "results.jsonl", "results.json"))
+    damaged = 0
+    if cells.is_file():
+        store = RowStore(cells)
+        add_cells(store.rows(), str(folder), findings)
+        damaged += store.num_damaged
+    elif quickstart.is_file():
+        add_quickstart(json.loads(quickstart.read_text()), folder, findings)
+    if speeds.is_file():
+        rows, torn = _read_lines(speeds)
+        add_benchmark(rows, str(folder), findings)
+        damaged += torn
+    if damaged:
+        findings.notes.append(f"{folder}: {damaged} damaged lines are left out")
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    rows, damaged = [], 0
+    for line in filter(None, map(str.strip, path.read_text(errors="replace").splitlines())):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            damaged += 1
+    return rows, damaged

@@ -1,0 +1,268 @@
+import csv
+import itertools
+import json
+import random
+import re
+import runpy
+import statistics
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, evaluate_row, write_rows
+
+from dmc.evaluation.report import read_folders, write_page
+from dmc.evaluation.report.judgement import is_tied, pareto_front
+from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes
+from dmc.evaluation.report.verdict import caveats, judge, judge_task
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = {
+    **{"base": {"loss": 3.49, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
+    **{"control": {"loss": 3.28, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
+    **{"final": {"loss": 3.35, "achieved_ratio": 3.99, "bytes_per_token": 713.0}},
+    **{"snapshots": {"2": {"loss": 3.5, "achieved_ratio": 2.01, "bytes_per_token": 1217.0}}, "target_ratio": 4.0},
+    **PROVENANCE,
+}
+
+
+def read(rows, folder, name="cells.jsonl"):
+    return read_folders([write_rows(rows, folder / name)])
+
+
+def constant_row(policy, ratio, quality, noise=0.0, **changes):
+    """A row whose samples alternate around a quality."""
+    values = [quality + noise * (-1) ** index for index in range(32)]
+    return compare_row(policy, ratio, sample_values=values, metrics={"loss": statistics.fmean(values)}, **changes)
+
+
+@pytest.mark.parametrize("task", ["loss", "needle"])
+def test_the_front_is_what_no_other_result_dominates(tmp_path, task):
+    draw = random.Random(0)
+    rows = [compare_row(name, ratio, task) for name in "abcdefgh" for ratio in (2.0, 3.0)]
+    for row in rows:
+        row["bytes_allocated_per_token"], row["metrics"] = draw.randint(1, 9), {row["main_metric"]: draw.randint(1, 9)}
+    results = read(rows, tmp_path).results
+
+    def better(one, other):
+        sign = 1 if one.higher_is_better else -1
+        gains = one.bytes_per_token <= other.bytes_per_token, sign * one.quality >= sign * other.quality
+        same = (one.bytes_per_token, one.quality) == (other.bytes_per_token, other.quality)
+        return all(gains) and not same
+
+    expected = {(r.bytes_per_token, r.quality) for r in results if not any(better(other, r) for other in results)}
+    front = pareto_front(results, lambda each: each.bytes_per_token)
+    assert {(r.bytes_per_token, r.quality) for r in front} == expected
+    assert len(front) == len(expected)
+
+
+def test_ties_are_paired_symmetric_and_hold_within_two_standard_errors(tmp_path):
+    rows = [compare_row(policy, 4.0) for policy in ("h2o", "tova", "snapkv", "cam", "cake")]
+    results = read(rows, tmp_path).results
+    for one, other in itertools.combinations(results, 2):
+        differences = [a - b for a, b in zip(one.sample_values, other.sample_values, strict=True)]
+        error = statistics.stdev(differences) / len(differences) ** 0.5
+        expected = abs(statistics.fmean(differences)) <= 2 * error
+        assert is_tied(one, other) == is_tied(other, one) == expected
+
+
+def test_the_verdict_names_the_smallest_cache_that_is_not_measurably_worse(tmp_path):
+    rows = [
+        constant_row("full", 1.0, 3.0),
+        constant_row("small_and_noisy", 8.0, 3.01, noise=0.1),
+        constant_row("smallest_and_worse", 16.0, 3.2, noise=0.1),
+        constant_row("large", 2.0, 3.0),
+    ]
+    headline, detail = judge_task(read(rows, tmp_path).results)
+    assert headline.startswith("small_and_noisy at CR 8 is the smallest cache that is not measurably worse")
+    assert "loss 3.01 (+0.01 ± 0.02), 276 bytes/token (13% of the full cache's), CR 8.00 achieved" in detail
+    assert "worse than the full cache by up to 0.046" in detail
+    headline, _ = judge_task(read([rows[0], rows[2]], tmp_path).results)
+    assert headline == "every compressed cache is worse than the full one; smallest_and_worse at CR 16 is the closest."
+
+
+def test_the_verdict_says_what_rows_cannot_tell(tmp_path):
+    (alone,) = [judge_task(read([compare_row("h2o", 4.0)], tmp_path).results)]
+    assert alone[0].startswith("only h2o at CR 4 has a row")
+    without = judge_task(read([compare_row("h2o", 4.0), compare_row("tova", 4.0)], tmp_path).results)
+    assert without[0].startswith("without a full cache nothing says what compression costs")
+    same = judge_task(read([constant_row(name, 2.0, 3.0) for name in ("h2o", "tova", "cam")], tmp_path).results)
+    assert same[0] == "all 3 rows have loss 3; this task tells nothing apart."
+
+
+def test_the_verdict_of_a_budget_tells_ties_and_who_did_not_hold_it(tmp_path):
+    rows = [
+        constant_row("full", 1.0, 3.0),
+        constant_row("good", 4.0, 3.1),
+        constant_row("tied", 4.0, 3.12, noise=0.1),
+        constant_row("bad", 4.0, 4.0, noise=0.1),
+        constant_row("reader", 4.0, 3.0, achieved_ratio=1.0),
+    ]
+    points = dict(judge(read(rows, tmp_path)).points)
+    assert points["At CR 4"].startswith("good is best of 3 that held it, with loss 3.1 (+0.1 ± 0")
+    assert "Tied with it, within noise: tied." in points["At CR 4"]
+    assert points["At CR 4"].endswith("Not ranked, for they did not hold it (achieved CR): reader (1.00).")
+
+
+def test_missing_and_failed_cells_are_counted_and_listed(tmp_path):
+    rows = [row for row in compare_grid() if row["key"] != "base quest 8 loss"]
+    findings = read(rows, tmp_path)
+    assert [(each.method, each.budget, each.task) for each in findings.failures] == [("base, tova", "CR 8", "needle")]
+    assert caveats(findings)[0] == "Cells (method x budget x task) without a figure: 2, of which 1 failed."
+
+
+def test_a_benchmark_of_several_tasks_is_one_result_with_its_full_cache(tmp_path):
+    values = {"full": (0.6, 0.8), "h2o": (0.5, 0.7)}
+    rows = [
+        evaluate_row(policy, 1.0 if policy == "full" else 4.0, "cs", f"cs_{part}", values[policy][index])
+        for policy in values
+        for index, part in enumerate("ab")
+    ]
+    rows.append(evaluate_row("tova", 4.0, "cs", "cs_a", 0.6))
+    rows.append(evaluate_row("tova", 4.0, "cs", "cs_b", 0.6, status="failed", error="OSError: no data"))
+    findings = read(rows, tmp_path)
+    full, h2o = findings.results
+    assert (full.task, full.quality, h2o.quality) == ("cs", pytest.approx(0.7), pytest.approx(0.6))
+    assert h2o.over_full_cache == pytest.approx(-0.1)
+    assert h2o.over_full_cache_error == pytest.approx((2 * 0.01**2 / 4 * 2) ** 0.5)
+    assert [failure.error for failure in findings.failures] == ["cs_b: OSError: no data"]
+
+
+def test_of_a_benchmark_the_newest_measurement_of_a_command_counts(tmp_path):
+    rows = benchmark_rows()
+    findings = read([{**rows[0], "tokens_per_second": 1.0}, *rows], tmp_path, "results.jsonl")
+    assert len(findings.speeds) == 9 and len(findings.largest_batches) == 1
+    assert findings.speeds[0].measurement.tokens_per_second == rows[0]["tokens_per_second"]
+    assert "1 earlier measurements" in findings.notes[0]
+    assert "times hugging face, static cache" in judge(findings).headline
+
+
+def test_the_quickstart_is_compared_with_its_control(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(QUICKSTART))
+    history = tmp_path / "retrofit/heatmaps/ratios.jsonl"
+    history.parent.mkdir(parents=True)
+    history.write_text('{"step": 5, "held": [[1.0, 1.0]]}\n{"step": 9, "held": [[0.5, 0.25]]}\n')
+    findings = read_folders([tmp_path])
+    assert judge(findings).headline.endswith("retrofit at CR 4 is the closest.")
+    assert findings.head_ratios[0].values == [[2.0, 4.0]]
+    assert {result.name: result.requested_ratio for result in findings.results if result.own_gates} == {
+        "snapshot 2": 2.0,
+        "retrofit": 4.0,
+    }
+
+
+def test_the_same_task_in_two_folders_is_told_apart(tmp_path):
+    folders = [write_rows([compare_row("full")], tmp_path / name / "cells.jsonl") for name in ("one", "two")]
+    assert list(read_folders(folders).tasks) == ["loss", f"loss ({tmp_path / 'two'})"]
+
+
+def test_a_damaged_line_is_told_and_left_out(tmp_path):
+    folder = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "cells.jsonl")
+    with (folder / "cells.jsonl").open("a") as file:
+        file.write('{"key": "torn", "meth')
+    findings = read_folders([folder])
+    assert len(findings.results) == 2
+    assert findings.notes[-1] == f"{folder}: 1 damaged lines are left out"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (None, "", "holds no results"),
+        ("cells.jsonl", "", "holds no results"),
+        ("cells.jsonl", '{"key": 1, "loss": 2}\n', "a row is not of this project"),
+        ("results.jsonl", "[1, 2]\n", "a row is not of this project"),
+        ("results.json", '{"accuracy": 1}', "a row is not of this project"),
+        ("results.json", "no json", "a row is not of this project"),
+        ("notes.txt", "hello", "holds no results"),
+    ],
+)
+def test_a_foreign_folder_is_refused(tmp_path, file, content, says):
+    if file is not None:
+        (tmp_path / file).write_text(content)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=says):
+        read_folders([tmp_path])
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(ValueError, match="is no folder"):
+        read_folders([tmp_path / "nowhere"])
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_far_outlier_is_drawn_at_the_edge_and_told(tmp_path):
+    rows = [constant_row(f"p{index}", 4.0, 3.0 + 0.01 * index) for index in range(8)]
+    results = read([*rows, constant_row("lost", 4.0, 90.0)], tmp_path).results
+    canvas = draw_quality_over_bytes("loss", results)
+    assert canvas.caption.endswith("Far outside, triangles at the edge: lost at CR 4 (90).")
+    assert canvas.axes.get_ylim()[1] < 4
+    assert "Far outside" not in draw_quality_over_bytes("loss", results[:-1]).caption
+
+
+def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
+    name = "<script>alert('$x_1$')</script>&\"]]>"
+    rows = [compare_row("full"), *(compare_row(name, ratio, "<b>task</b>") for ratio in (2.0, 4.0))]
+    rows.append(compare_row("full", 4.0, "<b>task</b>", model=name, own_gates=True))
+    rows.append({**rows[1], "key": "x", "budget": "8", "status": "failed", "error": "<img src=x onerror=alert(1)>"})
+    page = write_page(read(rows, tmp_path), tmp_path / "report", title=f"{name}").read_text()
+    assert page.count("<script") == 1 and "<img" not in page and "<b>" not in page
+    assert name in unescape(page)
+    loads = re.findall(r"""<[^>]*\s(?:src|href|xlink:href|action)="([^"]*)"|url\(([^)]+)\)|(@import)""", page)
+    assert {"".join(parts) for parts in loads if not "".join(parts).startswith("#")} == {"data:,"}
+
+
+def test_plots_and_data_lie_beside_the_page(grid_page):
+    findings, folder = read_folders([grid_page.parent.parent / "cells"]), grid_page.parent
+    pictures, text = sorted(path.name for path in (folder / "plots").iterdir()), unescape(grid_page.read_text())
+    assert len(pictures) == text.count("<figure>") == 11
+    assert pictures[0] == "01-loss-quality-against-bytes.png"
+    assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
+    with (folder / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["quality"]) for line in lines] == [result.quality for result in findings.results]
+    data = json.loads((folder / "report.json").read_text())
+    assert data["verdict"]["headline"] == judge(findings).headline
+    assert len(data["results"]) == len(findings.results) == 87
+    assert all(f"{row['metrics'][row['main_metric']]:.4f}" in text for row in compare_grid() if row["status"] == "done")
+    assert PROVENANCE["command"] in text
+    assert "ValueError: a budget of 1 entry has no room for the newest token" in text
+
+
+def test_plots_of_an_earlier_page_are_replaced(tmp_path):
+    (tmp_path / "report/plots").mkdir(parents=True)
+    for name in ("99-old.png", "mine.png"):
+        (tmp_path / "report/plots" / name).write_bytes(b"")
+    write_page(read([compare_row("full")], tmp_path / "rows"), tmp_path / "report")
+    names = {path.name for path in (tmp_path / "report/plots").iterdir()}
+    assert "mine.png" in names and "99-old.png" not in names
+
+
+def run_script(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    runpy.run_path(str(ROOT / "scripts/report.py"), run_name="__main__")
+
+
+def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
+    folder = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "compare" / "cells.jsonl")
+    monkeypatch.chdir(tmp_path)
+    run_script(monkeypatch, f"folders=[{folder}]", "output=page")
+    assert capsys.readouterr().out.startswith("page/report.html")
+    assert (tmp_path / "page/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["folders=[empty]"], "error: empty holds no results"),
+        (["folders=[]"], "error: folders is empty"),
+        (["folders=empty"], "error: give folders=[outputs/compare], a list"),
+        ([], "error: give folders=[outputs/compare], a list"),
+    ],
+)
+def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, says):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run_script(monkeypatch, *settings, "output=other")
+    assert str(stopped.value).startswith(says)
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,126 @@
+"""Rows as compare.py, evaluate.py and benchmark.py write them, of a grid that nobody has to wait for."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+POLICIES = (
+    *("local_window", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "lava", "cake", "vatp"),
+    *("roco", "cam", "d2o", "quest"),
+)
+PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "pyramidkv", "ada_snapkv", "lava"), ("quest",), ("ada_snapkv", "lava")
+LENGTHS, DEPTHS = [512, 1024, 2048, 4096], [0.0, 0.25, 0.5, 0.75, 1.0]
+PROVENANCE = {
+    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "git_commit": "0123456789abcdef",
+    "machine": "x86_64 Linux",
+}
+BYTES = 2048
+
+
+def compare_row(
+    policy: str, ratio: float = 1.0, task: str = "loss", *, model: str = "base", own_gates: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Return a finished row; quality falls with the ratio, paired over 32 samples."""
+    draw = random.Random(f"{policy} {ratio} {task}")
+    samples = random.Random(task)
+    skill = random.Random(policy).uniform(0.3, 1.5)
+    lost = 0.02 * skill * math.log2(ratio) ** 2
+    higher = task != "loss"
+    if higher:
+        values = [float(samples.random() > 0.08 + 2 * lost) for _ in range(32)]
+    else:
+        values = [3.0 + samples.gauss(0, 0.5) + lost + draw.gauss(0, 0.03) * (ratio > 1) for _ in range(32)]
+    achieved = 1.0 if policy in READERS else 1 + (ratio - 1) * (0.4 if policy in PROMPT_METHODS else 1)
+    budget = None if policy == "full" else f"{ratio:g}"
+    row = {
+        "key": f"{model} {policy} {budget} {task}",
+        "method": f"{model}, {'own gates' if own_gates else policy}",
+        **{"model": model, "own_gates": own_gates, "policy": policy, "budget": budget, "task": task},
+        **{"model_key": model, "task_key": task, "requested_ratio": ratio, "samples_key": task},
+        **{"main_metric": "exact_match" if higher else "loss", "higher_is_better": higher},
+        **{"settings": {"task": {}}, "device": "cpu", "provenance": PROVENANCE, "status": "done"},
+        "metrics": {"exact_match" if higher else "loss": sum(values) / 32},
+        **{"sample_values": values, "samples": 32, "achieved_ratio": achieved, "head_ratios": _heads(policy, achieved)},
+        **{"bytes_allocated": int(256 * BYTES / achieved), "bytes_allocated_per_token": BYTES / achieved + 20},
+        "prefill_tokens_per_second": 900 * skill,
+        "decode_tokens_per_second": 40 * skill * achieved**0.5,
+    }
+    if higher:
+        row["by_length_and_depth"] = _needles(lost)
+    return {**row, **changes}
+
+
+def _heads(policy: str, ratio: float) -> list[list[float]]:
+    draw = random.Random(policy)
+    spread = 0.45 if policy in UNEVEN or policy == "full" else 0.0
+    return [[ratio * (1 + spread * draw.uniform(-1, 1)) for _ in range(8)] for _ in range(12)]
+
+
+def _needles(lost: float) -> dict[str, Any]:
+    def found(length: int, depth: float) -> float:
+        return round(max(0.0, 1 - lost * 6 * math.log2(length / 256) * (1 - abs(2 * depth - 1))), 2)
+
+    table = [[found(length, depth) for depth in DEPTHS] for length in LENGTHS]
+    samples = [[4] * len(DEPTHS)] * len(LENGTHS)
+    return {"length": LENGTHS, "depth": DEPTHS, "samples": samples, "exact_match": table}
+
+
+def compare_grid() -> list[dict[str, Any]]:
+    """Return 14 methods at 3 budgets on 2 tasks, the full cache, a retrofit, one far outlier and one failure."""
+    rows = []
+    for task in ("loss", "needle"):
+        rows.append(compare_row("full", task=task))
+        rows += [compare_row(policy, ratio, task) for policy in POLICIES for ratio in (2.0, 4.0, 8.0)]
+        rows.append(compare_row("full", 4.0, task, model="retrofit", own_gates=True))
+    worst = next(row for row in rows if row["key"] == "base cam 8 loss")
+    worst["metrics"], worst["sample_values"] = {"loss": 9.5}, [9.5] * 32
+    failed = next(row for row in rows if row["key"] == "base tova 8 needle")
+    for name in ("metrics", "sample_values", "samples", "by_length_and_depth", "achieved_ratio", "head_ratios"):
+        del failed[name]
+    failed |= {"status": "failed", "error": "ValueError: a budget of 1 entry has no room for the newest token"}
+    return rows
+
+
+def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: float, **changes: Any) -> dict[str, Any]:
+    """Return a finished row of a task of a benchmark with members `<benchmark>_a` and `<benchmark>_b`."""
+    row = compare_row(policy, ratio, task)
+    for name in ("sample_values", "samples_key", "prefill_tokens_per_second", "decode_tokens_per_second"):
+        del row[name]
+    del row["by_length_and_depth"]
+    row |= {"benchmark": benchmark, "members": [f"{benchmark}_a", f"{benchmark}_b"], "main_metric": "acc"}
+    row |= {"metrics": {"acc": value}, "errors": {"acc": 0.01}, "num_fewshot": [5], "prompts_cut": 0}
+    return {**row, **changes}
+
+
+def benchmark_rows() -> list[dict[str, Any]]:
+    """Return three contestants at three batch sizes, and a largest batch."""
+    rows: list[dict[str, Any]] = []
+    contestants = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
+    for name, ratio, speed in contestants:
+        for batch_size in (1, 4, 16):
+            seconds = (0.012 + 0.004 * batch_size / speed) / speed**0.3
+            rows.append(
+                {
+                    **{"name": name, "ratio": ratio, "achieved_ratio": ratio, "batch_size": batch_size},
+                    **{"prompt_length": 4096, "first_token_seconds": 2.0 * batch_size, "token_seconds": seconds},
+                    **{"tokens_per_second": batch_size / seconds, "bytes_allocated": int(2**25 * batch_size / ratio)},
+                    **PROVENANCE,
+                    "command": "python scripts/benchmark.py prompt_length=4096",
+                }
+            )
+    memory = {"name": "largest batch, CR 4", "ratio": 4.0, "memory": 2**29, "batch_size": 30}
+    return [*rows, {**memory, **PROVENANCE, "command": "python scripts/benchmark.py prompt_length=4096"}]
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Write rows as lines and return their folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path.parent
