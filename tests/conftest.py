@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from dmc import retrofit
 from dmc.compression import CompressionConfig
 
 VOCAB_SIZE = 83
+TEXT_VOCAB_SIZE = 300
 HEAD_DIM = 16
 NUM_QUERY_HEADS = 4
 CONFIG_CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -95,6 +98,29 @@ def make_prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
     return build
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a tiny stock model and its compressed twin lie, both with a tokenizer, and a text."""
+
+    stock: Path
+    compressed: Path
+    text: Path
+
+
+@pytest.fixture
+def folders(make_stock: MakeModel, make_compressed: MakeModel, tmp_path: Path) -> Folders:
+    """Write the models and the text into folders."""
+    from dmc.data import train_tokenizer
+
+    found = Folders(tmp_path / "stock", tmp_path / "compressed", tmp_path / "text.txt")
+    found.text.write_text("".join(f"line {i} <b>é\u00a0& {'x' * (i % 7)}</b>\n" for i in range(60)))
+    tokenizer = train_tokenizer([found.text.read_text()], TEXT_VOCAB_SIZE, tmp_path / "tokenizer")
+    for folder, build in ((found.stock, make_stock), (found.compressed, make_compressed)):
+        build(vocab_size=TEXT_VOCAB_SIZE).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ def test_every_job_file_exists_and_its_settings_compose(job, settings):
 
 
 def test_files_named_in_the_readme_exist():
-    named = re.findall(r"`((?:dmc|configs|scripts)/[\w/]+\.\w+)`", README)
+    named = re.findall(r"`((?:dmc|configs|scripts|notebooks)/[\w/]+\.\w+)`", README)
     assert len(named) > 8
     missing = [name for name in named if "foo" not in name and not (ROOT / name).exists()]
     assert missing == []

@@ -299,11 +299,13 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str
     params = SamplingParams(max_new_tokens=config.prompt_length, temperature=0.0, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in prompts]
     largest = steady = 0
-    while steady < config.new_tokens and not any(request.generation for request in requests):
-        engine.step()
-        held = [request for request in requests if request.sequence.row is not None]
-        if all(request.logprobs for request in held):  # nobody is being fed: all of them decode
-            largest, steady = max(largest, len(held)), steady + 1
+    with tqdm(total=config.new_tokens, desc=f"largest batch, CR {ratio:g}") as bar:
+        while steady < config.new_tokens and not any(request.generation for request in requests):
+            engine.step()
+            held = [request for request in requests if request.sequence.row is not None]
+            if all(request.logprobs for request in held):  # nobody is being fed: all of them decode
+                largest, steady = max(largest, len(held)), steady + 1
+                bar.update()
     for request in requests:
         engine.abort(request)
     return {"name": f"largest batch, CR {ratio:g}", "ratio": ratio, "memory": config.memory, "batch_size": largest}

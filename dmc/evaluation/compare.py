@@ -73,7 +73,7 @@ def run_cells(
     """
     rows = []
     source = provenance()
-    with tqdm(total=len(cells), unit="cell", smoothing=0, disable=None) as bar:
+    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar:  # in a job's log too
         for name, group in itertools.groupby(cells, key=lambda cell: cell.model):
             subject = Subject(*load(grid.models[name]), samples={})
             for cell in group:

@@ -180,7 +180,7 @@ def run_evaluation(
         return
     model, tokenizer = load(evaluation.model)
     source = provenance()
-    with tqdm(cells, unit="task", smoothing=0, disable=None) as bar:
+    with tqdm(cells, unit="task", smoothing=0) as bar:  # in a job's log too
         for cell in bar:
             bar.set_description(cell.title)
             row = describe(cell, evaluation, config) | {"device": device_name(model), "provenance": source}

@@ -1,0 +1,114 @@
+"""The notebooks run on tiny models, show something, and hold nothing but prose and calls of dmc."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ALLOWED = {"dmc", "torch", "matplotlib", "IPython"} | sys.stdlib_module_names
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LINES_OF_A_CELL = 20
+SMALL = {
+    "01_gates_of_a_checkpoint": {"num_sequences": 4, "sequence_length": 48},
+    "02_where_the_memory_goes": {"prompt_length": 64, "new_tokens": 20},
+    "03_compare_methods": {"num_samples": 3, "context_tokens": 48, "scored_tokens": 8},
+}
+
+
+def read(path: Path) -> Any:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code_cells(path: Path) -> list[Any]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def parameters_of(path: Path) -> tuple[int, set[str]]:
+    """Return where the cell of parameters stands, and the names it sets."""
+    cells = read(path).cells
+    (place,) = (number for number, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
+    return place, {node.targets[0].id for node in ast.parse(cells[place].source).body}
+
+
+def execute(path: Path, parameters: dict[str, Any], home: Path) -> Any:
+    """Run a notebook as papermill does: a cell with the parameters' new values follows the one with their defaults."""
+    notebook = read(path)
+    place, names = parameters_of(path)
+    values = {name: value for name, value in parameters.items() if name in names}
+    source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(source))
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(home)}
+    folders = {name: str(home / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}})
+    return client.execute(env={**os.environ, **environment, **folders})
+
+
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def test_every_notebook_is_run() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_on_tiny_models_and_shows_pictures(path: Path, folders: Any, tmp_path: Path) -> None:
+    parameters = {
+        "model_folder": str(folders.compressed),
+        "retrofit_folder": str(folders.compressed),
+        "control_folder": str(folders.stock),
+        "text_file": str(folders.text),
+        "cache_folder": str(tmp_path / "cache"),
+        **SMALL[path.stem],
+    }
+    outputs = outputs_of(execute(path, parameters, tmp_path))
+    shown = {kind for output in outputs for kind in output.get("data", {})}
+    assert "image/png" in shown
+    values = [output.data.get("text/plain", "") for output in outputs if output.output_type == "execute_result"]
+    if path.stem.startswith("01"):
+        pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+        assert len(pages) == 2 and all("KV head" in page for page in pages)
+    if path.stem.startswith("02"):
+        assert values[-1] == "{'full cache': 0, 'own gates': 0, 'H2O': 0, 'AdaKV': 0}"
+    if path.stem.startswith("03"):
+        tables = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
+        assert tables[0].count("| control, ") == 7 and "retrofit, own gates" in tables[0]
+        (page,) = tmp_path.glob("dmc_compare_*/report/report.html")
+        assert "On loss:" in tables[1] and page.as_uri() in tables[1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_output_is_committed(path: Path) -> None:
+    for cell in code_cells(path):
+        assert (cell.outputs, cell.execution_count) == ([], None)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_defines_nothing_and_imports_little(path: Path) -> None:
+    for cell in code_cells(path):
+        assert len(cell.source.splitlines()) <= LINES_OF_A_CELL
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, DEFINITIONS), f"move {node.name} into dmc"
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= ALLOWED
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path: Path) -> None:
+    prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    assert prose.count("**Seen:**") == prose.count("**Not seen:**") >= 2
+    assert "./scripts/quickstart.sh" in prose
+    assert {"text_file"} < parameters_of(path)[1]
