@@ -77,10 +77,13 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
     """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
 
     Raises:
-        FileNotFoundError, ValueError: see `stored_shapes`; or a weight has another shape, or is missing.
+        FileNotFoundError, ValueError: there is no such folder; see `stored_shapes`; or a weight has another shape, or
+            is missing.
     """
-    folder = Path(str(folder))
+    name, folder = str(folder), Path(str(folder))
     if not folder.is_dir():
+        if name.startswith(("/", ".", "~")):
+            raise FileNotFoundError(f"there is no folder {name}: give a model's folder, or its name on the hub")
         return
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")

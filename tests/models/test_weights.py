@@ -159,3 +159,8 @@ def test_remote_code_is_never_run(folder: Path) -> None:
 
 def test_public_surface() -> None:
     assert set(dmc.__all__) >= {"Engine", "SamplingParams", "load_model", "retrofit"}
+
+
+def test_an_absent_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder .*absent"):
+        load_model(tmp_path / "absent")
