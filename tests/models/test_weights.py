@@ -162,5 +162,5 @@ def test_public_surface() -> None:
 
 
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no folder .*absent"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*absent"):
         load_model(tmp_path / "absent")
