@@ -77,18 +77,10 @@ def assert_same_folder(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
-def test_accumulation_and_recomputed_activations_change_nothing(values, alone, strategy, tmp_path):
-    options = {"micro_batch_size": 1, "activation_checkpointing": True}
-    folder = on_ranks(values, 2, tmp_path / strategy, strategy, **options)
-    assert_same_losses(alone, folder)
-    assert_same_folder(alone / "final", folder / "final")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_three(values, alone, strategy, tmp_path):
-    folder = on_ranks(values, 2, tmp_path / strategy, strategy, micro_batch_size=3)
+    accumulating = {"micro_batch_size": 1, "activation_checkpointing": True}
+    folder = on_ranks(values, 2, tmp_path / strategy, strategy, **accumulating)
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
     assert_same_folder(alone / "final", export_checkpoint(folder, tmp_path / "exported"))
@@ -96,14 +88,14 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
     for count in (1, 3):
         resumed = tmp_path / f"on_{count}"
         shutil.copytree(folder, resumed)
-        on_ranks(values, count, resumed, strategy, micro_batch_size=6 // count)
+        on_ranks(values, count, resumed, strategy, **accumulating | {"micro_batch_size": 6 // count})
         assert [json.loads(line)["step"] for line in (resumed / "starts.jsonl").read_text().splitlines()] == [0, 10]
         assert_same_losses(alone, resumed)
         assert_same_folder(alone / "final", resumed / "final")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
     folder = on_ranks(values, 2, tmp_path / strategy, trainer, micro_batch_size=1, activation_checkpointing=True)
@@ -115,7 +107,7 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen2", 2), ("qwen3", 2)])
+@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen3", 2)])
 def test_cut_heads_learn_what_whole_layers_do(values, family, count, tmp_path):
     values["model"]["fresh"]["model_type"] = family
     alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
@@ -155,7 +147,7 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [("fsdp2", 1), ("fsdp2", 2), ("deepspeed_zero3", 1)], ids=str)
+@pytest.mark.parametrize("trainer", [("fsdp2", 2), ("deepspeed_zero3", 1)], ids=str)
 def test_each_rank_reads_its_own_part_of_a_base(values, alone, trainer, tmp_path):
     values["model"] = {"path": str(alone / "final")}
     values["training"]["stages"] = [{"name": "retrofit", "steps": STEPS}]
