@@ -153,6 +153,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         digest = hashlib.sha256((temporary / "tokenizer.json").read_bytes()).hexdigest()
         (temporary / _TRAINING_FILE).write_text(json.dumps(record | {"tokenizer_sha256": digest}))
         if folder.exists():
+            meanwhile = _load_trained(folder, record)  # another process was faster: others may be reading it
+            if meanwhile is not None:
+                return meanwhile
             logger.warning("%s holds a tokenizer trained otherwise or damaged; it is replaced.", folder)
             shutil.rmtree(folder)
         try:

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from dmc.data import tokenizer as tokenizer_module
 from dmc.data import train_tokenizer
 from dmc.data.tokenizer import END_OF_TEXT, encode_documents, separator_id_of, tokenizer_digest
 
@@ -104,3 +106,21 @@ def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrai
     with pytest.raises(ValueError, match="holds files that are not a tokenizer trained here"):
         train_tokenizer(TEXTS, 300, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_process_that_was_slower_leaves_the_folder_of_the_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, folder, inodes = ["some text to train on " * 20], tmp_path / "tokenizer", []
+    train = tokenizer_module._train
+
+    def train_slowly(*arguments: Any) -> Any:
+        monkeypatch.setattr(tokenizer_module, "_train", train)
+        train_tokenizer(texts, 300, folder)  # the other process begins later and is done before
+        inodes.append(folder.stat().st_ino)
+        return train(*arguments)
+
+    monkeypatch.setattr(tokenizer_module, "_train", train_slowly)
+    train_tokenizer(texts, 300, folder)
+    assert [folder.stat().st_ino] == inodes
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
