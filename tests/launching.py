@@ -111,6 +111,20 @@ def spoil_loss(rank: int, step: int, on_rank: int, gradient: bool = False) -> No
     RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
 
 
+def expect_exact_angles(rank: int) -> None:
+    """Fail where RoPE's frequencies are not float32 in a forward pass."""
+    from dmc.training.module import RetrofitModule
+
+    plain = RetrofitModule.loss_at
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        kind = self.model.model.rotary_emb.inv_freq.dtype
+        assert str(kind) == "torch.float32", f"RoPE's frequencies are {kind}"
+        return plain(self, at, batch)
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
 def hang_at(rank: int, step: int) -> None:
     """Never return from the forward pass of one step."""
     from dmc.training.module import RetrofitModule

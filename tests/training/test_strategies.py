@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged_losses, train_ranks
+from launching import Ranks, expect_exact_angles, logged_losses, train_ranks
 
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
@@ -31,7 +31,7 @@ def values(run_values):
     return run_values
 
 
-def on_ranks(values, count, folder, trainer, **training):
+def on_ranks(values, count, folder, trainer, check=None, **training):
     """Train with `count` processes; `trainer` is a strategy or more settings of the trainer."""
     trainer = {"strategy": trainer} if isinstance(trainer, str) else trainer
     values = {
@@ -41,7 +41,7 @@ def on_ranks(values, count, folder, trainer, **training):
         "trainer": values["trainer"] | {"devices": count} | trainer,
     }
     log = folder.with_suffix(".log")
-    with Ranks(values, count, log) as ranks:
+    with Ranks(values, count, log, check) as ranks:
         assert ranks.join() == [0] * count, log.read_text()[-4000:]
     return folder
 
@@ -98,7 +98,8 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
-    folder = on_ranks(values, 2, tmp_path / strategy, trainer, micro_batch_size=1, activation_checkpointing=True)
+    options = {"micro_batch_size": 1, "activation_checkpointing": True}
+    folder = on_ranks(values, 2, tmp_path / strategy, trainer, expect_exact_angles, **options)
     expected, got = logged_losses(alone), logged_losses(folder)
     assert max(abs(got[step] - expected[step]) for step in expected) <= 0.02
     model, same = load_model(alone / "final"), load_model(folder / "final")
