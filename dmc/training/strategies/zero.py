@@ -119,7 +119,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         engine_and_optimizer = super()._setup_model_and_optimizer(model, *arguments, **options)
         for name, buffer in model.named_buffers():
-            if name in buffers:  # DeepSpeed casts RoPE's frequencies to bfloat16, too coarse for long sequences
+            if name in buffers:  # RoPE's frequencies stay float32 whatever DeepSpeed casts
                 buffer.data = buffers[name].to(buffer.device)
         engine_and_optimizer[0].optimizer.check_grad_overflow = True  # by itself DeepSpeed looks in float16 only
         return engine_and_optimizer
