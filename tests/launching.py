@@ -149,8 +149,8 @@ def logged_parts(folder: Path, name: str = "train/loss") -> list[dict[int, float
     files = (folder / "logs").glob("version_*/metrics.csv")
     parts = []
     for path in sorted(files, key=lambda path: int(path.parent.name.removeprefix("version_"))):
-        with path.open() as file:
-            rows = [row for row in csv.DictReader(file) if row.get(name)]
+        text = path.read_text()  # in one go, up to a whole line: a run that gains a column rewrites its file meanwhile
+        rows = [row for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()) if row.get(name)]
         parts.append({int(row["step"]): float(row[name]) for row in rows})
     return parts
 

@@ -1,14 +1,15 @@
 """Training data: sources of documents, packed token arrays, and an order that resumes anywhere.
 
-Read in this order: `files.py`, `text.py` or `stdlib.py` (documents) -> `tokenizer.py` -> `token_cache.py` (tokenised
-once, in shards) -> `token_shards.py` (read as one array) -> `packing.py` (sequences) -> `corpus.py` (all of that in one
-call) -> `blend.py` -> `order.py` (which sequence at which position) -> `report.py` (how much there is of what).
-`streaming.py` and `stream_loader.py` do all of it on the fly.
+Read in this order: `files.py`, `text.py`, `stdlib.py` or `packages.py` (documents) -> `tokenizer.py` ->
+`token_cache.py` (tokenised once, in shards) -> `token_shards.py` (read as one array) -> `packing.py` (sequences) ->
+`corpus.py` (all of that in one call) -> `blend.py` -> `order.py` (which sequence at which position) -> `report.py` (how
+much there is of what). `streaming.py` and `stream_loader.py` do all of it on the fly.
 """
 
 from dmc.data.blend import Blend
 from dmc.data.corpus import build_packed
 from dmc.data.order import OrderedDataset, ResumableOrder
+from dmc.data.packages import PackageSource
 from dmc.data.packing import PackedTokens, pack_documents
 from dmc.data.report import SourceReport, format_report, report_packed, report_streams, write_report
 from dmc.data.stdlib import StandardLibrarySource, stdlib_documents
@@ -23,6 +24,7 @@ __all__ = [
     "Blend",
     "DocumentSource",
     "OrderedDataset",
+    "PackageSource",
     "PackedTokens",
     "RecallSequences",
     "ResumableOrder",

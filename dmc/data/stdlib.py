@@ -28,7 +28,7 @@ _EXCLUDED_FOLDERS = _INSTALLED | _TESTS | _OPTIONAL | _TABLES
 _EXCLUDED_FILES = {"sitecustomize.py", "turtle.py", "_distutils_system_mod.py"}
 
 
-def _split_of(relative_path: str) -> Split:
+def split_of(relative_path: str) -> Split:
     """Return the split of a file, by a hash of its path: about 90, 5 and 5 % of the files."""
     bucket = int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:4], "big") % 100
     if bucket < 90:
@@ -86,7 +86,7 @@ class StandardLibrarySource:
 
     def files(self) -> list[tuple[str, Path]]:
         """Return (relative path, path) of the split's files, sorted."""
-        return [(name, path) for name, path in _library_files(self._root) if _split_of(name) == self.split]
+        return [(name, path) for name, path in _library_files(self._root) if split_of(name) == self.split]
 
     def check(self) -> None:
         """Raise FileNotFoundError if this Python comes without its sources."""
