@@ -15,8 +15,8 @@ from dmc.ranks import ALONE
 class Compressor:
     """One layer's learned compression (DMC, arXiv:2403.09636; delayed forms, algorithms of DMS 2506.05345).
 
-    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = k_t[e*] - c, that
-    of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps.
+    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = s k_t[e*] - c,
+    that of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps.
 
     Raises:
         ValueError: the head is too small to lend a neuron, or has no such neuron.
@@ -51,7 +51,7 @@ class Compressor:
         batch, kv_heads = key.shape[:2]
         grouped = query[..., self.neuron].float().view(batch, kv_heads, -1, query.shape[2])
         omega = torch.sigmoid(grouped.mean(2) + config.omega_offset) + config.eps  # [B, H, T]
-        logits = key[..., self.neuron].float() - config.decision_offset
+        logits = config.decision_scale * key[..., self.neuron].float() - config.decision_offset
         if mode is not None and mode.noise_seeds is None:
             alpha = is_merged(logits).float()
             log_append = torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)

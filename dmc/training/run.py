@@ -27,6 +27,7 @@ from dmc.training.module import RetrofitModule
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
+from dmc.training.teacher import Teacher
 from dmc.training.text_data import TextData, build_tokenizer
 from dmc.training.trainer import build_trainer
 
@@ -115,6 +116,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
+    distillation = config.training.distillation
+    if distillation is not None and config.has_gates:
+        path = distillation.path or str(config.model.path)
+        module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
