@@ -40,6 +40,7 @@ ALLOWED = {
     },
     "lm_eval": {"models"},
     "loading": {"models"},
+    "study": {"evaluation", "data", "loading", "export"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
