@@ -43,7 +43,7 @@ def claim(folder: Path, config: RunConfig) -> None:
     """
     record, values = folder / CONFIG_NAME, _flat(json.loads(json.dumps(dataclasses.asdict(config))))
     if record.is_file():
-        known = _flat(json.loads(record.read_text())["config"])
+        known = _flat(json.loads(json.dumps(dataclasses.asdict(read_config(folder)))))  # of an older version too
         differing = {key for key in set(known) | set(values) if known.get(key) != values.get(key)}
         changed = sorted(key for key in differing if not key.startswith(PLACES))
         if changed:
