@@ -76,6 +76,48 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
+class DistillationConfig:
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    weight: float = 1.0
+    """Share of the divergence; the rest is cross-entropy."""
+    temperature: float = 1.0
+    """Both distributions are softened by it."""
+    path: str | None = None
+    """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"training.distillation.weight={self.weight}: expected a share > 0 and <= 1")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"training.distillation.temperature={self.temperature}: expected a number > 0")
+
+
+@dataclass(frozen=True)
+class RatioControlConfig:
+    """Integral control of the ratio loss's weight: log(weight) grows by gain * (CR asked for * share held - 1) a step.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    gain: float = 0.05
+    """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
+    max_weight: float = 100.0
+    """The weight stays between 1 / max_weight and max_weight."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain < math.inf:
+            raise ValueError(f"training.ratio_control.gain={self.gain}: expected a number > 0")
+        if not 1 < self.max_weight < math.inf:
+            raise ValueError(f"training.ratio_control.max_weight={self.max_weight}: expected a number > 1")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
 
@@ -95,6 +137,14 @@ class TrainingConfig:
     """Largest gradient norm."""
     ratio_weight: float = 1.0
     """Weight of the compression-ratio loss."""
+    ratio_control: RatioControlConfig | None = None
+    """Let the weight follow the error, from `ratio_weight` on; None: constant."""
+    distillation: DistillationConfig | None = None
+    """Learn from the logits of a frozen teacher; None: from the text alone."""
+    gates_only: bool = False
+    """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
+    delays: list[int] = field(default_factory=list)
+    """Delays of equal parts of the retrofit stage, the last one the model's own; empty: the model's own throughout."""
     soft_ratio_loss: bool = False
     """Relaxed decisions in the ratio loss; False: straight-through."""
     ratio_prior: Literal["global", "local"] = "global"
@@ -349,6 +399,34 @@ class RunConfig:
                 f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
                 "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
             )
+        if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
+            raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
+        if self.training.gates_only and self.trainer.uses_deepspeed:
+            raise ValueError(
+                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: DeepSpeed applies gradients "
+                "itself; use ddp or fsdp2"
+            )
+        self._check_delays()
+        self._check_variants()
+        if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
+            raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
+        if self.compression is not None:
+            high = [ratio for ratio in self.training.snapshot_ratios if ratio > self.compression.target_ratio]
+            if high:
+                raise ValueError(
+                    f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
+                )
+
+    def _check_delays(self) -> None:
+        delays, compression = self.training.delays, self.compression
+        if not delays or compression is None:
+            return
+        if delays[-1] != compression.delay:
+            raise ValueError(f"training.delays={delays} must end with compression.delay={compression.delay}")
+        for delay in delays:
+            dataclasses.replace(compression, delay=delay)
+
+    def _check_variants(self) -> None:
         if self.model.merge_kv_heads is not None and self.trainer.strategy in ("fsdp2", "deepspeed_zero3"):
             raise ValueError(
                 f"model.merge_kv_heads={self.model.merge_kv_heads} with trainer.strategy={self.trainer.strategy}: no "
@@ -359,19 +437,15 @@ class RunConfig:
                 f"training.head_agreement_weight={self.training.head_agreement_weight} with "
                 f"compression.decisions={self.decisions}: heads that share decisions always agree; use weight 0"
             )
+        if self.has_gates and self.decisions == "fixed":
+            for name in ("gates_only", "ratio_control"):
+                if getattr(self.training, name):
+                    raise ValueError(f"training.{name} with compression.decisions=fixed: there are no gates to train")
         if self.training.snapshot_ratios and self.compression is not None and not self._climbs:
             raise ValueError(
                 f"training.snapshot_ratios={self.training.snapshot_ratios} need a target that climbs through them: "
                 "empty them, or give the retrofit stage a ramp_fraction > 0"
             )
-        if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
-            raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
-        if self.compression is not None:
-            high = [ratio for ratio in self.training.snapshot_ratios if ratio > self.compression.target_ratio]
-            if high:
-                raise ValueError(
-                    f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
-                )
 
     @property
     def has_gates(self) -> bool:

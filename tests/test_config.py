@@ -107,6 +107,11 @@ FIXED = {"decisions": "fixed", "weighting": "uniform"}
             "decisions=per_layer: heads",
         ),
         ({"compression": FIXED, "training.head_agreement_weight": 1.0}, "always agree; use weight 0"),
+        ({"compression": FIXED, "training.gates_only": True}, "training.gates_only with compression.decisions=fixed"),
+        (
+            {"compression": FIXED, "training.ratio_control": {}},
+            "training.ratio_control with compression.decisions=fixed",
+        ),
         ({"compression": FIXED, "training.snapshot_ratios": [2.0]}, "need a target that climbs through them"),
         ({"compression": {**FIXED, "action": "drop", "delay": 2}}, "it cannot drop them"),
         ({"model.merge_kv_heads": 2, "trainer.strategy": "fsdp2"}, "make a folder with scripts/merge_heads.py"),

@@ -9,6 +9,7 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -45,6 +46,8 @@ class CompressionConfig:
     """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
     decision_offset: float = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
+    decision_scale: float = 1.0
+    """Factor on the decision neuron: under Adam, the learning rate of the rows that decide over that of all others."""
     omega_offset: float = 5.0
     """Added to the importance logit, the group mean of the query neurons."""
     eps: float = 2**-7
@@ -79,6 +82,8 @@ class CompressionConfig:
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature!r}: expected a number > 0")
+        if not 0 < self.decision_scale < math.inf:
+            raise ValueError(f"decision_scale={self.decision_scale!r}: expected a number > 0")
         if not self.eps > 0:
             raise ValueError(f"eps={self.eps!r}: expected a number > 0 (an importance of 0 divides by 0)")
         check_ratio(self.target_ratio, "target_ratio")

@@ -16,8 +16,8 @@ from dmc.ranks import ALONE, Ranks
 class Compressor:
     """One layer's learned compression (DMC, arXiv:2403.09636; delayed forms, algorithms of DMS 2506.05345).
 
-    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = k_t[e*] - c, that
-    of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps. Decisions
+    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = s k_t[e*] - c,
+    that of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps. Decisions
     per layer (DMC-HardC) take the mean of a_t over the KV heads, and of q_t[e*] over all query heads, for all of them.
 
     Fixed decisions borrow no neuron: queries and keys stay as they are, and omega is 1.
@@ -81,7 +81,7 @@ class Compressor:
     def _read_neuron(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return decision and importance logits, float32 [B, H, T], or [B, 1, T] where a layer decides as one."""
         batch, kv_heads, length = key.shape[:3]
-        logits = key[..., self.neuron].float() - self.config.decision_offset
+        logits = self.config.decision_scale * key[..., self.neuron].float() - self.config.decision_offset
         importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
         if self.config.decisions == "per_layer":
             both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size

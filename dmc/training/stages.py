@@ -20,6 +20,8 @@ class StepState:
     """Compression ratio asked for, >= 1."""
     neuron_multiplier: float | None
     """Scale of the borrowed neuron under plain attention; None: the gates work."""
+    delay: int | None
+    """Tokens that a decision waits; None: as the model's configuration says."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Plan:
     """
 
     def __init__(self, training: TrainingConfig, target_ratio: float, decisions: str = "per_head") -> None:
-        self.target_ratio = target_ratio
+        self.target_ratio, self._delays = target_ratio, training.delays
         self._stages: list[_PlannedStage] = []
         start = 0
         stages = [stage for stage in training.stages if decisions != "fixed" or stage.name != "zero_out"]
@@ -71,13 +73,16 @@ class Plan:
         inside = step - planned.start
         multiplier = None
         ratio = 1.0
+        delay = None
         if planned.config.name == "zero_out":
             multiplier = zero_out_multiplier_at(inside, total_steps=planned.steps)
         elif planned.config.name == "retrofit":
             ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.ramp_steps)
+            if self._delays:
+                delay = self._delays[inside * len(self._delays) // planned.steps]
         elif planned.config.name == "solidify":
             ratio = self.target_ratio
-        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier)
+        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier, delay)
 
     def neuron_removed_at(self, step: int) -> bool:
         """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""

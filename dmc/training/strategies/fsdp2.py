@@ -65,8 +65,18 @@ class Fsdp2(WholeModel):
 
     def spread(self, module: LightningModule) -> None:
         """Cut the heads, then shard each decoder layer, then the rest."""
+        self._shard(module.model, str(self.config.model.path), module)
+
+    def load_teacher(self, path: str) -> Any:
+        """See `WholeModel`: no rank ever holds the whole model."""
+        return empty_model(path, getattr(torch, self.config.model.dtype), self.revision_of(path))
+
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """Shard it as the model."""
+        self._shard(model, path, module)
+
+    def _shard(self, model: Any, path: str, module: LightningModule) -> None:
         mesh = module.device_mesh
-        model: Any = module.model
         assert mesh is not None
         if mesh["tensor_parallel"].size() > 1:
             cut_heads(model, mesh["tensor_parallel"])
@@ -78,13 +88,11 @@ class Fsdp2(WholeModel):
             fully_shard(layer, **options)
         fully_shard(model, **options)
         if next(model.parameters()).is_meta:
-            root_device: torch.device = module.trainer.strategy.root_device
-            self._read_shards(model, root_device)
+            self._read_shards(model, path, module.trainer.strategy.root_device)
 
-    def _read_shards(self, model: Any, device: torch.device) -> None:
-        """Read each rank's part of the base's weights."""
-        settings = self.config.model
-        folder = local_folder(str(settings.path), settings.revision)
+    def _read_shards(self, model: Any, path: str, device: torch.device) -> None:
+        """Read each rank's part of stored weights."""
+        folder = local_folder(path, self.revision_of(path))
         model.to_empty(device=device)
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)

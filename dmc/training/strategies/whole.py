@@ -46,6 +46,18 @@ class WholeModel:
     def spread(self, module: LightningModule) -> None:
         """Lay the model of `module` over the ranks, once these can talk to each other."""
 
+    def load_teacher(self, path: str) -> Any:
+        """Load a model to be learned from; it may have no weights before `spread_teacher`."""
+        return load_model(path, dtype=getattr(torch, self.config.model.dtype), revision=self.revision_of(path))
+
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """Lay the teacher, loaded from `path`, over the ranks."""
+        model.to(module.trainer.strategy.root_device)
+
+    def revision_of(self, path: str) -> str | None:
+        """Hub revision of a model: the run's own where it is the model that the run starts from."""
+        return self.config.model.revision if path == self.config.model.path else None
+
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """Set rows of a weight or bias, counted over all ranks, to exactly zero, for good."""
         parameter.data[rows] = 0

@@ -79,6 +79,13 @@ class Zero(WholeModel):
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
 
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """See `WholeModel`: whole on each rank, for DeepSpeed's engine holds one model only."""
+        super().spread_teacher(model, path, module)
+        if self.precision == "bf16-mixed":
+            model.to(torch.bfloat16)
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
+
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
         master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
