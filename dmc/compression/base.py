@@ -24,14 +24,20 @@ from dmc.ranks import ALONE, Ranks
 class CompressionConfig:
     """How a gate decides, what it does and when: algorithm and constants of Dynamic Memory Compression (2403.09636).
 
-    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345).
+    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345). Two more are the paper's
+    ablations: who decides (`decisions`), and how merged tokens are weighted (`weighting`).
 
     Raises:
-        ValueError: a value is out of range, or `drop` has no delay.
+        ValueError: a value is out of range, `drop` has no delay, or fixed decisions are to drop or to weigh tokens.
     """
 
     action: Literal["merge", "drop"] = "merge"
     """What happens to a token whose decision is 1: merged into the slot before it, or dropped."""
+    decisions: Literal["per_head", "per_layer", "fixed"] = "per_head"
+    """per_head: each KV head for itself; per_layer: all heads of a layer as one, by the mean of their logits
+    (DMC-HardC); fixed: by the token's position alone, groups of `target_ratio` tokens (Fixed Memory Pooling)."""
+    weighting: Literal["learned", "uniform"] = "learned"
+    """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
     delay: int = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
     window_size: int | None = 12
@@ -49,7 +55,7 @@ class CompressionConfig:
     temperature: float = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
     target_ratio: float = 4.0
-    """Compression ratio the model is (or was) trained for, >= 1."""
+    """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
     def __post_init__(self) -> None:
         if self.action not in ("merge", "drop"):
@@ -58,6 +64,18 @@ class CompressionConfig:
             raise ValueError(f"delay={self.delay!r}: expected a whole number of tokens >= 0")
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
+        if self.decisions not in ("per_head", "per_layer", "fixed"):
+            raise ValueError(f"decisions={self.decisions!r} is unknown: expected 'per_head', 'per_layer' or 'fixed'")
+        if self.weighting not in ("learned", "uniform"):
+            raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'learned' or 'uniform'")
+        if self.decisions == "fixed" and self.action == "drop":
+            raise ValueError(
+                "decisions='fixed' pools tokens by their position: it cannot drop them; use action='merge'"
+            )
+        if self.decisions == "fixed" and self.weighting == "learned":
+            raise ValueError(
+                "decisions='fixed' borrows no neuron that could tell how important a token is: use weighting='uniform'"
+            )
         if self.window_size is not None and (type(self.window_size) is not int or self.window_size < 1):
             raise ValueError(
                 f"window_size={self.window_size!r}: expected a whole number >= 1, or None to average whole segments"
@@ -69,6 +87,11 @@ class CompressionConfig:
         if not self.eps > 0:
             raise ValueError(f"eps={self.eps!r}: expected a number > 0 (an importance of 0 divides by 0)")
         check_ratio(self.target_ratio, "target_ratio")
+
+    @property
+    def borrows_neuron(self) -> bool:
+        """Whether a channel of query and key carries importance and decision, and is lost to attention."""
+        return self.decisions != "fixed"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CompressionConfig:
@@ -96,8 +119,8 @@ class GateMode:
     """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""
     neuron_multiplier: float | None = None
     """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
-    ranks: Ranks = ALONE
-    """Who shares the heads of a layer: each draws the noise of its own."""
+    fixed_ratio: float | None = None
+    """Compression ratio of fixed decisions in this pass, >= 1; None: the configuration's target."""
 
 
 @dataclass
@@ -109,7 +132,7 @@ class GateOutput:
     key: Tensor
     """Unrotated keys without the borrowed neuron, [B, H, T, D]."""
     logits: Tensor
-    """Decision logits before noise, > 0 merges (or drops), float32 [B, H, T]."""
+    """Decision logits before noise, > 0 merges (or drops), float32 [B, H, T]; infinite where decisions are fixed."""
     alpha: Tensor
     """Decisions: in [0, 1] when relaxed, 0 or 1 when thresholded; 0 where a sequence starts, float32 [B, H, T]."""
     log_append: Tensor

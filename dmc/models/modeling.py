@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from dmc.compression import CompressionConfig, Compressor
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.weights import check_weights
+from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
 POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
@@ -67,6 +68,7 @@ class CompressedCausalLM(PreTrainedModel):
     attention_class: ClassVar[type[CompressedAttentionMixin]]
     cache_factory: ClassVar[Callable[[Any], Cache] | None] = None
     """Makes the cache of `generate`; the runtime sets it, for models never import the runtime."""
+    _ranks = ALONE
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
@@ -80,6 +82,17 @@ class CompressedCausalLM(PreTrainedModel):
         self.post_init()
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that share each layer's heads."""
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        for layer in self.model.layers:
+            layer.self_attn.compressor.ranks = ranks
+
+    @property
     def compression(self) -> CompressionConfig:
         """The gates' configuration."""
         return CompressionConfig.from_dict(self.config.compression)
@@ -88,7 +101,7 @@ class CompressedCausalLM(PreTrainedModel):
     def compression(self, compression: CompressionConfig) -> None:
         self.config.compression = compression.to_dict()
         for layer in self.model.layers:
-            layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim)
+            layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
 
     def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, [B, T, D] in the model's dtype, with the borrowed neuron removed; position_ids [B, T]."""
@@ -97,7 +110,9 @@ class CompressedCausalLM(PreTrainedModel):
         return cos * scale, sin * scale
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron."""
+        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any."""
+        if not self.compression.borrows_neuron:
+            return
         for layer in self.model.layers:
             attention = layer.self_attn
             for projection in (attention.q_proj, attention.k_proj):

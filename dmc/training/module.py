@@ -10,7 +10,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor
 
-from dmc.compression import GateMode, GateTrace, compression_loss, held_fraction, is_merged
+from dmc.compression import GateMode, GateTrace, compression_loss, head_agreement_loss, held_fraction, is_merged
 from dmc.config import RunConfig
 from dmc.measure import next_token_loss
 from dmc.models import CompressedCausalLM
@@ -40,8 +40,9 @@ def train_gates_only(model: CompressedCausalLM) -> None:
 class RetrofitModule(LightningModule):
     """Trains a stock model plainly, or a compressed one through zero-out, retrofit and solidify.
 
-    loss = cross-entropy + ratio_weight * one-sided loss on the share of the cache held (DMC eq. 11); with distillation
-    part of the cross-entropy gives way to the divergence from a teacher.
+    loss = cross-entropy + ratio_weight * one-sided loss on the share of the cache held (DMC eq. 11)
+           + head_agreement_weight * difference between the heads of a layer (DMC-C, eq. 14); with distillation part of
+    the cross-entropy gives way to the divergence from a teacher.
 
     Args:
         model: stock or compressed causal LM.
@@ -131,6 +132,10 @@ class RetrofitModule(LightningModule):
             ratio_loss, held = self._ratio_loss(trace, state)
             noted |= {"train/ratio_loss": ratio_loss.detach(), **held}
             loss = loss + self.ratio_control.weight * ratio_loss
+            if self.config.training.head_agreement_weight > 0:
+                agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
+                noted["train/head_agreement_loss"] = agreement_loss.detach()
+                loss = loss + self.config.training.head_agreement_weight * agreement_loss
         self.noted.append(noted)
         return loss
 
@@ -152,13 +157,19 @@ class RetrofitModule(LightningModule):
     def _gate_mode(self, state: StepState, positions: Tensor) -> GateMode:
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
-        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), ranks=self.ranks)
+        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ratio loss, and the shares held by the noisy and by the thresholded decisions."""
         compression, training = self.model.compression, self.config.training
         alpha = trace.stacked_alpha()
-        loss = compression_loss(alpha, state.target_ratio, soft=training.soft_ratio_loss, delay=compression.delay)
+        loss = compression_loss(
+            alpha,
+            state.target_ratio,
+            soft=training.soft_ratio_loss,
+            delay=compression.delay,
+            prior=training.ratio_prior,
+        )
         with torch.no_grad():
             logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()

@@ -89,7 +89,7 @@ def train(config: RunConfig) -> TrainedRun:
     if config.logger.wandb_project is not None:
         choose_wandb_mode(config.logger)
     claim(folder, config)
-    plan = Plan(config.training, config.target_ratio)
+    plan = Plan(config.training, config.target_ratio, config.decisions)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     if (run.final / METRICS_NAME).is_file():
@@ -115,6 +115,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
+    model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     distillation = config.training.distillation
     if distillation is not None and config.has_gates:

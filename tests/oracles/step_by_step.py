@@ -6,6 +6,7 @@ shares nothing with `dmc` but the configuration, and reads stock Hugging Face we
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ class HeadOracle:
 
     def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
-        self.neuron = compression.neuron_index % head_dim
+        self.neuron = None if compression.decisions == "fixed" else compression.neuron_index % head_dim
         self.raw: list[dict] = []
         self.group: list[dict] = []
         self.slots: list[tuple[np.ndarray, np.ndarray]] = []
@@ -31,19 +32,39 @@ class HeadOracle:
             first, second = state[channel], state[channel + half]
             out[channel] = first * np.cos(angle) - second * np.sin(angle)
             out[channel + half] = second * np.cos(angle) + first * np.sin(angle)
-        out[self.neuron] = 0
+        if self.neuron is not None:
+            out[self.neuron] = 0
         return out
 
-    def step(self, queries: list[np.ndarray], key: np.ndarray, value: np.ndarray, scaling: float) -> list[np.ndarray]:
-        """Feed token t; return the output of each query head of the group."""
+    def read(self, queries: list[np.ndarray], key: np.ndarray) -> tuple[float, float]:
+        """Logits of decision and importance that this head alone would go by."""
+        if self.neuron is None:
+            return 0.0, 0.0
+        importance = np.mean([query[self.neuron] for query in queries]) + self.settings.omega_offset
+        return key[self.neuron] - self.settings.decision_offset, importance
+
+    def step(
+        self,
+        queries: list[np.ndarray],
+        key: np.ndarray,
+        value: np.ndarray,
+        scaling: float,
+        logits: tuple[float, float] | None = None,
+    ) -> list[np.ndarray]:
+        """Feed token t; return the output of each query head of the group. `logits`: to go by instead of its own."""
         position, settings = len(self.decisions), self.settings
-        decision = 0 if position == 0 else int(key[self.neuron] - settings.decision_offset > 0)
-        importance = np.mean([query[self.neuron] for query in queries]) + settings.omega_offset
-        omega = 1 / (1 + np.exp(-importance)) + settings.eps
+        decision_logit, importance = self.read(queries, key) if logits is None else logits
+        decision = int(decision_logit > 0)
+        if settings.decisions == "fixed":
+            ratio = settings.target_ratio
+            decision = int(math.floor(position / ratio) == math.floor((position - 1) / ratio))
+        decision = 0 if position == 0 else decision
+        omega = 1.0 if settings.weighting == "uniform" else 1 / (1 + np.exp(-importance)) + settings.eps
         self.decisions.append(decision)
         key, queries = key.copy(), [query.copy() for query in queries]
-        for state in (key, *queries):
-            state[self.neuron] = 0
+        if self.neuron is not None:
+            for state in (key, *queries):
+                state[self.neuron] = 0
         token = {"key": key, "value": value, "omega": omega, "decision": decision, "position": position}
 
         self.raw.append(token)
@@ -130,9 +151,13 @@ class ModelOracle:
             keys = [self.norm(prefix + "k_norm", each) for each in keys]
         group = len(queries) // len(heads)
         outputs = []
-        for number, head in enumerate(heads):
-            own = list(queries[number * group : (number + 1) * group])
-            outputs += head.step(own, keys[number], values[number], self.head_dim**-0.5)
+        groups = [list(queries[number * group : (number + 1) * group]) for number in range(len(heads))]
+        logits = None
+        if self.compression.decisions == "per_layer":
+            read = [head.read(*each) for head, *each in zip(heads, groups, keys, strict=True)]
+            logits = tuple(np.mean(read, axis=0))
+        for head, *states in zip(heads, groups, keys, values, strict=True):
+            outputs += head.step(*states, self.head_dim**-0.5, logits)
         return self.linear(prefix + "o_proj", np.concatenate(outputs))
 
     def linear(self, name: str, states: np.ndarray) -> np.ndarray:

@@ -24,6 +24,11 @@ GATES: dict[str, dict[str, Any] | None] = {
     "merge, exact, delay 1": {"delay": 1, "window_size": None},
     "drop, delay 4": {"action": "drop", "delay": 4},
     "drop, delay 16": {"action": "drop", "delay": 16},
+    "per layer": {"decisions": "per_layer"},
+    "per layer, drop, delay 4": {"decisions": "per_layer", "action": "drop", "delay": 4},
+    "uniform, delay 4": {"weighting": "uniform", "delay": 4},
+    "fixed": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
+    "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }
 QUARTER = Budget(ratio=4)
 POLICIES: dict[str, policies.EvictionPolicy] = {
@@ -50,6 +55,10 @@ BOTH: dict[str, tuple[dict[str, Any], policies.EvictionPolicy]] = {
     "merge, SnapKV": ({}, policies.SnapKV(budget=QUARTER, window=3)),
     "merge, exact, PyramidKV": ({"window_size": None}, policies.PyramidKV(budget=QUARTER, window=3)),
     "merge, delay 4, LAVa": ({"delay": 4}, policies.LAVa(budget=Budget(ratio=2.5), window=3)),
+    "fixed, SnapKV": (
+        {"decisions": "fixed", "weighting": "uniform", "window_size": None, "target_ratio": 1.5},
+        policies.SnapKV(budget=QUARTER, window=3),
+    ),
     "drop, delay 4, AdaKV": ({"action": "drop", "delay": 4}, policies.AdaKV(budget=Budget(tokens=12), window=3)),
 }
 """Gates decide token by token, the policy when the prompt ends."""
@@ -103,7 +112,7 @@ def test_closed_gate_or_budget_for_all_equals_the_base_model(
                 projection.weight[15::16] = 0
         expected = base(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
     gates, _ = of(method)
-    closed = CompressionConfig(decision_offset=1e6, **(gates or {}))
+    closed = CompressionConfig(**{"decision_offset": 1e6, **(gates or {}), "target_ratio": 1.0})
     policy = None if policy is None else dataclasses.replace(policy, budget=Budget(tokens=60))
     engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed), policy=policy)
     torch.testing.assert_close(scores(engine, [tokens[:10]], [[*tokens[10:], 0]]), expected[9:], rtol=0, atol=TOLERANCE)

@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from dmc.config import Precision, RunConfig
-from dmc.models import load_model
+from dmc.models import load_model, merge_kv_heads
 from dmc.training.gradients import gradient_norm
 
 
@@ -40,7 +40,8 @@ class WholeModel:
     def load(self) -> Any:
         """Load the model that the run starts from; it may have no weights before `spread`."""
         settings = self.config.model
-        return load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
+        model = load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
+        return model if settings.merge_kv_heads is None else merge_kv_heads(model, settings.merge_kv_heads)
 
     def spread(self, module: LightningModule) -> None:
         """Lay the model of `module` over the ranks, once these can talk to each other."""
