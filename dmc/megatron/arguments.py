@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from dmc.compression import CompressionConfig
@@ -93,9 +94,12 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
         "dtype": dtype,
     }
     gates = gates_of(given)
-    if gates is None:
-        return LlamaConfig(**values, architectures=["LlamaForCausalLM"])
-    return DMCLlamaConfig(**values, architectures=["DMCLlamaForCausalLM"], compression=gates.to_dict())
+    try:
+        if gates is None:
+            return LlamaConfig(**values, architectures=["LlamaForCausalLM"])
+        return DMCLlamaConfig(**values, architectures=["DMCLlamaForCausalLM"], compression=gates.to_dict())
+    except StrictDataclassError as error:
+        raise ValueError(f"the arguments make no Llama of transformers: {error}") from None
 
 
 def arguments_of(config: Any, tensor_size: int, padded_vocab_size: int, dtype: torch.dtype) -> Namespace:

@@ -45,8 +45,7 @@ def import_checkpoint(
     Returns:
         The folder.
     Raises:
-        FileNotFoundError, ValueError: see `read_checkpoint` and `configuration_of`; or a tensor is missing,
-            unexpected, or of another shape.
+        FileNotFoundError, ValueError: see `read_checkpoint` and `plan_of`.
         FileExistsError: the folder is not empty and `overwrite` is False.
     """
     refuse_occupied(output, overwrite)
@@ -77,7 +76,8 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
     Returns:
         Its Hugging Face configuration and its tensors.
     Raises:
-        ValueError: see `configuration_of`; or a tensor is missing, unexpected or of another shape.
+        ValueError: see `configuration_of`; or a tensor is missing, unexpected or of another shape, or what all ranks
+            hold alike differs.
     """
     shards, tensor_size = source.shards, source.tensor_size
     if EMBEDDING not in shards:
@@ -89,6 +89,13 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
     tied = not source.arguments.get("untie_embeddings_and_output_weights", OUTPUT in shards)
     config = configuration_of(source.arguments, vocab_size, shards[EMBEDDING][0].dtype, tied)
     parts = list(parts_of(config, tensor_size, padded))
+    check_tensors(source, config, parts)
+    return config, parts
+
+
+def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
+    """Raise ValueError unless a checkpoint holds what its arguments ask for, and nothing else."""
+    shards, tensor_size = source.shards, source.tensor_size
     num_layers = 1 + max((int(found[0]) for name in shards if (found := LAYER.search(name))), default=-1)
     if num_layers != config.num_hidden_layers:
         raise ValueError(f"the checkpoint holds {num_layers} layers, its num_layers says {config.num_hidden_layers}")
@@ -101,11 +108,14 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
                     f"{part.name} of rank {rank} has shape {tuple(shard.shape)}, the arguments ask for "
                     f"{part.shard_shape(tensor_size)} on each of {tensor_size} ranks"
                 )
-    known = {part.name for part in parts} | (set(ONLY_IF_TIED) if tied else set())
+            if part.cut == "nowhere" and not torch.equal(shard, shards[part.name][0]):
+                raise ValueError(
+                    f"ranks 0 and {rank} hold different {part.name}: take both from the same iteration of one run"
+                )
+    known = {part.name for part in parts} | (set(ONLY_IF_TIED) if config.tie_word_embeddings else set())
     foreign = sorted(set(shards) - known)
     if foreign:
         raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which a Llama has not")
-    return config, parts
 
 
 def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor]]) -> None:

@@ -1,5 +1,4 @@
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -149,17 +148,19 @@ def test_missing_source_and_occupied_output_are_named(make_stock, tmp_path):
     assert len(list((tmp_path / "out").rglob("*.pt"))) == 2
 
 
-def run_script(name: str, *overrides: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / name), *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr
+def test_scripts_import_export_and_end_with_one_error(tmp_path, monkeypatch, capsys):
+    def run(name: str, *overrides: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *overrides])
+        runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
 
-
-def test_scripts_import_and_export(tmp_path):
     source = write(Weights(groups=4), tmp_path / "source", sizes=(2, 1))
     folder, out = tmp_path / "folder", tmp_path / "out"
-    run_script("import_megatron.py", f"checkpoint={source}", f"output={folder}", "args={dmc_window_size: 7}")
+    run("import_megatron.py", f"checkpoint={source}", f"output={folder}", "args={dmc_window_size: 7}")
     assert load_model(folder).compression.window_size == 7
-    run_script("export_megatron.py", f"model.path={folder}", f"output={out}", "tensor_size=4")
+    run("export_megatron.py", f"model.path={folder}", f"output={out}", "tensor_size=4")
     assert len(list(out.rglob("*.pt"))) == 4
+    assert capsys.readouterr().out == f"imported {folder}\nexported {out}\n"
+    with pytest.raises(SystemExit, match=r"^error: .* holds no mp_rank_00"):
+        run("import_megatron.py", f"checkpoint={tmp_path}", f"output={tmp_path / 'other'}")
+    with pytest.raises(SystemExit, match=r"^error: 4 query heads cannot be shared by 3"):
+        run("export_megatron.py", f"model.path={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")

@@ -54,6 +54,18 @@ def test_import_gives_the_logits_of_the_shards_run_token_by_token(groups, sizes,
     assert torch.equal(generation.stats.slots.cpu().long(), oracle.entries())
 
 
+def test_constants_of_the_published_models_give_their_logits_too(tmp_path):
+    weights = Weights(groups=4, decision_scale=8.0)
+    source = write(weights, tmp_path / "source", dmc_init_val=5, dmc_window_size=12)
+    oracle = ShardedOracle(source, (1, 1))
+    tokens = TOKENS * 2
+    expected = oracle.run(tokens, 21)
+    assert oracle.entries().float().mean() < 0.8 * len(tokens)
+    model = load_model(import_checkpoint(source, tmp_path / "out", vocab_size=21))
+    assert model.compression == CompressionConfig()
+    torch.testing.assert_close(logits_of(model, tokens), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoint_without_gates_is_a_stock_llama(sizes, tied, tmp_path):
@@ -173,6 +185,7 @@ def test_arguments_can_be_given_where_none_are_stored(tmp_path):
         ({"rotary_percent": 0.5}, {}, "rotary_percent=0.5 makes no Llama"),
         ({"normalization": "LayerNorm"}, {}, "normalization='LayerNorm' makes no Llama"),
         ({"num_layers": 3}, {}, "holds 2 layers, its num_layers says 3"),
+        ({"num_attention_heads": 5, "dmc_init_val": None}, {}, "make no Llama of transformers"),
         ({"num_attention_heads": 8}, {}, r"linear_qkv.weight of rank 0 has shape \(128, 24\), the arguments ask for"),
         ({"untie_embeddings_and_output_weights": True}, {"ffn_hidden_size": 64}, r"linear_fc1.weight of rank 0"),
         ({"tensor_model_parallel_size": 2}, {}, r"holds 1 tensor x 1 pipeline ranks, its arguments say 2 x 1"),
@@ -256,6 +269,15 @@ def test_weights_that_a_llama_has_not_are_named(tmp_path):
     content["model"]["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.zeros(128)
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"holds decoder.layers.0.self_attention.linear_qkv.bias .*a Llama has not"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_ranks_of_different_iterations_are_not_joined(tmp_path):
+    source = write(GROUPED, tmp_path / "source", sizes=(2, 1))
+    other = write(Weights(groups=2, seed=1), tmp_path / "other", sizes=(2, 1))
+    name = Path("iter_0000040", "mp_rank_01", "model_optim_rng.pt")
+    (other / name).replace(source / name)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"):
         import_checkpoint(source, tmp_path / "out")
 
 

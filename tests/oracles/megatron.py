@@ -49,6 +49,7 @@ class Weights:
     neurons: int = 32
     vocab_size: int = 21
     tied: bool = False
+    decision_scale: float = 1.0
     seed: int = 0
     dtype: torch.dtype = torch.float32
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Weights:
         def draw(*shape: int, mean: float = 0.0) -> Tensor:
             return (mean + 0.3 * torch.randn(shape, generator=generator)).to(self.dtype)
 
-        for _ in range(self.num_layers):
+        for number in range(self.num_layers):
             self.layers.append(
                 {
                     "query": [draw(self.head_dim, self.hidden) for _ in range(self.heads)],
@@ -73,6 +74,8 @@ class Weights:
                     "norms": [draw(self.hidden, mean=1.0), draw(self.hidden, mean=1.0)],
                 }
             )
+            for key in self.layers[number]["key"]:
+                key[-1] *= self.decision_scale
         self.whole.update(
             embedding=draw(self.vocab_size, self.hidden),
             output=draw(self.vocab_size, self.hidden),
