@@ -29,6 +29,7 @@ ALLOWED = {
     "measure": {"compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget"},
     "export": {"models", "compression", "budget", "measure", "provenance"},
+    "megatron": {"export", "models", "compression"},
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
         *("export", "measure", "calibrate", "provenance", "ranks"),
