@@ -27,6 +27,9 @@ GATES: dict[str, dict[str, Any] | None] = {
     "per layer": {"decisions": "per_layer"},
     "per layer, drop, delay 4": {"decisions": "per_layer", "action": "drop", "delay": 4},
     "uniform, delay 4": {"weighting": "uniform", "delay": 4},
+    "hidden": {"gate_input": "hidden"},
+    "hidden, drop, delay 4": {"gate_input": "hidden", "action": "drop", "delay": 4},
+    "both, per layer, delay 4": {"gate_input": "both", "decisions": "per_layer", "delay": 4},
     "fixed": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
     "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }

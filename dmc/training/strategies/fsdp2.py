@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import empty_model, local_folder, stored_shapes
@@ -99,6 +100,9 @@ class Fsdp2(WholeModel):
         stored = stored_shapes(folder)
         state = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        for part in model.modules():
+            if isinstance(part, GateAdapter):  # stored nowhere yet
+                part.reset_parameters()
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
