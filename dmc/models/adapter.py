@@ -22,6 +22,9 @@ class GateAdapter(nn.Linear):
         """Start from zero."""
         nn.init.zeros_(self.weight)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map [B, T, hidden] to decision and importance logits, [B, 2, H, T]."""
-        return super().forward(hidden_states).unflatten(-1, (-1, 2)).permute(0, 3, 2, 1)
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Map [B, T, hidden] to decision and importance logits, [B, 2, H, T].
+
+        Not `forward`, whose output tensor parallelism takes to be cut along its last dimension.
+        """
+        return self(hidden_states).unflatten(-1, (-1, 2)).permute(0, 3, 2, 1)

@@ -15,7 +15,7 @@ def test_an_adapter_maps_each_token_to_two_logits_of_each_head() -> None:
     assert not adapter.weight.any()
     adapter.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     states = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
-    out = adapter(states)
+    out = adapter.logits(states)
     for row in range(2):
         for token in range(5):
             for head in range(3):
