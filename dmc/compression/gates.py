@@ -54,8 +54,8 @@ class Compressor:
             key: unrotated, [B, H, T, D].
             mode: thresholded or relaxed with the sample's seeds; None: relaxed with torch's default generator.
             layer_index: keys the noise.
-            starts: True where a sequence or document starts, which is always appended, [B, T]; None: whoever stores
-                the tokens knows, and takes fixed decisions himself.
+            starts: True where a sequence or document starts, which is always appended, [B, T]; None: the cache that
+                stores the tokens knows; fixed decisions are then left to it.
         """
         if not self.config.borrows_neuron:
             return self._gate_by_position(query, key, mode, starts)

@@ -108,9 +108,7 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "count", "decisions"), [("llama", 4, "per_head"), ("qwen3", 2, "per_head"), ("llama", 2, "per_layer")]
-)
+@pytest.mark.parametrize(("family", "count", "decisions"), [("llama", 4, "per_head"), ("qwen3", 2, "per_layer")])
 def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, tmp_path):
     values["model"]["fresh"]["model_type"] = family
     values["compression"]["decisions"] = decisions
