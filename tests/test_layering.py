@@ -29,6 +29,7 @@ ALLOWED = {
     "measure": {"compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget"},
     "export": {"models", "compression", "budget", "measure", "provenance"},
+    "megatron": {"export", "models", "compression"},
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
         *("export", "measure", "calibrate", "provenance", "ranks"),
@@ -40,6 +41,7 @@ ALLOWED = {
     },
     "lm_eval": {"models"},
     "loading": {"models"},
+    "study": {"evaluation", "data", "loading", "export"},
     "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
