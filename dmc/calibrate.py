@@ -45,7 +45,7 @@ def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float,
     check_ratio(target_ratio, "target_ratio")
     if getattr(model, "compression", None) is None:
         raise ValueError("the model has no gates to calibrate: retrofit it first")
-    if not model.compression.borrows_neuron:
+    if model.compression.decisions == "fixed":
         raise ValueError("fixed decisions have no offset to calibrate: their ratio is compression.target_ratio")
     before = model.compression.decision_offset
 

@@ -103,7 +103,7 @@ def test_regimes_have_the_papers_lengths():
     lengths = {}
     for name in ("retrofit", "retrofit_short", "retrofit_immediate"):
         config = composed("experiment=llama2_7b_cr4", f"training={name}", "training.snapshot_ratios=[]")
-        plan = Plan(config.training, config.target_ratio, config.decisions)
+        plan = Plan(config.training, config.target_ratio, config.compression)
         lengths[name] = dict(plan.lengths)["retrofit"]
         ramp = [plan.at(250 + lengths[name] * third // 3).target_ratio for third in range(3)]
         assert ramp == ([4.0] * 3 if name == "retrofit_immediate" else pytest.approx([1.0, 2.0, 3.0], abs=1e-3))
@@ -115,7 +115,7 @@ def test_regimes_have_the_papers_lengths():
 
 def test_fixed_pooling_leaves_the_zero_out_stage_out():
     config = composed("experiment=llama2_7b_cr2", "compression=fixed_pooling")
-    plan = Plan(config.training, config.target_ratio, config.decisions)
+    plan = Plan(config.training, config.target_ratio, config.compression)
     assert [name for name, _ in plan.lengths] == ["retrofit", "solidify"]
     assert plan.at(0).target_ratio == 2.0
 

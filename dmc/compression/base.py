@@ -36,6 +36,9 @@ class CompressionConfig:
     decisions: Literal["per_head", "per_layer", "fixed"] = "per_head"
     """per_head: each KV head for itself; per_layer: all heads of a layer as one, by the mean of their logits
     (DMC-HardC); fixed: by the token's position alone, groups of `target_ratio` tokens (Fixed Memory Pooling)."""
+    gate_input: Literal["neuron", "hidden", "both"] = "neuron"
+    """What importance and decision are read from. neuron: a borrowed channel of query and key, with no new parameter;
+    hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two."""
     weighting: Literal["learned", "uniform"] = "learned"
     """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
     delay: int = 0
@@ -68,6 +71,10 @@ class CompressionConfig:
             raise ValueError(f"decisions={self.decisions!r} is unknown: expected 'per_head', 'per_layer' or 'fixed'")
         if self.weighting not in ("learned", "uniform"):
             raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'learned' or 'uniform'")
+        if self.gate_input not in ("neuron", "hidden", "both"):
+            raise ValueError(f"gate_input={self.gate_input!r} is unknown: expected 'neuron', 'hidden' or 'both'")
+        if self.decisions == "fixed" and self.gate_input != "neuron":
+            raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would train for nobody")
         if self.decisions == "fixed" and self.action == "drop":
             raise ValueError(
                 "decisions='fixed' pools tokens by their position: it cannot drop them; use action='merge'"
@@ -91,7 +98,12 @@ class CompressionConfig:
     @property
     def borrows_neuron(self) -> bool:
         """Whether a channel of query and key carries importance and decision, and is lost to attention."""
-        return self.decisions != "fixed"
+        return self.decisions != "fixed" and self.gate_input != "hidden"
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether every layer has a linear map from its input to importance and decision."""
+        return self.gate_input != "neuron"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CompressionConfig:

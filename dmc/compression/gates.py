@@ -20,7 +20,8 @@ class Compressor:
     that of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps. Decisions
     per layer (DMC-HardC) take the mean of a_t over the KV heads, and of q_t[e*] over all query heads, for all of them.
 
-    Fixed decisions borrow no neuron: queries and keys stay as they are, and omega is 1.
+    With an adapter its outputs are added to both, or stand alone and no neuron is borrowed (`gate_input`). Fixed
+    decisions borrow none either, and omega is 1. Queries and keys then stay as they are.
 
     Args:
         config: what is decided by whom, what happens to a token and when.
@@ -45,7 +46,13 @@ class Compressor:
         return neuron_scale(self.head_dim, self.neuron, multiplier, like)
 
     def gate(
-        self, query: Tensor, key: Tensor, mode: GateMode | None, layer_index: int, starts: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        mode: GateMode | None,
+        layer_index: int,
+        starts: Tensor | None = None,
+        adapted: Tensor | None = None,
     ) -> GateOutput:
         """Decide for every token and remove the borrowed neuron.
 
@@ -56,10 +63,11 @@ class Compressor:
             layer_index: keys the noise.
             starts: True where a sequence or document starts, which is always appended, [B, T]; None: the cache that
                 stores the tokens knows; fixed decisions are then left to it.
+            adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: it has none.
         """
-        if not self.config.borrows_neuron:
+        if self.config.decisions == "fixed":
             return self._gate_by_position(query, key, mode, starts)
-        logits, importance = self._read_neuron(query, key)
+        logits, importance = self._read(query, key, adapted)
         if mode is not None and mode.noise_seeds is None:
             alpha = is_merged(logits).float()
             log_append = hard_log_append(alpha)
@@ -74,15 +82,22 @@ class Compressor:
         omega = torch.ones_like(alpha)
         if self.config.weighting == "learned":
             omega = torch.sigmoid(importance + self.config.omega_offset) + self.config.eps
-        scale = self.neuron_scale(0.0, key)
+        if self.neuron is not None:
+            scale = self.neuron_scale(0.0, key)
+            query, key = query * scale, key * scale
         of_heads = (each.expand(key.shape[:-1]) for each in (logits, alpha, log_append, omega))
-        return GateOutput(query * scale, key * scale, *of_heads)
+        return GateOutput(query, key, *of_heads)
 
-    def _read_neuron(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, query: Tensor, key: Tensor, adapted: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return decision and importance logits, float32 [B, H, T], or [B, 1, T] where a layer decides as one."""
         batch, kv_heads, length = key.shape[:3]
-        logits = self.config.decision_scale * key[..., self.neuron].float() - self.config.decision_offset
-        importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
+        decision, importance = key.new_zeros(2, batch, kv_heads, length, dtype=torch.float32)
+        if self.neuron is not None:
+            decision = key[..., self.neuron].float()
+            importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
+        if adapted is not None:
+            decision, importance = decision + adapted[:, 0].float(), importance + adapted[:, 1].float()
+        logits = self.config.decision_scale * decision - self.config.decision_offset
         if self.config.decisions == "per_layer":
             both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
             logits, importance = both.unbind()

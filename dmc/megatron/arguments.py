@@ -166,14 +166,17 @@ def gate_arguments(gates: CompressionConfig, head_dim: int) -> dict[str, Any]:
     Raises:
         ValueError: Megatron's gates cannot do what these do.
     """
-    expected = {"action": "merge", "delay": 0, "eps": MEGATRON_EPS}
+    expected = {
+        "action": "merge", "decisions": "per_head", "gate_input": "neuron", "weighting": "learned", "delay": 0,
+        "eps": MEGATRON_EPS,
+    }  # fmt: skip
     wrong = [f"{name}={getattr(gates, name)!r}" for name, value in expected.items() if getattr(gates, name) != value]
     if gates.neuron_index % head_dim != head_dim - 1:
         wrong.append(f"neuron_index={gates.neuron_index}")
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: Megatron's gates merge at once (action='merge', delay=0), read the last channel "
-            f"(neuron_index=-1) and add eps={MEGATRON_EPS}"
+            f"{', '.join(wrong)}: Megatron's gates merge at once (action='merge', delay=0), each head for itself "
+            f"and with learned weights, read the last channel (neuron_index=-1) and add eps={MEGATRON_EPS}"
         )
     if gates.decision_offset != gates.omega_offset and min(gates.decision_offset, gates.omega_offset) <= 0:
         raise ValueError(

@@ -83,11 +83,11 @@ class StoredWeights:
 
 
 def decision_scale(config: Any) -> float:
-    """Return what the rows of the decision are multiplied by so that omega_offset is their threshold as well."""
+    """Return what the rows of the decision are multiplied by: their own scale, and the threshold omega_offset."""
     gates = getattr(config, "compression", None)
     if gates is None or gates["decision_offset"] == gates["omega_offset"]:
-        return 1.0
-    return gates["omega_offset"] / gates["decision_offset"]
+        return 1.0 if gates is None else gates["decision_scale"]
+    return gates["decision_scale"] * gates["omega_offset"] / gates["decision_offset"]
 
 
 def scaled(name: str, weight: Tensor, head_dim: int, scale: float) -> Tensor:

@@ -45,6 +45,7 @@ class CompressedAttentionMixin(nn.Module):
     """
 
     compressor: Compressor
+    gate_adapter: nn.Module | None
     layer_idx: int
     head_dim: int
     scaling: float
@@ -93,14 +94,15 @@ class CompressedAttentionMixin(nn.Module):
         query, key, value = self.project(hidden_states)
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
+        adapted = None if self.gate_adapter is None else self.gate_adapter(hidden_states)
         if cache is not None:
-            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx)
+            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx, adapted=adapted)
             attended = cache.attend(self.layer_idx, gated, value, self.scaling, attention_mask)
         elif mode is not None and mode.neuron_multiplier is not None:
             attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
         else:
             starts = sequence_starts(query, attention_mask) if documents is None else documents.starts
-            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts)
+            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts, adapted)
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if attention_mask is None else ~attention_mask

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from dmc.compression import CompressionConfig, Compressor
+from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
@@ -54,6 +55,9 @@ class CompressedConfigMixin:
     def __post_init__(self, compression: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.compression = CompressionConfig.from_dict(compression or {}).to_dict()
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        if CompressionConfig.from_dict(self.compression).has_adapter:
+            plan = getattr(self, "base_model_tp_plan", None) or {}
+            self.base_model_tp_plan = plan | {"layers.*.self_attn.gate_adapter": "colwise"}
 
 
 class CompressedCausalLM(PreTrainedModel):
@@ -78,6 +82,8 @@ class CompressedCausalLM(PreTrainedModel):
         for index, layer in enumerate(self.model.layers):
             attention = self.attention_class(config, index)
             attention.compressor = Compressor(compression, attention.head_dim)
+            heads = config.num_key_value_heads
+            attention.gate_adapter = GateAdapter(config.hidden_size, heads) if compression.has_adapter else None
             layer.self_attn = attention
         self.post_init()
 
@@ -99,6 +105,11 @@ class CompressedCausalLM(PreTrainedModel):
 
     @compression.setter
     def compression(self, compression: CompressionConfig) -> None:
+        if compression.has_adapter != self.compression.has_adapter:
+            raise ValueError(
+                f"gate_input={compression.gate_input!r} cannot replace {self.compression.gate_input!r} in a model that "
+                "is already compressed: an adapter is part of its weights; retrofit the stock model"
+            )
         self.config.compression = compression.to_dict()
         for layer in self.model.layers:
             layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
@@ -118,6 +129,10 @@ class CompressedCausalLM(PreTrainedModel):
             for projection in (attention.q_proj, attention.k_proj):
                 for parameter in projection.parameters():
                     yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
+
+    def adapters(self) -> list[GateAdapter]:
+        """Return the layers' adapters, none where the gates read the borrowed neuron alone."""
+        return [module for module in self.modules() if isinstance(module, GateAdapter)]
 
     @torch.no_grad()
     def remove_neuron(self) -> None:
@@ -257,7 +272,7 @@ def register_families() -> None:
 
 
 def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
-    """Give a Hugging Face model learned cache compression: same weights, no new parameters.
+    """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
@@ -286,7 +301,12 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
-    compressed.load_state_dict(model.state_dict(), assign=True)
+    adapters = {
+        name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
+        for name, value in compressed.state_dict().items()
+        if ".gate_adapter." in name
+    }
+    compressed.load_state_dict(model.state_dict() | adapters, assign=True)
     compressed.model.rotary_emb = model.model.rotary_emb
     compressed.tie_weights()
     compressed.generation_config = model.generation_config

@@ -47,7 +47,7 @@ class Exporter:
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
-            if self.config.training.calibrate and target_ratio > 1 and model.compression.borrows_neuron:
+            if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
                 found = calibrate_offset(model, self.data.calibration_batches(), target_ratio)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,

@@ -29,8 +29,10 @@ def noise_seeds(seed: int, positions: Tensor) -> list[int]:
 
 
 def train_gates_only(model: CompressedCausalLM) -> None:
-    """Freeze all weights but the rows of W_q and W_k that produce the borrowed neuron."""
+    """Freeze all weights but the adapters and the rows of W_q and W_k that produce the borrowed neuron."""
     model.requires_grad_(False)
+    for adapter in model.adapters():
+        adapter.requires_grad_(True)
     for parameter, rows in model.neuron_rows():
         trained = torch.zeros_like(parameter)
         trained[rows] = 1

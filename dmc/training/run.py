@@ -89,7 +89,7 @@ def train(config: RunConfig) -> TrainedRun:
     if config.logger.wandb_project is not None:
         choose_wandb_mode(config.logger)
     claim(folder, config)
-    plan = Plan(config.training, config.target_ratio, config.decisions)
+    plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     if (run.final / METRICS_NAME).is_file():

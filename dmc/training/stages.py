@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmc.compression import target_ratio_at, zero_out_multiplier_at
+from dmc.compression import CompressionConfig, target_ratio_at, zero_out_multiplier_at
 from dmc.config import StageConfig, TrainingConfig
 
 
@@ -40,16 +40,20 @@ class Plan:
     Args:
         training: the stages; those that zero out the borrowed neuron are left out where none is borrowed.
         target_ratio: CR they lead to.
-        decisions: who decides in the gates, see `CompressionConfig`.
+        compression: the gates; None: as if they borrowed a neuron and learned to decide.
     Raises:
         ValueError: gates would work before `zero_out` in the same run.
     """
 
-    def __init__(self, training: TrainingConfig, target_ratio: float, decisions: str = "per_head") -> None:
+    def __init__(
+        self, training: TrainingConfig, target_ratio: float, compression: CompressionConfig | None = None
+    ) -> None:
         self.target_ratio, self._delays = target_ratio, training.delays
         self._stages: list[_PlannedStage] = []
         start = 0
-        stages = [stage for stage in training.stages if decisions != "fixed" or stage.name != "zero_out"]
+        borrows = compression is None or compression.borrows_neuron
+        decisions = "per_head" if compression is None else compression.decisions
+        stages = [stage for stage in training.stages if borrows or stage.name != "zero_out"]
         for stage in stages:
             steps = stage.num_steps(training.tokens_per_step, target_ratio)
             rate = training.learning_rate if stage.learning_rate is None else stage.learning_rate

@@ -22,6 +22,8 @@ DROP = [{"action": "drop", "delay": delay} for delay in (1, 4, 16)]
 SHARED = [{"decisions": "per_layer", "delay": delay} for delay in (0, 4)]
 SHARED += [{"decisions": "per_layer", "action": "drop", "delay": 4}, {"decisions": "per_layer", "weighting": "uniform"}]
 UNIFORM = [{"weighting": "uniform"}, {"weighting": "uniform", "window_size": None, "delay": 4}]
+ADAPTED = [{"gate_input": "hidden"}, {"gate_input": "both", "delay": 4, "decision_scale": 2.0}]
+ADAPTED += [{"gate_input": "hidden", "action": "drop", "delay": 4}, {"gate_input": "both", "decisions": "per_layer"}]
 FIXED = [
     {"decisions": "fixed", "weighting": "uniform", "window_size": window, "delay": delay, "target_ratio": ratio}
     for window, delay, ratio in ((None, 0, 4.0), (None, 4, 4.0), (3, 0, 4.0), (3, 4, 2.5), (12, 0, 2.5), (None, 4, 1.3))
@@ -134,14 +136,13 @@ def test_a_delay_beyond_the_sequence_compresses_nothing(gates: dict, make_stock:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("gates", MERGE + DROP + SHARED + UNIFORM + FIXED, ids=name_of)
+@pytest.mark.parametrize("gates", MERGE + DROP + SHARED + UNIFORM + ADAPTED + FIXED, ids=name_of)
 def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(
-    gates: dict, group: int, make_stock: Any, make_gates: Any, make_prompts: Any
+    gates: dict, group: int, make_compressed: Any, make_prompts: Any
 ) -> None:
-    stock, settings = make_stock(group=group), make_gates(**gates)
+    model = make_compressed(group=group, gates=gates)
     sequences = make_prompts(3, 17, 40)
-    runs = [ModelOracle(stock, settings).run(sequence) for sequence in sequences]
-    model = retrofit(stock, settings)
+    runs = [ModelOracle(model, model.compression).run(sequence) for sequence in sequences]
     scores = Engine(model).score([sequence[:2] for sequence in sequences], [[*each[2:], 0] for each in sequences])
     for sequence, run, score in zip(sequences, runs, scores, strict=True):
         assert difference(parallel_log_probs(model, sequence), run.log_probs) < TOLERANCE

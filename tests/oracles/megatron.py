@@ -240,6 +240,10 @@ class ShardedOracle:
             return PlainHead(self.args.kv_channels, self.args.rotary_base)
         settings = SimpleNamespace(
             action="merge",
+            decisions="per_head",
+            gate_input="neuron",
+            weighting="learned",
+            decision_scale=1.0,
             delay=0,
             window_size=self.args.dmc_window_size or None,
             neuron_index=-1,

@@ -18,7 +18,8 @@ class HeadOracle:
 
     def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
-        self.neuron = None if compression.decisions == "fixed" else compression.neuron_index % head_dim
+        borrows = compression.decisions != "fixed" and compression.gate_input != "hidden"
+        self.neuron = compression.neuron_index % head_dim if borrows else None
         self.raw: list[dict] = []
         self.group: list[dict] = []
         self.slots: list[tuple[np.ndarray, np.ndarray]] = []
@@ -36,12 +37,14 @@ class HeadOracle:
             out[self.neuron] = 0
         return out
 
-    def read(self, queries: list[np.ndarray], key: np.ndarray) -> tuple[float, float]:
-        """Logits of decision and importance that this head alone would go by."""
-        if self.neuron is None:
-            return 0.0, 0.0
-        importance = np.mean([query[self.neuron] for query in queries]) + self.settings.omega_offset
-        return key[self.neuron] - self.settings.decision_offset, importance
+    def read(self, queries: list[np.ndarray], key: np.ndarray, adapted: Any = (0.0, 0.0)) -> tuple[float, float]:
+        """Logits of decision and importance that this head alone would go by; `adapted`: what an adapter adds."""
+        decision, importance = adapted
+        if self.neuron is not None:
+            decision += key[self.neuron]
+            importance += np.mean([query[self.neuron] for query in queries])
+        settings = self.settings
+        return settings.decision_scale * decision - settings.decision_offset, importance + settings.omega_offset
 
     def step(
         self,
@@ -51,7 +54,7 @@ class HeadOracle:
         scaling: float,
         logits: tuple[float, float] | None = None,
     ) -> list[np.ndarray]:
-        """Feed token t; return the output of each query head of the group. `logits`: to go by instead of its own."""
+        """Feed token t; return the output of each query head of the group. `logits`: None: as the head reads them."""
         position, settings = len(self.decisions), self.settings
         decision_logit, importance = self.read(queries, key) if logits is None else logits
         decision = int(decision_logit > 0)
@@ -152,12 +155,14 @@ class ModelOracle:
         group = len(queries) // len(heads)
         outputs = []
         groups = [list(queries[number * group : (number + 1) * group]) for number in range(len(heads))]
-        logits = None
+        adapted = np.zeros((len(heads), 2))
+        if prefix + "gate_adapter.weight" in self.weights:
+            adapted = self.linear(prefix + "gate_adapter", hidden).reshape(-1, 2)
+        logits = [head.read(*each) for head, *each in zip(heads, groups, keys, adapted, strict=True)]
         if self.compression.decisions == "per_layer":
-            read = [head.read(*each) for head, *each in zip(heads, groups, keys, strict=True)]
-            logits = tuple(np.mean(read, axis=0))
-        for head, *states in zip(heads, groups, keys, values, strict=True):
-            outputs += head.step(*states, self.head_dim**-0.5, logits)
+            logits = [tuple(np.mean(logits, axis=0))] * len(heads)
+        for head, logit, *states in zip(heads, logits, groups, keys, values, strict=True):
+            outputs += head.step(*states, self.head_dim**-0.5, logit)
         return self.linear(prefix + "o_proj", np.concatenate(outputs))
 
     def linear(self, name: str, states: np.ndarray) -> np.ndarray:

@@ -25,6 +25,9 @@ GATES: dict[str, dict[str, Any] | None] = {
     "drop, delay 4": {"action": "drop", "delay": 4},
     "drop, delay 16": {"action": "drop", "delay": 16},
     "per layer": {"decisions": "per_layer"},
+    "hidden": {"gate_input": "hidden"},
+    "hidden, drop, delay 4": {"gate_input": "hidden", "action": "drop", "delay": 4},
+    "both, per layer, delay 4": {"gate_input": "both", "decisions": "per_layer", "delay": 4},
     "fixed": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
     "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }

@@ -2,9 +2,11 @@ import math
 
 import pytest
 
+from dmc.compression import CompressionConfig
 from dmc.config import StageConfig, TrainingConfig
 from dmc.training.stages import Plan
 
+FIXED = CompressionConfig(decisions="fixed", weighting="uniform")
 PAPER = TrainingConfig(
     stages=[
         StageConfig("zero_out", steps=250),
@@ -83,10 +85,10 @@ def test_snapshots_follow_the_shorter_ramp():
 
 
 def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
-    plan = Plan(climbing(None), 4.0, "fixed")
+    plan = Plan(climbing(None), 4.0, FIXED)
     assert plan.lengths == [("retrofit", 20), ("solidify", 10)]
     assert {plan.at(step).target_ratio for step in range(30)} == {4.0}
     assert {plan.at(step).neuron_multiplier for step in range(30)} == {None}
     assert not any(plan.neuron_removed_at(step) for step in range(30))
-    ramp = Plan(climbing(1.0), 4.0, "fixed")
+    ramp = Plan(climbing(1.0), 4.0, FIXED)
     assert [ramp.at(step).target_ratio for step in (0, 10, 20)] == [1.0, 2.5, 4.0]

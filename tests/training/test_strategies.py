@@ -113,6 +113,7 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, tmp_path):
     values["model"]["fresh"]["model_type"] = family
     values["compression"]["decisions"] = decisions
+    values["compression"]["gate_input"] = "both" if decisions == "per_layer" else "neuron"
     alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
     trainer = {"strategy": "fsdp2", "tensor_parallel_size": 2}
     folder = on_ranks(values, count, tmp_path / "cut", trainer, micro_batch_size=3, activation_checkpointing=True)

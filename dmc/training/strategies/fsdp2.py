@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
@@ -109,6 +110,9 @@ class Fsdp2(WholeModel):
                     parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
                     weight = tensors.get_tensor(name).to(device, parameter.dtype)
                     _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+        for name, part in model.named_modules():
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
+                part.reset_parameters()
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""

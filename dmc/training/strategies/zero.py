@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import empty_model, local_folder, read_header, weight_files
@@ -76,7 +77,10 @@ class Zero(WholeModel):
                     with safe_open(owners[weight], framework="pt") as tensors:
                         value = tensors.get_tensor(weight).to(strategy.root_device, parameter.dtype)
                     setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
-            if next(part.parameters(recurse=False), None) is not None and f"{name}.weight" in owners:
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in owners:
+                part.to_empty(device=strategy.root_device)
+                part.reset_parameters()
+            if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
                 Init(module=part, config_dict_or_path=strategy.config)
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
