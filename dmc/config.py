@@ -427,11 +427,6 @@ class RunConfig:
             dataclasses.replace(compression, delay=delay)
 
     def _check_variants(self) -> None:
-        if self.model.merge_kv_heads is not None and self.trainer.strategy in ("fsdp2", "deepspeed_zero3"):
-            raise ValueError(
-                f"model.merge_kv_heads={self.model.merge_kv_heads} with trainer.strategy={self.trainer.strategy}: no "
-                "rank has whole heads to merge; make a folder with scripts/merge_heads.py and give it as model.path"
-            )
         if self.training.head_agreement_weight > 0 and self.has_gates and self.decisions != "per_head":
             raise ValueError(
                 f"training.head_agreement_weight={self.training.head_agreement_weight} with "

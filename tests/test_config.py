@@ -114,7 +114,6 @@ FIXED = {"decisions": "fixed", "weighting": "uniform"}
         ),
         ({"compression": FIXED, "training.snapshot_ratios": [2.0]}, "need a target that climbs through them"),
         ({"compression": {**FIXED, "action": "drop", "delay": 2}}, "it cannot drop them"),
-        ({"model.merge_kv_heads": 2, "trainer.strategy": "fsdp2"}, "make a folder with scripts/merge_heads.py"),
     ],
 )
 def test_settings_that_contradict_each_other_give_one_clear_error(changes, message):

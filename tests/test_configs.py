@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from dmc.config import RunConfig, build_config
+from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -73,10 +76,61 @@ def test_llama_experiment_is_the_papers_recipe():
     assert (solidify.tokens, solidify.final_fraction) == (8e9, 0.1)
 
 
-def test_composed_settings_survive_json():
-    import dataclasses
-    import json
+GATES = {
+    "compression=dmc_hardc": {"decisions": "per_layer"},
+    "compression=dmc_uniform": {"weighting": "uniform"},
+    "compression=dmc_exact": {"window_size": None},
+    "compression=dmc_first_neuron": {"neuron_index": 0},
+    "compression=fixed_pooling": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
+    "compression.decisions=per_layer": {"decisions": "per_layer"},
+}
+TRAINING = {
+    "training.head_agreement_weight=1": {"head_agreement_weight": 1.0, "head_agreement": "mean"},
+    "training.ratio_prior=local": {"ratio_prior": "local"},
+    "training.soft_ratio_loss=true": {"soft_ratio_loss": True},
+}
 
+
+@pytest.mark.parametrize("override", [*GATES, *TRAINING])
+def test_every_variant_of_the_paper_is_one_override_away(override):
+    plain, variant = (composed("experiment=llama2_7b_cr2", *words) for words in ([], [override]))
+    assert variant.compression == dataclasses.replace(plain.compression, **GATES.get(override, {}))
+    assert variant.training == dataclasses.replace(plain.training, **TRAINING.get(override, {}))
+    assert variant.model == plain.model
+
+
+def test_regimes_have_the_papers_lengths():
+    lengths = {}
+    for name in ("retrofit", "retrofit_short", "retrofit_immediate"):
+        config = composed("experiment=llama2_7b_cr4", f"training={name}", "training.snapshot_ratios=[]")
+        plan = Plan(config.training, config.target_ratio, config.compression)
+        lengths[name] = dict(plan.lengths)["retrofit"]
+        ramp = [plan.at(250 + lengths[name] * third // 3).target_ratio for third in range(3)]
+        assert ramp == ([4.0] * 3 if name == "retrofit_immediate" else pytest.approx([1.0, 2.0, 3.0], abs=1e-3))
+        assert (plan.at(0).stage, plan.total_steps - lengths[name]) == ("zero_out", 250 + 1907)
+        settings = dataclasses.replace(composed().training, stages=config.training.stages)
+        assert dataclasses.replace(config.training, snapshot_ratios=[]) == settings
+    assert lengths == {"retrofit": 17166, "retrofit_short": 8583, "retrofit_immediate": 17166}  # 6K, 3K per +1 of CR
+
+
+def test_fixed_pooling_leaves_the_zero_out_stage_out():
+    config = composed("experiment=llama2_7b_cr2", "compression=fixed_pooling")
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    assert [name for name, _ in plan.lengths] == ["retrofit", "solidify"]
+    assert plan.at(0).target_ratio == 2.0
+
+
+def test_merged_heads_are_planned_as_a_smaller_model():
+    plans = [
+        plan_training(composed("model=llama2_7b", "trainer.devices=8", *merge), PlannerConfig())
+        for merge in ([], ["model.merge_kv_heads=8"])
+    ]
+    assert plans[0].num_weights - plans[1].num_weights == 32 * 2 * 24 * 128 * 4096
+    with pytest.raises(ValueError, match="32 KV heads cannot be merged into 5 groups of equal size"):
+        plan_training(composed("model=llama2_7b", "model.merge_kv_heads=5"), PlannerConfig())
+
+
+def test_composed_settings_survive_json():
     config = composed("experiment=quickstart_retrofit")
     assert build_config(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
 

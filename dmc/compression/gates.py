@@ -61,8 +61,8 @@ class Compressor:
             key: unrotated, [B, H, T, D].
             mode: thresholded or relaxed with the sample's seeds; None: relaxed with torch's default generator.
             layer_index: keys the noise.
-            starts: True where a sequence or document starts, which is always appended, [B, T]; None: whoever stores
-                the tokens knows, and takes fixed decisions himself.
+            starts: True where a sequence or document starts, which is always appended, [B, T]; None: the cache that
+                stores the tokens knows; fixed decisions are then left to it.
             adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: it has none.
         """
         if self.config.decisions == "fixed":

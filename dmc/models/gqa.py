@@ -35,9 +35,9 @@ def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
         attention = layer.self_attn
         for projection in (attention.k_proj, attention.v_proj):
             for name, parameter in list(projection.named_parameters()):
-                merged = _mean_of_groups(parameter.detach(), num_key_value_heads, attention.head_dim)
+                merged = merge_rows(parameter.detach(), num_key_value_heads * attention.head_dim, attention.head_dim)
                 setattr(projection, name, nn.Parameter(merged, parameter.requires_grad))
-            projection.out_features = num_key_value_heads * attention.head_dim
+            projection.out_features = projection.weight.shape[0]
         attention.num_key_value_groups = model.config.num_attention_heads // num_key_value_heads
     return model
 
@@ -58,8 +58,16 @@ def merge_heads_of_config(config: PreTrainedConfig, num_key_value_heads: int) ->
     config.num_key_value_heads = num_key_value_heads
 
 
-def _mean_of_groups(weight: Tensor, num_groups: int, head_dim: int) -> Tensor:
-    """Average rows [heads * D, ...] over the heads of each group, -> [groups * D, ...], in float32 at least."""
-    grouped = weight.unflatten(0, (num_groups, -1, head_dim))
+def merge_rows(weight: Tensor, num_rows: int, head_dim: int) -> Tensor:
+    """Average a projection's rows over the heads of each group, in float32 at least.
+
+    Args:
+        weight: or bias, [heads * D, ...].
+        num_rows: rows afterwards, groups * D; as many as there are: the weight is returned as it is.
+        head_dim: D.
+    """
+    if num_rows == weight.shape[0]:
+        return weight
+    grouped = weight.unflatten(0, (num_rows // head_dim, -1, head_dim))
     wide = torch.promote_types(weight.dtype, torch.float32)
     return grouped.mean(1, dtype=wide).to(weight.dtype).flatten(0, 1)

@@ -1,6 +1,4 @@
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from dmc.models import merge_kv_heads
 from dmc.models.gqa import merge_heads_of_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SCRIPT = Path(__file__).parents[2] / "scripts" / "merge_heads.py"
 
 
 def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -95,13 +92,3 @@ def test_groups_of_unequal_size_are_refused(count: int, make_stock: Any) -> None
 def test_gated_models_are_refused(make_compressed: Any) -> None:
     with pytest.raises(ValueError, match="merge the heads of the stock model, then retrofit it"):
         merge_kv_heads(make_compressed(), 1)
-
-
-def test_the_script_writes_a_stock_folder(folders: Any, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), f"model.path={folders.stock}", f"output={tmp_path / 'merged'}"]
-    subprocess.run([*command, "num_key_value_heads=1"], check=True, capture_output=True, timeout=120)
-    merged = load_model(tmp_path / "merged")
-    assert merged.config.model_type == "llama"
-    assert merged.config.num_key_value_heads == 1
-    expected = merge_kv_heads(load_model(folders.stock), 1).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in merged.state_dict().items())

@@ -25,8 +25,6 @@ GATES: dict[str, dict[str, Any] | None] = {
     "drop, delay 4": {"action": "drop", "delay": 4},
     "drop, delay 16": {"action": "drop", "delay": 16},
     "per layer": {"decisions": "per_layer"},
-    "per layer, drop, delay 4": {"decisions": "per_layer", "action": "drop", "delay": 4},
-    "uniform, delay 4": {"weighting": "uniform", "delay": 4},
     "hidden": {"gate_input": "hidden"},
     "hidden, drop, delay 4": {"gate_input": "hidden", "action": "drop", "delay": 4},
     "both, per layer, delay 4": {"gate_input": "both", "decisions": "per_layer", "delay": 4},
@@ -58,10 +56,6 @@ BOTH: dict[str, tuple[dict[str, Any], policies.EvictionPolicy]] = {
     "merge, SnapKV": ({}, policies.SnapKV(budget=QUARTER, window=3)),
     "merge, exact, PyramidKV": ({"window_size": None}, policies.PyramidKV(budget=QUARTER, window=3)),
     "merge, delay 4, LAVa": ({"delay": 4}, policies.LAVa(budget=Budget(ratio=2.5), window=3)),
-    "fixed, SnapKV": (
-        {"decisions": "fixed", "weighting": "uniform", "window_size": None, "target_ratio": 1.5},
-        policies.SnapKV(budget=QUARTER, window=3),
-    ),
     "drop, delay 4, AdaKV": ({"action": "drop", "delay": 4}, policies.AdaKV(budget=Budget(tokens=12), window=3)),
 }
 """Gates decide token by token, the policy when the prompt ends."""

@@ -55,17 +55,11 @@ def test_heads_that_decide_as_one_train_and_serve(run_values):
     assert (slots == slots[:, :1]).all()
 
 
-@pytest.mark.parametrize("form", ["mean", "printed_sum", "ratio"])
-def test_heads_learn_to_agree_under_its_loss(run_values, form):
-    run_values["training"] |= {"snapshot_ratios": [], "head_agreement": form}
-    changed = []
-    for weight in (0.0, 5.0):
-        run_values["training"]["head_agreement_weight"] = weight
-        run_values["output_dir"] += "-"
-        run = train(build_config(RunConfig, run_values))
-        assert sorted(logged(run.folder, "train/head_agreement_loss")) == ([] if weight == 0 else list(range(2, 8)))
-        changed.append(load_model(run.final).state_dict())
-    assert any(not torch.equal(value, changed[1][name]) for name, value in changed[0].items())
+def test_heads_are_pulled_to_one_decision(run_values):
+    run_values["training"] |= {"snapshot_ratios": [], "head_agreement_weight": 1.0, "head_agreement": "ratio"}
+    losses = logged(train(build_config(RunConfig, run_values)).folder, "train/head_agreement_loss")
+    assert sorted(losses) == list(range(2, 8))  # from the end of zero-out on
+    assert min(losses.values()) > 0
 
 
 def test_uniform_weights_and_an_immediate_target_train(run_values):

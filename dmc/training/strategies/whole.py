@@ -41,7 +41,12 @@ class WholeModel:
         """Load the model that the run starts from; it may have no weights before `spread`."""
         settings = self.config.model
         model = load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
-        return model if settings.merge_kv_heads is None else merge_kv_heads(model, settings.merge_kv_heads)
+        return self.with_merged_heads(model)
+
+    def with_merged_heads(self, model: Any) -> Any:
+        """Merge the KV heads of the model that the run starts from, if they are to be."""
+        count = self.config.model.merge_kv_heads
+        return model if count is None else merge_kv_heads(model, count)
 
     def spread(self, module: LightningModule) -> None:
         """Lay the model of `module` over the ranks, once these can talk to each other."""
