@@ -42,7 +42,18 @@ ALLOWED = {
     "lm_eval": {"models"},
     "loading": {"models"},
     "study": {"evaluation", "data", "loading", "export"},
-    "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
+    "quickstart": {
+        "training",
+        "models",
+        "runtime",
+        "policies",
+        "evaluation",
+        "data",
+        "config",
+        "budget",
+        "measure",
+        "provenance",
+    },
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
 CORE = ("budget", "ranks", "target", "compression", "models", "kernels", "policies", "runtime", "__init__")
