@@ -401,10 +401,10 @@ class RunConfig:
             )
         if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
             raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
-        if self.training.gates_only and self.trainer.uses_deepspeed:
+        if self.training.gates_only and self.trainer.strategy not in ("auto", "ddp"):
             raise ValueError(
-                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: DeepSpeed applies gradients "
-                "itself; use ddp or fsdp2"
+                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
+                "where each rank has it whole; use ddp"
             )
         self._check_delays()
         self._check_variants()

@@ -206,8 +206,9 @@ def test_recipes_that_make_no_sense_are_refused(run_values, change, message):
         build_config(RunConfig, run_values)
 
 
-def test_gates_alone_are_refused_where_nobody_can_mask_their_gradients(run_values):
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1"])
+def test_gates_alone_are_refused_where_nobody_can_mask_their_gradients(run_values, strategy):
     run_values["training"]["gates_only"] = True
-    run_values["trainer"]["strategy"] = "deepspeed_zero1"
-    with pytest.raises(ValueError, match=r"training.gates_only=true with trainer.strategy=deepspeed_zero1"):
+    run_values["trainer"]["strategy"] = strategy
+    with pytest.raises(ValueError, match=f"training.gates_only=true with trainer.strategy={strategy}: rows"):
         build_config(RunConfig, run_values)
