@@ -18,7 +18,8 @@ from train import run_config  # noqa: E402
 
 
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    folder = CONFIGS / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -29,10 +30,24 @@ def composed(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("name", names("experiment"))
 def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
-    assert Plan(config.training, config.target_ratio).total_steps > 0
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
     lines = (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1] == f"# python scripts/train.py experiment={name}"
+
+
+def study_runs() -> list[tuple[str, list[str]]]:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("study")
+    runs = {**settings.bases, **settings.runs}
+    return [(name, list(arguments)) for name, arguments in runs.items()]
+
+
+@pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
+def test_every_run_of_the_study_composes(name, arguments):
+    config = composed(*arguments)
+    assert config.training.sequence_length == (256 if name == "base_short" else 1024)
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
 
 
 @pytest.mark.parametrize(
