@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import hydra
 from omegaconf import DictConfig
 from train import run_config
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_data")
+
+@script("prepare_data")
 def main(settings: DictConfig) -> None:
     from dmc.data import format_report
     from dmc.training import prepare_text

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="replay")
+
+@script("replay")
 def main(settings: DictConfig) -> None:
     from dmc.training.replay import replay
 

@@ -94,7 +94,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ValueError("tasks is empty: give tasks=[cs_qa], names of configs/evaluation or tasks of lm-eval")
+            raise ValueError("tasks is empty: give tasks=cs_qa, names of configs/evaluation or tasks of lm-eval")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit}: expected a whole number >= 1, or null for all documents")
 

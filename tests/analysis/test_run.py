@@ -128,7 +128,7 @@ def test_what_cannot_be_analysed_is_refused_before_anything_is_written(
 
 def test_the_script_draws_what_a_policy_leaves(folders: Any, tmp_path: Path) -> None:
     source = f"++source={{_target_: dmc.data.TextSource, name: {folders.text}}}"
-    command = [sys.executable, str(ROOT / "scripts" / "analyse.py"), f"model.path={folders.stock}", source]
+    command = [sys.executable, str(ROOT / "scripts" / "analyse.py"), f"model={folders.stock}", source]
     command += ["~source.split", "sequence_length=32", "num_sequences=2", "policy=tova", "budget=4"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -78,7 +78,7 @@ def test_bad_settings_are_refused(changes: dict, message: str) -> None:
 
 
 def test_a_model_has_a_path_or_a_shape() -> None:
-    with pytest.raises(ValueError, match=r"give model.path .* or model.shape"):
+    with pytest.raises(ValueError, match=r"give model=DIR .* or model.shape"):
         BenchmarkedModel()
     with pytest.raises(ValueError, match=r"model.dtype='float99': expected a torch dtype"):
         BenchmarkedModel(path="somewhere", dtype="float99")
@@ -86,7 +86,7 @@ def test_a_model_has_a_path_or_a_shape() -> None:
 
 def test_the_script_stores_rows_table_and_plot(tmp_path: Path) -> None:
     shape = ",".join(f"{key}:{value}" for key, value in SHAPE.items())
-    command = [sys.executable, "scripts/benchmark.py", "prompt_length=64", "batch_sizes=[1,2]", "ratios=[1,2]"]
+    command = [sys.executable, "scripts/benchmark.py", "prompt_length=64", "batch_sizes=1,2", "ratios=1,2"]
     command += ["new_tokens=2", "rounds=2", f"model.shape={{{shape}}}", f"output={tmp_path / 'out'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

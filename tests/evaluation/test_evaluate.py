@@ -313,17 +313,17 @@ def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_fold
     command = [
         sys.executable,
         "scripts/evaluate.py",
-        f"model.path={folders.stock}",
+        f"model={folders.stock}",
         "policy=h2o",
         "budget.ratio=4",
         "limit=2",
     ]
     command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*command, "tasks=[local_choice]"], **options)
+    done = subprocess.run([*command, "tasks=local_choice"], **options)
     assert done.returncode == 0, done.stderr
     assert "local_choice (acc)" in done.stdout
-    sweep = subprocess.run([*command, "tasks=[local_choice]", "policy=h2o,tova", "-m"], **options)
+    sweep = subprocess.run([*command, "tasks=local_choice", "policy=h2o,tova", "-m"], **options)
     assert sweep.returncode == 0, sweep.stderr
     assert [f"1 tasks, {count} to run" in sweep.stderr for count in (0, 1)] == [True, True]
     table = (tmp_path / "out" / "table.md").read_text()
@@ -335,7 +335,7 @@ def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_fold
 
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
-    command = [sys.executable, "scripts/evaluate.py", "model.path=somewhere", "tasks=[piqa]"]
+    command = [sys.executable, "scripts/evaluate.py", "model=somewhere", "tasks=piqa"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1

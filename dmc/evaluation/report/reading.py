@@ -28,7 +28,7 @@ def read_folders(folders: Sequence[Path]) -> Findings:
         ValueError: none is given, or one is no folder, is empty or is of something else.
     """
     if not folders:
-        raise ValueError("folders is empty: give folders=[outputs/compare], one or several")
+        raise ValueError("folders is empty: give folders=outputs/compare, one or several")
     findings = Findings()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
