@@ -333,6 +333,13 @@ def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_fold
     assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
 
 
+def test_conversations_without_a_template_are_refused_before_anything_is_written(make_config: Any) -> None:
+    config = make_config(chat_template=True)
+    with pytest.raises(ValueError, match=r"chat_template=true: the tokenizer .* has no chat template"):
+        run(config, Workshop())
+    assert not any(Path(config.output).iterdir())
+
+
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
     command = [sys.executable, "scripts/evaluate.py", "model=somewhere", "tasks=piqa"]
