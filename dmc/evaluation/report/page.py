@@ -70,6 +70,7 @@ def _write_plots(drawings: list[Drawing], folder: Path) -> None:
 
 def _rows_of(findings: Findings, source: int) -> int:
     parts: list[list[Any]] = [findings.results, findings.speeds, findings.largest_batches, findings.failures]
+    parts.append(findings.insides)
     return sum(each.source == source for part in parts for each in part)
 
 
