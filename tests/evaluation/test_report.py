@@ -13,6 +13,7 @@ import pytest
 from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, evaluate_row, write_rows
 
 from dmc.evaluation.report import read_folders, write_page
+from dmc.evaluation.report.curve_drawing import draw_curves
 from dmc.evaluation.report.judgement import is_tied, pareto_front
 from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes
 from dmc.evaluation.report.verdict import caveats, judge, judge_task
@@ -266,3 +267,21 @@ def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, sa
         run_script(monkeypatch, *settings, "output=other")
     assert str(stopped.value).startswith(says)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
+    rows = [compare_row("full"), compare_row("h2o", 4.0), evaluate_row("tova", 4.0, "cs", "cs_a", 0.6)]
+    findings = read(rows, tmp_path)
+    assert [curve.title for curve in findings.curves] == ["full cache", "h2o at CR 4"]
+    for curve, row in zip(findings.curves, rows, strict=False):
+        assert (curve.axis, curve.metric) == ("position", "loss")
+        assert (curve.places, curve.values) == (row["by_position"]["position"], row["by_position"]["loss"])
+    canvas = draw_curves(findings.curves)
+    drawn = {line.get_gid(): list(line.get_ydata()) for line in canvas.axes.lines}
+    assert [drawn[mark] for mark in canvas.tips] == [findings.curves[1].values, findings.curves[0].values]
+    assert "h2o at CR 4: loss" in " ".join(text for _, text in canvas.tips.values())
+
+
+def test_what_the_page_holds_is_counted_in_words(tmp_path):
+    rows = [compare_row("full"), next(row for row in compare_grid() if row["status"] == "failed")]
+    assert ">1 result, 1 failed cell ·" in write_page(read(rows, tmp_path), tmp_path / "report").read_text()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dmc.evaluation.report.drawing import DIM, FRONT, GATES, Drawing, drawing
 from dmc.evaluation.report.findings import Inside, Profile, Segments
@@ -32,6 +32,7 @@ def draw_segments(inside: Inside, segments: Segments) -> Drawing:
         steps = axes.stairs(segments.counts, edges, baseline=0.5, fill=True, color=FRONT)
         canvas.tip(steps, inside.name, f"{sum(segments.counts):,} segments, {segments.mean:.2f} tokens each on average")
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_ylim(bottom=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="tokens of a segment", ylabel="segments")
