@@ -265,6 +265,18 @@ def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypa
     assert everything.task_index["humaneval"].cfg["num_fewshot"] == 0
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everything: Any) -> None:
+    for benchmark in read_benchmarks([selection], CONFIGS / "evaluation"):
+        for name in benchmark.tasks:
+            config = everything.task_index[name].cfg
+            metrics = [each["metric"] for each in config.get("metric_list", config.get("aggregate_metric_list"))]
+            filters = [each["name"] for each in config.get("filter_list", [])]
+            if name == "humaneval":  # a function of the task's, which answers with this name
+                metrics = ["pass@1"]
+            assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
+
+
 def test_the_dmc_papers_benchmarks_are_table_1() -> None:
     mmlu, cs_qa, humaneval = read_benchmarks(["dmc_paper"], CONFIGS / "evaluation")
     assert (mmlu.tasks, mmlu.num_fewshot) == (["mmlu"], 5)
