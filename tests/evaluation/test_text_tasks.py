@@ -276,7 +276,11 @@ def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Pa
     source = TextSource(str(folders.text))
     task = TextLoss(source, 3, context_tokens=1, scored_tokens=20, bucket_tokens=8, cache_folder=str(tmp_path))
     samples = task.samples(tokenizer, 300)
-    table = by_place(task.evaluate(Engine(model), samples))["by_position"]
+    engine, held = Engine(model, prefill_chunk_size=7), []
+    score = engine.score_with_stats
+    engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
+    table = by_place(task.evaluate(engine, samples))["by_position"]
+    assert held == [(20,)] * 3  # and no whole vocabularies
     with torch.no_grad():
         tokens = torch.tensor([each.prompt + each.continuation for each in samples])
         losses = torch.nn.functional.cross_entropy(
