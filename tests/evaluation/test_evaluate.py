@@ -20,6 +20,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
+from scripts_here import run_script
 
 from dmc import Engine, load_model
 from dmc.config import build_config
@@ -321,23 +322,22 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
         assert [float(each["value"]) for each in csv.DictReader(file)] == [each["value"] for each in figures]
 
 
-def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_folder: Path, tmp_path: Path) -> None:
+def test_the_script_evaluates_and_sweeps_into_one_table(
+    folders: Any, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [
-        sys.executable,
-        "scripts/evaluate.py",
+        "evaluate.py",
         f"model={folders.stock}",
         "policy=h2o",
         "budget.ratio=4",
         "limit=2",
     ]
     command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
-    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*command, "tasks=local_choice"], **options)
-    assert done.returncode == 0, done.stderr
-    assert "local_choice (acc)" in done.stdout
-    sweep = subprocess.run([*command, "tasks=local_choice", "policy=h2o,tova", "-m"], **options)
-    assert sweep.returncode == 0, sweep.stderr
-    assert [f"1 tasks, {count} to run" in sweep.stderr for count in (0, 1)] == [True, True]
+    assert run_script(*command, "tasks=local_choice") == ""
+    assert "local_choice (acc)" in capsys.readouterr().out
+    assert run_script(*command, "tasks=local_choice", "policy=h2o,tova", "-m") == ""
+    said = capsys.readouterr().err
+    assert [f"1 tasks, {count} to run" in said for count in (0, 1)] == [True, True]
     table = (tmp_path / "out" / "table.md").read_text()
     assert ["h2o" in table, "tova" in table] == [True, True]
     rows = RowStore(tmp_path / "out" / "cells.jsonl").rows()

@@ -3,14 +3,12 @@ import itertools
 import json
 import random
 import re
-import runpy
 import statistics
-import sys
 from html import unescape
-from pathlib import Path
 
 import pytest
 from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, evaluate_row, write_rows
+from scripts_here import run_script
 
 from dmc.evaluation.report import read_folders, write_page
 from dmc.evaluation.report.curve_drawing import draw_curves
@@ -18,7 +16,6 @@ from dmc.evaluation.report.judgement import is_tied, pareto_front
 from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes
 from dmc.evaluation.report.verdict import caveats, judge, judge_task
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = {
     **{"base": {"loss": 3.49, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
     **{"control": {"loss": 3.28, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
@@ -238,15 +235,10 @@ def test_plots_of_an_earlier_page_are_replaced(tmp_path):
     assert "mine.png" in names and "99-old.png" not in names
 
 
-def run_script(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    runpy.run_path(str(ROOT / "scripts/report.py"), run_name="__main__")
-
-
 def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
     folder = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "compare" / "cells.jsonl")
     monkeypatch.chdir(tmp_path)
-    run_script(monkeypatch, f"folders=[{folder}]", "output=page")
+    assert run_script("report.py", f"folders=[{folder}]", "output=page") == ""
     assert capsys.readouterr().out.startswith("page/report.html")
     assert (tmp_path / "page/report.html").is_file()
 
@@ -263,9 +255,7 @@ def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
 def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, says):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        run_script(monkeypatch, *settings, "output=other")
-    assert str(stopped.value).startswith(says)
+    assert run_script("report.py", *settings, "output=other").startswith(says)
     assert not (tmp_path / "other").exists()
 
 
