@@ -8,11 +8,9 @@ kernel at length L, and the ratio of the two is what compression gains. The rest
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from timings import Case, Table, add_output_option, medians
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,25 +18,10 @@ from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
 from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
 
-Case = Callable[[], object]
 DECODE = ["8,8,4,4096,64", "8,8,4,4096,128", "8,8,4,16384,64", "8,8,4,16384,128", "1,2,4,16384,64"]
 PREFILL = ["1,8,1,4096,64", "1,8,4,1024,64", "1,8,1,2048,128"]
 OPTIONS = {"kernels": "cpu", "dtype": "float32", "threads": 2, "rounds": 7, "block_size": 16, "ratio": 4.0}
 FLUSHED_BYTES = 64 << 20
-
-
-def medians(cases: dict[str, Case], rounds: int, flush: bool) -> dict[str, float]:
-    """Give the median milliseconds of each case, the cases taking turns."""
-    other = torch.zeros(FLUSHED_BYTES if flush else 0, dtype=torch.uint8)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds + 1):
-        for name, case in cases.items():
-            other.add_(1)
-            start = time.perf_counter()
-            case()
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
 def scattered(states: Tensor, order: Tensor, block_size: int) -> Tensor:
@@ -128,19 +111,19 @@ def main() -> None:
         parser.add_argument(f"--{option}", type=type(default), default=default)
     for name, default in (("decode", DECODE), ("prefill", PREFILL)):
         parser.add_argument(f"--{name}", nargs="*", default=default, help="batch,kv_heads,group,length,head_dim")
+    add_output_option(parser)
     options = parser.parse_args()
+    table = Table(__file__, options.output)
+    other = torch.zeros(FLUSHED_BYTES, dtype=torch.uint8)
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     for name, make, flush in (("decode", decode_cases, True), ("prefill", prefill_cases, False)):
         for text in getattr(options, name):
             shape = tuple(int(number) for number in text.split(","))
             settings = options.dtype, options.block_size, options.threads
-            print(
-                name + ", B{} KV{} x{} L{} d{}, {}, pages of {}, {} threads, ms".format(*shape, *settings), flush=True
-            )
-            found = medians(make(shape, options), options.rounds, flush)
-            for case, milliseconds in found.items():
-                print(f"  {case:36s}{milliseconds:9.2f}  {milliseconds / next(iter(found.values())):5.2f}x", flush=True)
+            title = name + ", B{} KV{} x{} L{} d{}, {}, pages of {}, {} threads".format(*shape, *settings)
+            before = (lambda: other.add_(1)) if flush else (lambda: None)
+            table.add(title, medians(make(shape, options), options.rounds, before=before))
 
 
 if __name__ == "__main__":

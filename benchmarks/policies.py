@@ -10,11 +10,9 @@ of each policy with the same prompt fed whole into the full cache.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from timings import Case, Table, add_output_option, medians
 
 import dmc.policies
 from dmc import Engine, SamplingParams
@@ -34,20 +32,6 @@ DECODING = ["H2O", "TOVA", "StreamingLLM"]
 PROMPTS = ["SnapKV", "PyramidKV", "AdaKV", "LAVa", "CAKE", "H2O"]
 BEYOND = 32
 """Prompt tokens beyond the budget, so that the cache is full from the first generated token on."""
-
-Case = Callable[[], object]
-
-
-def medians(cases: dict[str, Case], rounds: int) -> dict[str, float]:
-    """Give the median milliseconds of each case, the cases taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds + 1):
-        for name, case in cases.items():
-            start = time.perf_counter()
-            case()
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
 def existing(names: list[str]) -> list[str]:
@@ -87,13 +71,6 @@ def prefill_cases(model: torch.nn.Module, length: int, ratio: float) -> dict[str
     return {name: (lambda engine=engine: engine.generate([prompt], one, False)) for name, engine in engines.items()}
 
 
-def print_table(title: str, found: dict[str, float]) -> None:
-    plain = found["no policy"]
-    print(f"\n| {title} | ms | of no policy |\n|---|---:|---:|")
-    for name, milliseconds in found.items():
-        print(f"| {name} | {milliseconds:.1f} | {milliseconds / plain:.2f}x |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv_heads", type=int, nargs="*", default=[8, 2])
@@ -103,7 +80,9 @@ def main() -> None:
     parser.add_argument("--decode_rounds", type=int, default=25)
     parser.add_argument("--prefill_rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    add_output_option(parser)
     options = parser.parse_args()
+    table = Table(__file__, options.output)
     torch.set_num_threads(options.threads)
     for kv_heads in options.kv_heads:
         model = random_model({**SHAPE, "num_key_value_heads": kv_heads}, torch.float32, "cpu")
@@ -111,10 +90,10 @@ def main() -> None:
             batch, length = (int(number) for number in text.split(","))
             cases = decode_cases(model, batch, length, options.decode_rounds)
             found = medians(cases, options.decode_rounds)
-            print_table(f"step of {batch} sequences, {kv_heads} KV heads, {length} entries each", found)
+            table.add(f"step of {batch} sequences, {kv_heads} KV heads, {length} entries each", found)
         for length in options.prefill:
             found = medians(prefill_cases(model, length, options.ratio), options.prefill_rounds)
-            print_table(f"prompt of {length}, {kv_heads} KV heads, CR {options.ratio:g}", found)
+            table.add(f"prompt of {length}, {kv_heads} KV heads, CR {options.ratio:g}", found)
 
 
 if __name__ == "__main__":

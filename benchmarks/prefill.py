@@ -10,6 +10,7 @@ import argparse
 import time
 
 import torch
+from timings import Table, add_output_option
 
 from dmc import Engine, SamplingParams, retrofit
 from dmc.compression import CompressionConfig
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--prompt_length", type=int, default=4096)
     parser.add_argument("--ratio", type=float, default=4.0)
     parser.add_argument("--threads", type=int, default=2)
+    add_output_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     stock = random_model(SHAPE, torch.float32, "cpu")
@@ -51,10 +53,8 @@ def main() -> None:
         f"CR {options.ratio:g}, token by token": Engine(compressed, prefill_chunk_size=1),
     }
     first_token_seconds(engines["full cache, at once"], prompt[:256])  # warm-up, builds the kernels
-    seconds = {name: first_token_seconds(engine, prompt) for name, engine in engines.items()}
-    yardstick = list(seconds.values())[-1]
-    for name, taken in seconds.items():
-        print(f"{name:32s} {taken:8.2f} s   {yardstick / taken:6.1f}x as fast as token by token")
+    found = {name: 1e3 * first_token_seconds(engine, prompt) for name, engine in reversed(engines.items())}
+    Table(__file__, options.output).add(f"a prompt of {options.prompt_length}", found)
 
 
 if __name__ == "__main__":

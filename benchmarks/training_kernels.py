@@ -6,35 +6,28 @@ python benchmarks/training_kernels.py --device cuda --dtype bfloat16 --shapes 8,
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from timings import Case, Table, add_output_option, medians
 from torch import Tensor
 from torch.nn import functional
 
 from dmc.compression import accumulate
 from dmc.models.masked_attention import delayed_masked_attention, masked_attention
 
-Case = Callable[[], Tensor]
 SHAPES = ["16,8,4,256,32", "1,8,8,512,64", "1,8,8,2048,64", "1,8,8,4096,64"]
 OPTIONS = {"device": "cpu", "dtype": "float32", "clock": "perf_counter", "threads": 2, "rounds": 7, "delay": 16}
 
 
-def medians(cases: dict[str, Case], leaves: list[Tensor], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Give the median milliseconds of each case's forward and backward, the cases taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds + 2):
-        for name, case in cases.items():
-            start = clock()
-            out = case()
-            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-            if leaves[0].is_cuda:
-                torch.cuda.synchronize()
-            if turn >= 2:
-                seconds[name].append(clock() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+def step(case: Case, leaves: list[Tensor]) -> None:
+    """Run a case forward and backward."""
+    out: Any = case()
+    torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+    if leaves[0].is_cuda:
+        torch.cuda.synchronize()
 
 
 def attention_cases(shape: tuple[int, ...], delay: int, options: dict) -> tuple[dict[str, Case], list[Tensor]]:
@@ -100,18 +93,19 @@ def main() -> None:
     for option, default in OPTIONS.items():
         parser.add_argument(f"--{option}", type=type(default), default=default)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="batch,heads,kv_heads,time,head_dim")
+    add_output_option(parser)
     arguments = parser.parse_args()
+    table = Table(__file__, arguments.output)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     options = {"device": torch.device(arguments.device), "dtype": getattr(torch, arguments.dtype)}
     for text in arguments.shapes:
         shape = tuple(int(number) for number in text.split(","))
-        print("B{} H{} ({} KV) T{} d{}, {}, ms forward + backward".format(*shape, arguments.dtype), flush=True)
+        title = "B{} H{} ({} KV) T{} d{}, {}, forward + backward".format(*shape, arguments.dtype)
         for make, size in ((attention_cases, arguments.delay), (accumulate_cases, 12)):
             cases, leaves = make(shape, size, options)
-            found = medians(cases, leaves, arguments.rounds, getattr(time, arguments.clock))
-            for name, milliseconds in found.items():
-                print(f"  {name:36s}{milliseconds:9.1f}  {milliseconds / next(iter(found.values())):5.2f}x", flush=True)
+            steps = {name: partial(step, case, leaves) for name, case in cases.items()}
+            table.add(title, medians(steps, arguments.rounds, warm_up=2, clock=getattr(time, arguments.clock)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw what a model's gates do, or what a policy leaves: python scripts/analyse.py model.path=DIR.
+"""Draw what a model's gates do, or what a policy leaves: python scripts/analyse.py model=DIR.
 
 A stock model with a training-free policy: policy=h2o budget=4. The ratios along a training run: run=DIR.
 """
@@ -9,15 +9,15 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
+from dmc.command_line import script
 from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="analyse")
+@script("analyse")
 def main(settings: DictConfig) -> None:
     try:
         values: Any = OmegaConf.to_container(settings, resolve=True)

@@ -1,4 +1,4 @@
-"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 batch_sizes=[1,8] ratios=[1,4]."""
+"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 batch_sizes=1,8 ratios=1,4."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmc import load_model, retrofit
+from dmc.command_line import script
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.evaluation.benchmark import BenchmarkConfig, format_table, run_benchmark
@@ -34,7 +34,7 @@ def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]
     return models, twin(stock) if config.hugging_face else None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")
+@script("benchmark")
 def main(settings: DictConfig) -> None:
     try:
         config = build_config(BenchmarkConfig, OmegaConf.to_container(settings, resolve=True))  # type: ignore[arg-type]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
+from dmc.command_line import script
 from dmc.training.collect import collect, format_table, write_results
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="collect")
+@script("collect")
 def main(settings: DictConfig) -> None:
     folder = Path(settings.folder)
     try:

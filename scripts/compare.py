@@ -1,4 +1,4 @@
-"""Compare methods: python scripts/compare.py 'models={base: DIR, cr4: DIR}' policies=[full,h2o] budgets=[2,4].
+"""Compare methods: python scripts/compare.py 'models={base: DIR, cr4: DIR}' policies=full,h2o budgets=2,4.
 
 Start it again and it goes on; several processes and sweeps (-m) may share one output folder.
 """
@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from dmc.command_line import script
 from dmc.config import build_config
 from dmc.evaluation.compare import run_cells, unfinished
 from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
@@ -23,7 +23,7 @@ from dmc.loading import load_with_tokenizer
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="compare")
+@script("compare")
 def main(settings: DictConfig) -> None:
     try:
         if OmegaConf.is_missing(settings, "models"):

@@ -1,4 +1,4 @@
-"""Run the field's benchmarks: python scripts/evaluate.py model.path=DIR tasks=[cs_qa] policy=h2o budget.ratio=4.
+"""Run the field's benchmarks: python scripts/evaluate.py model=DIR tasks=cs_qa policy=h2o budget.ratio=4.
 
 Start it again and it goes on; runs with other methods, and sweeps (-m), may share one output folder and its table.
 """
@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from dmc.command_line import script
 from dmc.config import build_config
 from dmc.evaluation.compare import unfinished
 from dmc.evaluation.row_store import RowStore
@@ -22,14 +22,14 @@ from dmc.loading import load_with_tokenizer
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
+@script("evaluate")
 def main(settings: DictConfig) -> None:
     try:
         from dmc.evaluation.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
         from dmc.evaluation.evaluate_report import write_evaluation_report
 
         if missing := sorted(OmegaConf.missing_keys(settings)):
-            raise ValueError(f"give a value for {', '.join(missing)}: model.path=DIR tasks=[cs_qa]")
+            raise ValueError(f"give a value for {', '.join(missing)}: model=DIR tasks=cs_qa")
         values: Any = OmegaConf.to_container(settings, resolve=True)
         policy = HydraConfig.get().runtime.choices["policy"]
         values["policy"] = {"name": policy, **values["policy"]} if values["policy"] else policy

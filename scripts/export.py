@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
+from dmc.command_line import script
 from dmc.training import export_checkpoint
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="export")
+@script("export")
 def main(settings: DictConfig) -> None:
     try:
         folder = export_checkpoint(

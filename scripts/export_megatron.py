@@ -1,15 +1,16 @@
-"""Make a Megatron checkpoint of a Llama: python scripts/export_megatron.py model.path=DIR output=DIR tensor_size=4."""
+"""Make a Megatron checkpoint of a Llama: python scripts/export_megatron.py model=DIR output=DIR tensor_size=4."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="export_megatron")
+
+@script("export_megatron")
 def main(settings: DictConfig) -> None:
     from dmc.megatron import export_checkpoint
 

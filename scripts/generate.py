@@ -1,7 +1,7 @@
-"""Continue a prompt from the compressed cache: python scripts/generate.py model.path=DIR prompt='import os'.
+"""Continue a prompt from the compressed cache: python scripts/generate.py model=DIR prompt='import os'.
 
 A stock model with a training-free policy of configs/policy: policy=h2o budget=4.
-A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.py model.path=DIR prompt='import os'.
+A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.py model=DIR prompt='import os'.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model
+from dmc.command_line import script
 from dmc.models.tensor_parallel import load_shard
 from dmc.policies.from_config import policy_from_config
 
@@ -29,7 +29,7 @@ def load(settings: DictConfig) -> Any:
     return load_model(model.path, dtype=model.dtype, revision=model.revision)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
+@script("generate")
 def main(settings: DictConfig) -> None:
     try:
         policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]

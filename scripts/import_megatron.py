@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="import_megatron")
+
+@script("import_megatron")
 def main(settings: DictConfig) -> None:
     from dmc.megatron import import_checkpoint
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 from train import run_config
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_data")
+
+@script("prepare_data")
 def main(settings: DictConfig) -> None:
     from dmc.data import format_report
+    from dmc.data.report import REPORT_NAME
     from dmc.training import prepare_text
 
     try:
-        reports = prepare_text(run_config(settings))
+        config = run_config(settings)
+        reports = prepare_text(config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(format_report(reports))
+    print(f"{format_report(reports)}\n\n{Path(config.data.cache_folder) / REPORT_NAME}")
 
 
 if __name__ == "__main__":

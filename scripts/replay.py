@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
+from dmc.command_line import script
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="replay")
+
+@script("replay")
 def main(settings: DictConfig) -> None:
     from dmc.training.replay import replay
 
+    file = Path(settings.file)
     try:
-        print(replay(Path(settings.run), Path(settings.file)))
+        found = replay(Path(settings.run), file)
+        file.with_suffix(".json").write_text(json.dumps(asdict(found), indent=1))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
+    print(f"{found}\n\n{file.with_suffix('.json')}")
 
 
 if __name__ == "__main__":

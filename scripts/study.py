@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from dmc.command_line import script
 from dmc.config import build_config
 from dmc.study.evaluation import evaluate_runs, write_results
 from dmc.study.plan import StudyConfig, plan_bases, plan_runs
@@ -17,7 +17,7 @@ from dmc.study.training import log_of, train_runs
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="study")
+@script("study")
 def main(settings: DictConfig) -> None:
     values: Any = OmegaConf.to_container(settings, resolve=True)
     try:

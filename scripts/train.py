@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dmc.command_line import script
 from dmc.config import PlannerConfig, RunConfig, build_config
 
 
@@ -32,7 +32,7 @@ def run_config(settings: DictConfig) -> RunConfig:
     return build_config(RunConfig, values)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@script("train")
 def main(settings: DictConfig) -> None:
     from dmc.training import EXIT_PREEMPTED, NonFiniteError, PreemptedError, print_plan, train
 

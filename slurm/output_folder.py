@@ -7,5 +7,9 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-with initialize_config_dir(str(Path("configs").resolve()), version_base="1.3"):
-    print(compose("train", overrides=sys.argv[1:]).output_dir)
+from dmc.command_line import plain_settings
+
+CONFIGS = Path("configs").resolve()
+
+with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+    print(compose("train", overrides=plain_settings("train", sys.argv[1:], CONFIGS)).output_dir)

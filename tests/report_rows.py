@@ -16,7 +16,7 @@ POLICIES = (
 PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "pyramidkv", "ada_snapkv", "lava"), ("quest",), ("ada_snapkv", "lava")
 LENGTHS, DEPTHS = [512, 1024, 2048, 4096], [0.0, 0.25, 0.5, 0.75, 1.0]
 PROVENANCE = {
-    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
+    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=full,h2o",
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
     "git_commit": "0123456789abcdef",
     "machine": "x86_64 Linux",
@@ -54,6 +54,10 @@ def compare_row(
     }
     if higher:
         row["by_length_and_depth"] = _needles(lost)
+    else:
+        positions = list(range(1, 2048, 128))
+        losses = [3.0 + 2 / (1 + position / 200) + lost * position / 1024 for position in positions]
+        row["by_position"] = {"position": positions, "samples": [32] * len(positions), "loss": losses}
     return {**row, **changes}
 
 
@@ -93,7 +97,8 @@ def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: fl
     row = compare_row(policy, ratio, task)
     for name in ("sample_values", "samples_key", "prefill_tokens_per_second", "decode_tokens_per_second"):
         del row[name]
-    del row["by_length_and_depth"]
+    row.pop("by_length_and_depth", None)
+    row.pop("by_position", None)
     row |= {"benchmark": benchmark, "members": [f"{benchmark}_a", f"{benchmark}_b"], "main_metric": "acc"}
     row |= {"metrics": {"acc": value}, "errors": {"acc": 0.01}, "num_fewshot": [5], "prompts_cut": 0}
     return {**row, **changes}

@@ -77,7 +77,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert compared.returncode == 0, compared.stderr[-2000:]
     assert "key_norm" in (tmp_path / "outputs/compare/table.md").read_text()
 
-    model = "model.path=outputs/quickstart/retrofit/final"
+    model = "model=outputs/quickstart/retrofit/final"
     sample = run_script(tmp_path, "generate.py", model, "prompt=import os", "max_new_tokens=8")
     assert sample.returncode == 0, sample.stderr[-2000:]
     assert sample.stdout.startswith("import os")

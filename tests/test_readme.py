@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from dmc.command_line import plain_settings
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SLURM_README = (ROOT / "slurm" / "README.md").read_text()
@@ -18,11 +20,11 @@ def test_every_command_names_a_script_and_settings_that_exist(command):
     script = ROOT / words[0]
     assert script.is_file()
     if script.suffix == ".py":
-        overrides = words[1:]
+        overrides = [re.sub(r"^model=DIR$", "model=folder/DIR", word) for word in words[1:]]
         if "-m" in shlex.split(command):  # of a sweep the first value
             overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            compose(script.stem, overrides=overrides)
+            compose(script.stem, overrides=plain_settings(script.stem, overrides, ROOT / "configs"))
 
 
 @pytest.mark.parametrize(("job", "settings"), JOBS)

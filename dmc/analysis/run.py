@@ -72,7 +72,7 @@ class AnalyseConfig:
 
     def __post_init__(self) -> None:
         if self.model is None and self.run is None:
-            raise ValueError("nothing to analyse: give model.path=DIR, or run=DIR for the ratios along a training run")
+            raise ValueError("nothing to analyse: give model=DIR, or run=DIR for the ratios along a training run")
         for name in ("num_sequences", "sequence_length", "batch_size", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")

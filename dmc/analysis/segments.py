@@ -19,8 +19,8 @@ PAGE = """<!doctype html>
 body {{ font: 16px/1.9 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }}
 pre {{ font: 14px/2 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
 .s {{ border-radius: .3em; padding: .15em 0; background: hsl(calc(var(--c) * 60) 85% 85%); }}
-.gone {{ opacity: .35; }}
-@media (prefers-color-scheme: dark) {{ .s {{ background: hsl(calc(var(--c) * 60) 45% 28%); }} }}
+.gone {{ opacity: .5; }}
+@media (prefers-color-scheme: dark) {{ .s {{ background: hsl(calc(var(--c) * 60) 50% 30%); }} }}
 </style></head><body><h1>{title}</h1><p>{legend}</p><pre>{body}</pre></body></html>
 """
 

@@ -26,18 +26,18 @@ class BenchmarkedModel:
     """Whose speed is measured.
 
     Raises:
-        ValueError: neither or both of path and shape are given, or the dtype is unknown.
+        ValueError: neither path nor shape is given, or the dtype is unknown.
     """
 
     path: str | None = None
     """Folder or hub name of a stock model; None: random weights."""
     shape: dict[str, Any] | None = None
-    """Fields of a transformers configuration, with `model_type`."""
+    """Of random weights, where there is no path: fields of a transformers configuration, with `model_type`."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (self.shape is None):
-            raise ValueError("give model.path (a folder or hub name) or model.shape (random weights), and not both")
+        if self.path is None and self.shape is None:
+            raise ValueError("give model=DIR (a folder or hub name) or model.shape (random weights)")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"model.dtype={self.dtype!r}: expected a torch dtype such as float32 or bfloat16")
 

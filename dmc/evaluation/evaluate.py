@@ -17,6 +17,7 @@ from tqdm import tqdm
 from dmc.budget import Budget
 from dmc.data.files import file_stamps
 from dmc.evaluation.benchmarks import Benchmark, check_tasks, list_tasks, read_benchmarks
+from dmc.evaluation.chat_form import check_chat_template
 from dmc.evaluation.compare import DONE, FAILED, FAILURES, Load, device_name, memory_of, release_memory
 from dmc.evaluation.grid import (
     FULL,
@@ -94,7 +95,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ValueError("tasks is empty: give tasks=[cs_qa], names of configs/evaluation or tasks of lm-eval")
+            raise ValueError("tasks is empty: give tasks=cs_qa, names of configs/evaluation or tasks of lm-eval")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit}: expected a whole number >= 1, or null for all documents")
 
@@ -175,10 +176,14 @@ def run_evaluation(
         store: receives the rows.
         load: gives the model, on its device, and its tokenizer; not called if there is nothing to run.
         make_engine: called as `Engine`.
+    Raises:
+        ValueError: conversations are asked for, and the tokenizer does not know how they are written.
     """
     if not cells:
         return
     model, tokenizer = load(evaluation.model)
+    if config.chat_template and tokenizer is not None:
+        check_chat_template(tokenizer)
     source = provenance()
     with tqdm(cells, unit="task", smoothing=0) as bar:  # in a job's log too
         for cell in bar:

@@ -81,7 +81,7 @@ class CompareConfig:
         if not self.models:
             raise ValueError("models is empty: name at least one, 'models={base: DIR}'")
         if not self.tasks:
-            raise ValueError("tasks is empty: give tasks=[text_loss], names of files in configs/task")
+            raise ValueError("tasks is empty: give tasks=text_loss, names of files in configs/task")
         if self.speed_tokens < 0:
             raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
         if self.engine.max_batch_size < 1:
@@ -239,7 +239,7 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     """
     parsed = {budget_name(budget): budget for budget in map(parse_budget, budgets)}
     if not parsed and any(policies.values()):
-        raise ValueError("budgets is empty: give budgets=[2,4], compression ratios, or tokens:128")
+        raise ValueError("budgets is empty: give budgets=2,4, compression ratios, or tokens:128")
     methods = []
     for name, settings in policies.items():
         if not settings:

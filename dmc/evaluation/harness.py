@@ -19,11 +19,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from dmc.evaluation.tasks.text_loss import LOGPROB_BYTES
 from dmc.runtime import Engine, GenerationStats, SamplingParams
 
 MAX_GEN_TOKS = 256
 """Tokens generated where a task does not say: as in lm-eval's HFLM."""
+LOGPROB_BYTES = 2**30
+"""Log-probabilities of whole vocabularies held at the same time."""
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.policies import CachePolicy
+from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import pool_bytes
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
@@ -90,8 +91,7 @@ class Engine:
             pace = Pace(policy.one_by_one, whole_prompts=is_whole)
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
         self._requests: dict[Sequence, Request] = {}
-        self._scores: dict[Sequence, list[Tensor]] = {}
-        self._score_stats: dict[Sequence, GenerationStats] = {}
+        self._forced: dict[Sequence, Forced] = {}
 
     @property
     def blocks_in_use(self) -> int:
@@ -215,28 +215,34 @@ class Engine:
         return [scoring.logprobs for scoring in self.score_with_stats(prompts, continuations)]
 
     def score_with_stats(
-        self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]
+        self,
+        prompts: Collection[str | list[int]],
+        continuations: Collection[str | list[int]],
+        keep: Keep = of_all_tokens,
     ) -> list[Scoring]:
-        """Do the same as `score`, and measure the memory that each sequence took at its last step."""
+        """Do the same as `score`, and measure the memory that each sequence took at its last step.
+
+        `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
+        """
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
-        sequences = []
+        forced: dict[Sequence, Forced] = {}
         for prompt, continuation in zip(prompts, continuations, strict=True):
             tokens, targets = self._encode(prompt), self._encode(continuation, begins_text=False)
             turn = (0, len(tokens))
-            sequences.append(Sequence(tokens + targets[:-1], wanted=len(tokens) - 1, prompts=[turn]))
-            self._check_fits(len(sequences[-1].tokens))
+            sequence = Sequence(tokens + targets[:-1], wanted=len(tokens) - 1, prompts=[turn])
+            self._check_fits(len(sequence.tokens))
+            forced[sequence] = Forced(targets, keep)
         try:
-            for sequence in sequences:
-                self._scores[sequence] = []
+            for sequence in forced:
+                self._forced[sequence] = forced[sequence]
                 self._scheduler.submit(sequence)
-            while any(sequence.wanted < len(sequence.tokens) for sequence in sequences):
+            while any(sequence.wanted < len(sequence.tokens) for sequence in forced):
                 self.step()
-            return [Scoring(torch.cat(self._scores[each]), self._score_stats[each]) for each in sequences]
+            return [each.scoring() for each in forced.values()]
         finally:
-            for sequence in sequences:
-                self._scores.pop(sequence, None)
-                self._score_stats.pop(sequence, None)
+            for sequence in forced:
+                self._forced.pop(sequence, None)
                 self._scheduler.finish(sequence)
 
     def _request(
@@ -318,8 +324,8 @@ class Engine:
         asking, rows, begin = [], [], 0
         for segment in segments:
             end = begin + segment.num_wanted
-            if segment.sequence in self._scores:
-                self._keep_scores(segment.sequence, logits[begin:end])
+            if (forced := self._forced.get(segment.sequence)) is not None:
+                self._force(segment.sequence, forced, logits[begin:end])
             elif segment.num_wanted:
                 asking.append(self._requests[segment.sequence])
                 rows.append(begin)
@@ -337,11 +343,12 @@ class Engine:
                 self._finish(request, reason)
         return events
 
-    def _keep_scores(self, sequence: Sequence, logits: Tensor) -> None:
-        self._scores[sequence].append(logits.float().log_softmax(-1))
+    def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:
+        if len(logits):
+            forced.add(logits)
         sequence.wanted += len(logits)
         if not sequence.num_waiting:
-            self._score_stats[sequence] = GenerationStats.of(sequence, self.cache)
+            forced.stats = GenerationStats.of(sequence, self.cache)
             self._scheduler.finish(sequence)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -58,7 +58,7 @@ class Scoring:
     """A continuation that was given and teacher-forced."""
 
     logprobs: Tensor
-    """Natural-log probabilities of every token at every position, float32 [len(continuation), vocab]."""
+    """Natural-log probabilities at every position, float32 [len(continuation), vocab], or what was kept of them."""
     stats: GenerationStats
 
 

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts_here import run_script
 from transformers import AutoTokenizer
 
 from dmc import load_model
@@ -126,13 +124,13 @@ def test_what_cannot_be_analysed_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
 
 
-def test_the_script_draws_what_a_policy_leaves(folders: Any, tmp_path: Path) -> None:
+def test_the_script_draws_what_a_policy_leaves(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     source = f"++source={{_target_: dmc.data.TextSource, name: {folders.text}}}"
-    command = [sys.executable, str(ROOT / "scripts" / "analyse.py"), f"model.path={folders.stock}", source]
-    command += ["~source.split", "sequence_length=32", "num_sequences=2", "policy=tova", "budget=4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=300
-    )
-    assert "survivors.png" in done.stdout
+    sizes = ["sequence_length=32", "num_sequences=2"]
+    model = f"model={folders.stock}"
+    assert run_script("analyse.py", model, source, "~source.split", *sizes, "policy=tova", "budget=4") == ""
+    assert "survivors.png" in capsys.readouterr().out
     assert (tmp_path / "outputs" / "analysis" / "survivors.png").exists()

@@ -4,13 +4,13 @@ import csv
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts_here import run_script
 from transformers import AutoTokenizer
 
 from dmc import Engine, load_model
@@ -352,16 +352,18 @@ def test_nothing_is_compared_across_settings_samples_or_models() -> None:
     assert over_full_cache(gates, [gates, full, control], reference="control")["over_full_cache"] == 1.5
 
 
-def test_jobs_of_a_sweep_share_a_folder(folders: Any, tmp_path: Path) -> None:
+def test_jobs_of_a_sweep_share_a_folder(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     needle = json.dumps(NEEDLE).replace('"', "")
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), "-m", "policies=[],[full]", f"tasks=[{needle}]"]
+    command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{needle}]"]
     command += [f"models={{base: {folders.stock}, small: {folders.compressed}}}", f"output={tmp_path / 'out'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert run_script(*command) == ""
+    said = capsys.readouterr()
     rows = RowStore(tmp_path / "out" / "cells.jsonl").rows()
     assert [(row["model"], row["status"]) for row in rows] == [("small", "done"), ("base", "done")]
-    assert "2 cells, 1 finished before" in done.stderr
+    assert "2 cells, 1 finished before" in said.err
     table = (tmp_path / "out" / "table.md").read_text()
-    assert table.strip() in done.stdout
+    assert table.strip() in said.out
     assert "| small, own gates | CR 2 |" in table

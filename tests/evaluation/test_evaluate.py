@@ -20,6 +20,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
+from scripts_here import run_script
 
 from dmc import Engine, load_model
 from dmc.config import build_config
@@ -265,6 +266,18 @@ def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypa
     assert everything.task_index["humaneval"].cfg["num_fewshot"] == 0
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everything: Any) -> None:
+    for benchmark in read_benchmarks([selection], CONFIGS / "evaluation"):
+        for name in benchmark.tasks:
+            config = everything.task_index[name].cfg
+            metrics = [each["metric"] for each in config.get("metric_list", config.get("aggregate_metric_list"))]
+            filters = [each["name"] for each in config.get("filter_list", [])]
+            if name == "humaneval":  # a function of the task's, which answers with this name
+                metrics = ["pass@1"]
+            assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
+
+
 def test_the_dmc_papers_benchmarks_are_table_1() -> None:
     mmlu, cs_qa, humaneval = read_benchmarks(["dmc_paper"], CONFIGS / "evaluation")
     assert (mmlu.tasks, mmlu.num_fewshot) == (["mmlu"], 5)
@@ -309,23 +322,22 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
         assert [float(each["value"]) for each in csv.DictReader(file)] == [each["value"] for each in figures]
 
 
-def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_folder: Path, tmp_path: Path) -> None:
+def test_the_script_evaluates_and_sweeps_into_one_table(
+    folders: Any, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [
-        sys.executable,
-        "scripts/evaluate.py",
-        f"model.path={folders.stock}",
+        "evaluate.py",
+        f"model={folders.stock}",
         "policy=h2o",
         "budget.ratio=4",
         "limit=2",
     ]
     command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
-    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*command, "tasks=[local_choice]"], **options)
-    assert done.returncode == 0, done.stderr
-    assert "local_choice (acc)" in done.stdout
-    sweep = subprocess.run([*command, "tasks=[local_choice]", "policy=h2o,tova", "-m"], **options)
-    assert sweep.returncode == 0, sweep.stderr
-    assert [f"1 tasks, {count} to run" in sweep.stderr for count in (0, 1)] == [True, True]
+    assert run_script(*command, "tasks=local_choice") == ""
+    assert "local_choice (acc)" in capsys.readouterr().out
+    assert run_script(*command, "tasks=local_choice", "policy=h2o,tova", "-m") == ""
+    said = capsys.readouterr().err
+    assert [f"1 tasks, {count} to run" in said for count in (0, 1)] == [True, True]
     table = (tmp_path / "out" / "table.md").read_text()
     assert ["h2o" in table, "tova" in table] == [True, True]
     rows = RowStore(tmp_path / "out" / "cells.jsonl").rows()
@@ -333,9 +345,16 @@ def test_the_script_evaluates_and_sweeps_into_one_table(folders: Any, tasks_fold
     assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
 
 
+def test_conversations_without_a_template_are_refused_before_anything_is_written(make_config: Any) -> None:
+    config = make_config(chat_template=True)
+    with pytest.raises(ValueError, match=r"chat_template=true: the tokenizer .* has no chat template"):
+        run(config, Workshop())
+    assert not any(Path(config.output).iterdir())
+
+
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
-    command = [sys.executable, "scripts/evaluate.py", "model.path=somewhere", "tasks=[piqa]"]
+    command = [sys.executable, "scripts/evaluate.py", "model=somewhere", "tasks=piqa"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1

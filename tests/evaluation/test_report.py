@@ -3,21 +3,19 @@ import itertools
 import json
 import random
 import re
-import runpy
 import statistics
-import sys
 from html import unescape
-from pathlib import Path
 
 import pytest
 from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, evaluate_row, write_rows
+from scripts_here import run_script
 
 from dmc.evaluation.report import read_folders, write_page
+from dmc.evaluation.report.curve_drawing import draw_curves
 from dmc.evaluation.report.judgement import is_tied, pareto_front
 from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes
 from dmc.evaluation.report.verdict import caveats, judge, judge_task
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = {
     **{"base": {"loss": 3.49, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
     **{"control": {"loss": 3.28, "achieved_ratio": 1.0, "bytes_per_token": 2052.0}},
@@ -214,7 +212,7 @@ def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
 def test_plots_and_data_lie_beside_the_page(grid_page):
     findings, folder = read_folders([grid_page.parent.parent / "cells"]), grid_page.parent
     pictures, text = sorted(path.name for path in (folder / "plots").iterdir()), unescape(grid_page.read_text())
-    assert len(pictures) == text.count("<figure>") == 11
+    assert len(pictures) == text.count("<figure>") == 12
     assert pictures[0] == "01-loss-quality-against-bytes.png"
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
     with (folder / "results.csv").open() as file:
@@ -237,15 +235,10 @@ def test_plots_of_an_earlier_page_are_replaced(tmp_path):
     assert "mine.png" in names and "99-old.png" not in names
 
 
-def run_script(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    runpy.run_path(str(ROOT / "scripts/report.py"), run_name="__main__")
-
-
 def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
     folder = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "compare" / "cells.jsonl")
     monkeypatch.chdir(tmp_path)
-    run_script(monkeypatch, f"folders=[{folder}]", "output=page")
+    assert run_script("report.py", f"folders=[{folder}]", "output=page") == ""
     assert capsys.readouterr().out.startswith("page/report.html")
     assert (tmp_path / "page/report.html").is_file()
 
@@ -255,14 +248,30 @@ def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
     [
         (["folders=[empty]"], "error: empty holds no results"),
         (["folders=[]"], "error: folders is empty"),
-        (["folders=empty"], "error: give folders=[outputs/compare], a list"),
-        ([], "error: give folders=[outputs/compare], a list"),
+        (["folders=empty,other"], "error: empty holds no results"),
+        ([], "error: give folders=outputs/compare, one or several"),
     ],
 )
 def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, says):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        run_script(monkeypatch, *settings, "output=other")
-    assert str(stopped.value).startswith(says)
+    assert run_script("report.py", *settings, "output=other").startswith(says)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
+    rows = [compare_row("full"), compare_row("h2o", 4.0), evaluate_row("tova", 4.0, "cs", "cs_a", 0.6)]
+    findings = read(rows, tmp_path)
+    assert [curve.title for curve in findings.curves] == ["full cache", "h2o at CR 4"]
+    for curve, row in zip(findings.curves, rows, strict=False):
+        assert (curve.axis, curve.metric) == ("position", "loss")
+        assert (curve.places, curve.values) == (row["by_position"]["position"], row["by_position"]["loss"])
+    canvas = draw_curves(findings.curves)
+    drawn = {line.get_gid(): list(line.get_ydata()) for line in canvas.axes.lines}
+    assert [drawn[mark] for mark in canvas.tips] == [findings.curves[1].values, findings.curves[0].values]
+    assert "h2o at CR 4: loss" in " ".join(text for _, text in canvas.tips.values())
+
+
+def test_what_the_page_holds_is_counted_in_words(tmp_path):
+    rows = [compare_row("full"), next(row for row in compare_grid() if row["status"] == "failed")]
+    assert ">1 result, 1 failed cell ·" in write_page(read(rows, tmp_path), tmp_path / "report").read_text()

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from browser import open_browser
+from transformers import AutoTokenizer
 
 from dmc import load_model
+from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
 from dmc.evaluation.compare import run_cells
 from dmc.evaluation.grid import CompareConfig, plan_grid
@@ -39,7 +41,15 @@ def real(tmp_path_factory, folders):
     config = build_config(CompareConfig, values)
     grid, store = plan_grid(config, CONFIGS), RowStore(folder / "cells.jsonl")
     run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), None))
-    return write_page(read_folders([folder]), folder / "report")
+    inside = {
+        **{"model": {"path": str(folders.compressed)}, "output": str(folder / "inside")},
+        **{"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "num_sequences": 2},
+        **{"sequence_length": 64, "cache_folder": str(folder / "cache")},
+    }
+    analysis = build_config(AnalyseConfig, inside)
+    tokenizer = AutoTokenizer.from_pretrained(folders.compressed)
+    run_analysis(plan_analysis(analysis), analysis, lambda model: (load_model(model.path), tokenizer))
+    return write_page(read_folders([folder, folder / "inside"]), folder / "report")
 
 
 def problems(page):
@@ -113,6 +123,30 @@ def test_the_theme_changes_without_storage_and_prints_light(page, grid_page, tmp
     page.evaluate("document.getElementById('theme').click()")
     page.show(1280, "light")
     assert page.evaluate(ink) == light
+
+
+def test_figures_stay_in_one_line_on_paper_and_every_head_of_a_table_is_painted(page, grid_page):
+    page.open(grid_page.as_uri())
+    page.show(700, "light", media="print")
+    assert page.evaluate("getComputedStyle(document.querySelector('td[data-number]')).whiteSpace") == "nowrap"
+    assert page.evaluate("getComputedStyle(document.querySelector('th button')).display") == "contents"
+
+
+def test_a_segmentation_is_readable_in_light_and_dark(page, real, tmp_path):
+    path = real.parent.parent / "inside" / "segmentation.html"
+    page.events.clear()
+    page.open(path.as_uri())
+    for width in (1280, 390):
+        for scheme in ("light", "dark"):
+            page.show(width, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            for what in ("color", "backgroundColor"):
+                color = (
+                    f"getComputedStyle(document.querySelector('.s')).{what}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+                )
+                bright = sum(page.evaluate(color)) > 3 * 128
+                assert bright == ((scheme == "dark") == (what == "color")), (what, scheme)
+    assert problems(page) == ([], {path.as_uri()})
 
 
 def test_a_pointed_mark_speaks_and_its_method_lights_up_everywhere(page, grid_page):

@@ -28,6 +28,10 @@ from dmc.evaluation.tasks.far_repeats import far_repeats
 from dmc.policies import StreamingLLM
 from dmc.runtime import GenerationStats
 
+CHAT_TEMPLATE = (
+    "be brief{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 FILLER = "The grass is green. The sky is blue.\n"
 Script = Callable[[str], str]
 
@@ -60,7 +64,7 @@ def find_pass_key(text: str) -> str:
 
 
 def find_value(text: str) -> str:
-    key = re.search(r'Key: "(.*)"\nValue: "$', text)[1]
+    key = re.search(r'Key: "(.*?)".*Value: "$', text, flags=re.S)[1]
     return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
 
 
@@ -76,7 +80,7 @@ def find_code(text: str) -> str:
     return " " + re.search(rf"door code of {question[1]} is (\d+)", text)[1]
 
 
-NEEDLE = Needle(haystack=FILLER, lengths=[128, 200], depths=[0, 0.5, 1], samples_per_place=2)
+NEEDLE = Needle(haystack=FILLER, lengths=[144, 200], depths=[0, 0.5, 1], samples_per_place=2)
 PASS_KEY = Needle(
     haystack=FILLER,
     lengths=[128],
@@ -213,11 +217,71 @@ def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> Non
     assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
 
 
+@pytest.fixture(scope="module")
+def chat_tokenizer(folders: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def in_chat(task: Any) -> Any:
+    return type(task)(**{**vars(task), "chat_template": True})
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_answer_does(
+    name: str, model: Any, chat_tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
+    for without, sample in zip(plain, chat, strict=True):
+        assert sample.place == without.place
+        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [sample.prompt]))
+        messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
+        for place in range(1, 2 * len(messages) - 1, 2):
+            messages.insert(place, {"role": "assistant", "content": "ok"})
+        start = re.split(r"[?\n]", chat_tokenizer.decode(without.prompt))[-1].strip()
+        written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert start and "".join(text.split()) == "".join((written + start).split())
+        if "length" in sample.place:
+            assert sample.place["length"] - len(sample.prompt) in (range(100) if name == "key_value" else [0])
+    assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
+
+
+def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer: Any) -> None:
+    for sample in in_chat(TURNS).samples(chat_tokenizer, 300):
+        texts = [chat_tokenizer.decode(turn) for turn in sample.turns]
+        assert texts[0].startswith("be brief<user>The door code of")
+        assert all(text.startswith("</assistant><user>") for text in texts[1:])
+        assert all(text.endswith("</user><assistant>") for text in texts[:-1])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "chat_template=true: the tokenizer .* has no chat template"),
+        ("{{ messages[0].content }}", "does not write every turn once and in order"),
+    ],
+)
+def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
+    template: str | None, message: str, folders: Any
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    tokenizer.chat_template = template
+    for task in (NEEDLE, PAIRS, CHAIN, TURNS):
+        with pytest.raises(ValueError, match=message):
+            in_chat(task).samples(tokenizer, 300)
+
+
 def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
     source = TextSource(str(folders.text))
     task = TextLoss(source, 3, context_tokens=1, scored_tokens=20, bucket_tokens=8, cache_folder=str(tmp_path))
     samples = task.samples(tokenizer, 300)
-    table = by_place(task.evaluate(Engine(model), samples))["by_position"]
+    engine, held = Engine(model, prefill_chunk_size=7), []
+    score = engine.score_with_stats
+    engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
+    table = by_place(task.evaluate(engine, samples))["by_position"]
+    assert held == [(20,)] * 3  # and no whole vocabularies
     with torch.no_grad():
         tokens = torch.tensor([each.prompt + each.continuation for each in samples])
         losses = torch.nn.functional.cross_entropy(

@@ -1,7 +1,9 @@
 """The job files of slurm/ and the submitit launcher on a real Slurm, a tiny model, two nodes."""
 
+import contextlib
 import csv
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from launching import logged_losses, logged_parts, train_ranks
+from scripts_here import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -84,11 +87,9 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
 
 
 def table_of(folder: Path) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "scripts/collect.py", f"folder={folder}"], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    assert (folder / "results.md").read_text() in done.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert run_script("collect.py", f"folder={folder}") == ""
+    assert (folder / "results.md").read_text() in printed.getvalue()
     assert (folder / "results.png").stat().st_size > 5000
     with (folder / "results.csv").open() as file:
         return list(csv.DictReader(file))

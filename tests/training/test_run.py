@@ -1,15 +1,12 @@
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import logged_losses, train_ranks
+from launching import Ranks, logged_losses, train_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
@@ -120,44 +117,30 @@ def test_noise_seeds_differ_by_run_and_position():
     assert len(set(noise_seeds(1, torch.arange(50)) + noise_seeds(2, torch.arange(50)))) == 100
 
 
-KILLED_RUN = """
-import json, sys
-from dmc.config import RunConfig, build_config
-from dmc.training import train
-train(build_config(RunConfig, json.load(open(sys.argv[1]))))
-"""
-
-
 @pytest.mark.slow
 def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_path):
     run_values["training"]["stages"] = [
-        {"name": "zero_out", "steps": 8},
-        {"name": "retrofit", "steps": 40},
-        {"name": "solidify", "steps": 12},
+        {"name": "zero_out", "steps": 4},
+        {"name": "retrofit", "steps": 20},
+        {"name": "solidify", "steps": 6},
     ]
     run_values["training"]["checkpoint_every_steps"] = 3
     torch.set_num_threads(1)
     uninterrupted = dict(run_values, output_dir=str(tmp_path / "whole"))
     whole = train(build_config(RunConfig, uninterrupted))
 
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(dict(run_values, output_dir=str(tmp_path / "killed"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    values, log = dict(run_values, output_dir=str(tmp_path / "killed")), tmp_path / "log"
     checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
-    command = [sys.executable, "-c", KILLED_RUN, str(settings)]
-    chooser = random.Random(0)
-    for target in sorted(chooser.sample(range(4, 50), 2)):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.time() + 120
-        while process.poll() is None and time.time() < deadline:
-            if checkpoint.exists() and read_header(checkpoint).global_step >= target:
-                break
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if checkpoint.exists():
-            read_header(checkpoint)  # whole, whenever the kill came
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    for target in sorted(random.Random(0).sample(range(4, 24), 2)):
+        with Ranks(values, 1, log) as ranks:
+            deadline = time.monotonic() + 120
+            while not (checkpoint.exists() and read_header(checkpoint).global_step >= target):
+                assert ranks.alive and time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.01)
+            ranks.send(signal.SIGKILL, 0)
+            assert ranks.join() == [-signal.SIGKILL]
+        read_header(checkpoint)  # whole, whenever the kill came
+    train_ranks(values, 1, log)
     assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
     one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")
     for name, value in one.state_dict().items():

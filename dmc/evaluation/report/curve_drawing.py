@@ -9,6 +9,8 @@ from dmc.evaluation.report.findings import Curve
 from dmc.evaluation.report.labels import along, place_labels
 
 MOST_NAMES = 8
+NAMES_SHARE = 0.5
+"""Room for names behind the ends of lines, over the length of the axis."""
 
 
 def draw_curves(curves: list[Curve]) -> Drawing:
@@ -26,7 +28,8 @@ def draw_curves(curves: list[Curve]) -> Drawing:
             if color != DIM or len(curves) <= MOST_NAMES:
                 labels.append((curve.places[-1], _last(curve), curve.title, color))
         axes.set(xlabel=first.axis, ylabel=first.metric)
-        axes.margins(0.1)
+        begin, end = axes.dataLim.intervalx
+        axes.set_xlim(begin - 0.05 * (end - begin), end + NAMES_SHARE * (end - begin))
         axes.grid(True)
         place_labels(axes, labels, points)
     return canvas

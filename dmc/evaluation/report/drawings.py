@@ -12,12 +12,15 @@ from dmc.evaluation.report.curve_drawing import draw_curves
 from dmc.evaluation.report.drawing import Drawing
 from dmc.evaluation.report.findings import Findings, Heatmap
 from dmc.evaluation.report.heatmap_drawing import draw_head_ratios, draw_needles
+from dmc.evaluation.report.inside_drawing import draw_profile, draw_segments
+from dmc.evaluation.report.place_rows import ratio_heatmap
 from dmc.evaluation.report.quality_drawing import draw_quality_over_bytes, draw_quality_over_ratio
 from dmc.evaluation.report.ratio_drawing import draw_requested_ratio
 from dmc.evaluation.report.speed_drawing import draw_decoding, draw_speed
 
 QUALITY, COSTS = "Quality against memory", "Budgets held, and speed"
 CURVES, NEEDLES, HEADS = "By position, turn or length", "Needles by length and depth", "Compression of layers and heads"
+INSIDE = "What gates merge and policies leave"
 
 
 def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
@@ -39,6 +42,12 @@ def draw_all(findings: Findings) -> dict[str, list[Drawing]]:
         planned.append((CURVES, partial(draw_curves, curves)))
     planned += [(NEEDLES, partial(draw_needles, heatmaps)) for heatmaps in _by_task(findings.needles)]
     planned += [(HEADS, partial(draw_head_ratios, heatmaps)) for heatmaps in _by_task(findings.head_ratios)]
+    for inside in findings.insides:
+        names = (inside.name, inside.name, f"CR {inside.ratio:.2f}", f"{inside.name}, {inside.text or 'last step'}")
+        planned.append((INSIDE, partial(draw_head_ratios, [ratio_heatmap(*names, inside.ratios)])))
+        planned += [(INSIDE, partial(draw_profile, inside, profile)) for profile in inside.profiles]
+        if inside.segments is not None:
+            planned.append((INSIDE, partial(draw_segments, inside, inside.segments)))
     sections: dict[str, list[Drawing]] = {}
     number = itertools.count(1)
     for section, draw in tqdm(planned, "drawings", disable=None):

@@ -114,6 +114,54 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """A figure of all layers, and of each, over the places of a text or the steps of a training run."""
+
+    axis: str
+    measure: str
+    places: list[float]
+    of_all: list[float]
+    of_layers: list[list[float]]
+    """Layer by layer."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How many segments have each length."""
+
+    lengths: list[int]
+    """In tokens, ascending."""
+    counts: list[int]
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a segment on average."""
+        tokens = sum(length * count for length, count in zip(self.lengths, self.counts, strict=True))
+        return tokens / max(1, sum(self.counts))
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the gates of a model merge, or what a policy leaves of its cache."""
+
+    name: str
+    """Of model, policy and budget, or of a training run."""
+    text: str
+    """How much was read; empty for a training run."""
+    ratios: list[list[float]]
+    """CR, layer x KV head."""
+    profiles: list[Profile]
+    segments: Segments | None
+    source: int
+
+    @property
+    def ratio(self) -> float:
+        """CR of all heads together."""
+        ratios = [ratio for layer in self.ratios for ratio in layer]
+        return len(ratios) / sum(1 / ratio for ratio in ratios)
+
+
+@dataclass(frozen=True)
 class Source:
     """The command and the environment that rows come from."""
 
@@ -136,6 +184,7 @@ class Findings:
     head_ratios: list[Heatmap] = field(default_factory=list)
     """CR, layer x KV head."""
     curves: list[Curve] = field(default_factory=list)
+    insides: list[Inside] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out, and why."""
     sources: list[Source] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from dmc.evaluation.report.drawing import MUTED, Drawing, drawing
 from dmc.evaluation.report.findings import Heatmap
@@ -55,6 +55,7 @@ def _draw_sheet(title: str, caption: str, lines: list[list[Heatmap]], norm: Norm
             canvas.panels[0].collections[0],
             ax=canvas.panels,
             location="top",
+            ticks=LogLocator(base=2) if isinstance(norm, LogNorm) else None,
             aspect=50,
             fraction=0.3 / height,
             pad=0.1 / height,

@@ -46,6 +46,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         verdict=verdict,
         sections={name: [(each, Markup(each.svg)) for each in drawings] for name, drawings in sections.items()},
         tables=[table for table in tables if table.rows],
+        contents=_contents(findings),
         findings=findings,
         counts={number: _rows_of(findings, number) for number in range(len(findings.sources))},
         style=Markup((Path(__file__).parent / "page.css").read_text()),
@@ -68,8 +69,20 @@ def _write_plots(drawings: list[Drawing], folder: Path) -> None:
         replace_file(folder / each.file_name, each.png)
 
 
+def _contents(findings: Findings) -> str:
+    """Count what the page shows."""
+    kinds: list[tuple[list[Any], str, str]] = [
+        (findings.results, "result", "results"),
+        (findings.speeds, "speed measurement", "speed measurements"),
+        (findings.insides, "analysis", "analyses"),
+        (findings.failures, "failed cell", "failed cells"),
+    ]
+    return ", ".join(f"{len(rows)} {many if len(rows) > 1 else one}" for rows, one, many in kinds if rows)
+
+
 def _rows_of(findings: Findings, source: int) -> int:
     parts: list[list[Any]] = [findings.results, findings.speeds, findings.largest_batches, findings.failures]
+    parts.append(findings.insides)
     return sum(each.source == source for part in parts for each in part)
 
 

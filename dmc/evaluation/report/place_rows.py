@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dmc.evaluation.report.findings import Curve, Findings, Heatmap
 from dmc.evaluation.report.names import FULL_CACHE, budget_of, title_of
 from dmc.evaluation.row_store import Row
@@ -34,10 +36,10 @@ def add_places(rows: list[Row], names: dict[str, str], findings: Findings) -> No
         findings.notes.append(f"no heatmap, for every head has the same CR: {', '.join(dict.fromkeys(even))}")
 
 
-def ratio_heatmap(name: str, method: str, title: str, task: str, ratios: list[list[float | None]]) -> Heatmap:
+def ratio_heatmap(name: str, method: str, title: str, task: str, ratios: Sequence[Sequence[float | None]]) -> Heatmap:
     """Put the ratios of a model's heads, layer by layer, into a heatmap."""
     layers, heads = map(str, range(len(ratios))), map(str, range(len(ratios[0])))
-    return Heatmap(name, method, title, task, ratios, list(layers), list(heads))
+    return Heatmap(name, method, title, task, list(map(list, ratios)), list(layers), list(heads))
 
 
 def _needles(row: Row, names: dict[str, str]) -> Heatmap:

@@ -1,4 +1,4 @@
-"""Read folders of compare.py, evaluate.py, benchmark.py and the quickstart; nothing is written."""
+"""Read folders of compare.py, evaluate.py, benchmark.py, analyse.py and the quickstart; nothing is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dmc.evaluation.report.analysis_rows import add_analysis
 from dmc.evaluation.report.benchmark_rows import add_benchmark
 from dmc.evaluation.report.cell_rows import add_cells
 from dmc.evaluation.report.findings import Findings
@@ -14,8 +15,8 @@ from dmc.evaluation.report.quickstart_rows import add_quickstart
 from dmc.evaluation.row_store import RowStore
 
 EXPECTED = (
-    "expected a folder written by compare.py or evaluate.py (cells.jsonl), benchmark.py (results.jsonl) or the "
-    "quickstart (results.json with base, control and final)"
+    "expected a folder written by compare.py or evaluate.py (cells.jsonl), benchmark.py (results.jsonl), analyse.py "
+    "(analysis.json) or the quickstart (results.json with base, control and final)"
 )
 
 
@@ -28,7 +29,7 @@ def read_folders(folders: Sequence[Path]) -> Findings:
         ValueError: none is given, or one is no folder, is empty or is of something else.
     """
     if not folders:
-        raise ValueError("folders is empty: give folders=[outputs/compare], one or several")
+        raise ValueError("folders is empty: give folders=outputs/compare, one or several")
     findings = Findings()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
@@ -36,7 +37,7 @@ def read_folders(folders: Sequence[Path]) -> Findings:
         before = len(findings.sources)
         try:
             _read(folder, findings)
-        except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"{folder}: a row is not of this project ({error!r}): {EXPECTED}") from error
         if len(findings.sources) == before:
             raise ValueError(f"{folder} holds no results: {EXPECTED}")
@@ -44,7 +45,8 @@ def read_folders(folders: Sequence[Path]) -> Findings:
 
 
 def _read(folder: Path, findings: Findings) -> None:
-    cells, speeds, quickstart = (folder / name for name in ("cells.jsonl", "results.jsonl", "results.json"))
+    names = ("cells.jsonl", "results.jsonl", "results.json", "analysis.json")
+    cells, speeds, quickstart, analysis = (folder / name for name in names)
     damaged = 0
     if cells.is_file():
         store = RowStore(cells)
@@ -56,6 +58,8 @@ def _read(folder: Path, findings: Findings) -> None:
         rows, torn = _read_lines(speeds)
         add_benchmark(rows, str(folder), findings)
         damaged += torn
+    if analysis.is_file():
+        add_analysis(json.loads(analysis.read_text()), folder, findings)
     if damaged:
         findings.notes.append(f"{folder}: {damaged} damaged lines are left out")
 

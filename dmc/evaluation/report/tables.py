@@ -49,7 +49,7 @@ def _result_cells(each: Result, on_front: bool) -> list[TableCell]:
         TableCell(each.name + (" ★" if on_front else "")),
         TableCell(each.budget),
         TableCell(each.task),
-        TableCell(f"{each.metric} {'↑' if each.higher_is_better else '↓'}"),
+        TableCell(f"{each.metric}\u00a0{'↑' if each.higher_is_better else '↓'}"),
         _with_error(each.quality, each.quality_error, ".4f"),
         _with_error(each.over_full_cache, each.over_full_cache_error, "+.4f"),
         _number(each.requested_ratio, ".2f"),

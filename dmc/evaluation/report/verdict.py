@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dmc.evaluation.benchmark import HuggingFaceContestant
-from dmc.evaluation.report.findings import Findings, Result, Speed
+from dmc.evaluation.report.findings import Findings, Inside, Result, Speed
 from dmc.evaluation.report.judgement import (
     HELD,
     STANDARD_ERRORS,
@@ -44,9 +44,29 @@ def judge(findings: Findings) -> Verdict:
         verdict.headline = f"On {task}: {verdict.headline}"
     elif speeds:
         _, verdict.headline = speeds.pop()
+    elif findings.insides:
+        verdict.headline = f"{findings.insides[0].name}: {describe(findings.insides[0])}"
     verdict.points += [(task, f"{sentence} {detail}".strip()) for task, sentence, detail in single]
     verdict.points += [*judge_budgets(tasks), *speeds]
+    told = not tasks and not findings.speeds
+    verdict.points += [(inside.name, describe(inside)) for inside in findings.insides[told:]]
     return verdict
+
+
+def describe(inside: Inside) -> str:
+    """Say what gates merge, or a policy leaves, and how unevenly."""
+    ratios = [ratio for layer in inside.ratios for ratio in layer]
+    layers = [len(layer) / sum(1 / ratio for ratio in layer) for layer in inside.ratios]
+    text = f"CR {inside.ratio:.2f}" + (f" over {inside.text}" if inside.text else " at the end of the run")
+    if max(ratios) >= 1.01 * min(ratios):
+        text += (
+            f", heads from {min(ratios):.2f} to {max(ratios):.2f}, layers from {min(layers):.2f} to {max(layers):.2f}"
+        )
+    if inside.segments is None:
+        return f"{text}."
+    return (
+        f"{text}; {inside.segments.mean:.2f} tokens share an entry on average, {inside.segments.lengths[-1]} at most."
+    )
 
 
 def judge_all(tasks: dict[str, list[Result]]) -> str:

@@ -49,7 +49,7 @@ class Needle(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
+        encoder = Encoder(tokenizer, self.chat_template)
         texts = encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
         return [
             self._sample(encoder, text, length, depth, number)
@@ -61,7 +61,7 @@ class Needle(TextRecall):
     def _sample(self, encoder: Encoder, text: list[int], length: int, depth: float, number: int) -> Sample:
         draw = self.random(length, depth, number)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
-        fact, question = encoder.encode(self.fact.format(**values)), encoder.encode(self.question.format(**values))
+        fact, question = encoder.encode(self.fact.format(**values)), encoder.ask(self.question.format(**values))
         room = length - len(encoder.begin) - len(fact) - len(question)
         if room < 0:
             raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")

@@ -12,9 +12,7 @@ from dmc.data import DocumentSource, build_packed
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.far_repeats import far_repeats
 from dmc.runtime import Engine
-
-LOGPROB_BYTES = 2**30
-"""Log-probabilities of whole vocabularies held at the same time."""
+from dmc.runtime.forced import of_given_tokens
 
 
 @dataclass(frozen=True)
@@ -82,19 +80,12 @@ class TextLoss:
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`."""
-        row_bytes = 4 * engine.model.get_input_embeddings().num_embeddings
-        size = max(1, LOGPROB_BYTES // (row_bytes * self.scored_tokens))
-        return [
-            result
-            for begin in range(0, len(samples), size)
-            for result in self._score(engine, samples[begin : begin + size])
-        ]
-
-    def _score(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        scorings = engine.score_with_stats([each.prompt for each in samples], [each.continuation for each in samples])
+        prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
         results = []
-        for scoring, sample in zip(scorings, samples, strict=True):
-            losses = token_losses(scoring.logprobs, sample.continuation)
+        for scoring, sample in zip(
+            engine.score_with_stats(prompts, continuations, of_given_tokens), samples, strict=True
+        ):
+            losses = -scoring.logprobs.double()
             parts = self._by_position(losses, len(sample.prompt))
             metrics = {"loss": float(losses.mean())}
             if self.repeat_ngram is not None:
@@ -118,15 +109,9 @@ class TextLoss:
         return parts
 
 
-def token_losses(logprobs: Tensor, tokens: list[int]) -> Tensor:
-    """Negative log-probability of each of `tokens` in nats, float64 [len(tokens)]; logprobs [len(tokens), vocab]."""
-    chosen = logprobs.gather(-1, logprobs.new_tensor(tokens).long()[:, None])
-    return -chosen[:, 0].double()
-
-
 def mean_loss(logprobs: Tensor, tokens: list[int]) -> float:
     """Mean negative log-probability of `tokens` in nats; logprobs [len(tokens), vocab]."""
-    return float(token_losses(logprobs, tokens).mean())
+    return -float(of_given_tokens(logprobs, logprobs.new_tensor(tokens).long()).double().mean())
 
 
 def _spread(count: int, length: int) -> list[int]:

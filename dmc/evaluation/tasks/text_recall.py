@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from dmc.data import DocumentSource, build_packed
+from dmc.evaluation.chat_form import ChatForm, read_chat_form
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.text_loss import mean_loss
 from dmc.runtime import Engine, SamplingParams
@@ -30,6 +32,9 @@ class TextRecall:
     """For each place of the grid."""
     max_new_tokens: int = 24
     """Tokens in which the answer must stand."""
+    chat_template: bool = False
+    """Whether the tokenizer's chat template is written around the prompt: what stands behind the last question mark or
+    line end of a question then begins the reply."""
     seed: int = 0
     main_metric = "exact_match"
     higher_is_better = True
@@ -73,19 +78,37 @@ class Encoder:
     """Turns pieces of a prompt into tokens, one after the other.
 
     Raises:
-        ValueError: there is no tokenizer.
+        ValueError: there is no tokenizer, or it has no chat template to use.
     """
 
     tokenizer: Any
+    chat_template: bool = False
+    form: ChatForm = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
             raise ValueError("a task over text needs a tokenizer in the model's folder")
+        form = read_chat_form(self.tokenizer) if self.chat_template else ChatForm("", "", "")
+        object.__setattr__(self, "form", form)
 
-    @property
+    @functools.cached_property
     def begin(self) -> list[int]:
-        """Special tokens with which a text begins."""
-        return list(self.tokenizer("")["input_ids"])
+        """What stands before a text: special tokens, or a template's opening."""
+        return self.encode(self.form.opening) if self.chat_template else list(self.tokenizer("")["input_ids"])
+
+    def ask(self, question: str) -> list[int]:
+        """Return the tokens of the end of a prompt, up to where the answer begins."""
+        if not self.chat_template:
+            return self.encode(question)
+        start = re.split(r"[?\n]", question)[-1]
+        asked = question.removesuffix(start).rstrip()
+        return [*self.encode(asked), *self.encode(self.form.closing + start.lstrip())]
+
+    def converse(self, pieces: list[list[int]], question: str) -> list[list[int]]:
+        """Return the turns of a conversation: pieces that are said one after the other, then the question."""
+        closing, reopening = self.encode(self.form.closing), self.encode(self.form.reopening)
+        said = [[*piece, *closing] for piece in pieces] + [self.ask(question)]
+        return [[*(reopening if turn else self.begin), *tokens] for turn, tokens in enumerate(said)]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a piece, without special ones."""

@@ -55,7 +55,7 @@ class MultiTurnRecall(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
+        encoder = Encoder(tokenizer, self.chat_template)
         most = (max(self.turns) - 1) * self.turn_tokens
         texts = encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
         return [self._sample(encoder, text, turn, i) for turn in self.turns for i, text in enumerate(texts)]
@@ -64,8 +64,8 @@ class MultiTurnRecall(TextRecall):
         draw = self.random(turn, index)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
         fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]
-        turns = [*fillers[: turn - 1], encoder.encode(self.question.format(**values))]
-        turns[0] = [*encoder.begin, *encoder.encode(self.fact.format(**values)), *turns[0]]
+        fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
+        turns = encoder.converse(fillers[: turn - 1], self.question.format(**values))
         prompt = [token for each in turns for token in each]
         return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, turns)
 

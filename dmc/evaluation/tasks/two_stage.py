@@ -51,7 +51,7 @@ class TwoStageRetrieval(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
+        encoder = Encoder(tokenizer, self.chat_template)
         return [
             self._sample(encoder, size, number) for size in self.entries for number in range(self.samples_per_place)
         ]
@@ -70,4 +70,4 @@ class TwoStageRetrieval(TextRecall):
         else:
             text += f"Name the color of {equation}.\nAnswer: the color of {equation} is"
             answer = f" {colors[total]}."
-        return Sample([*encoder.begin, *encoder.encode(text)], encoder.encode(answer), {"entries": size})
+        return Sample([*encoder.begin, *encoder.ask(text)], encoder.encode(answer), {"entries": size})

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from dmc.models.build import assemble
 from dmc.training.checkpoints.folder import MODEL_CONFIG, Header, read_folder_header, whole_shape
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
+from dmc.training.checkpoints.joining import join_shards
 
 PREFIX = "model."
 """Of a weight's name in a checkpoint: the LightningModule's attribute."""
@@ -80,9 +81,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if header.format == "file":
         weights = _read_file(path)["state_dict"]
     elif header.format == "fsdp2":
-        from lightning.fabric.utilities.load import _load_distributed_checkpoint
-
-        weights = _load_distributed_checkpoint(path)["state_dict"]
+        weights = join_shards(path)
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

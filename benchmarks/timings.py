@@ -1,0 +1,71 @@
+"""Medians of cases that take turns, printed as they come and kept as CSV and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dmc.provenance import provenance
+
+Case = Callable[[], object]
+OUTPUT = "outputs/benchmarks"
+
+
+def medians(
+    cases: dict[str, Case],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Case = lambda: None,
+) -> dict[str, float]:
+    """Give the median milliseconds of each case, the cases taking turns; what runs `before` each is not timed."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + warm_up):
+        for name, case in cases.items():
+            before()
+            start = clock()
+            case()
+            if turn >= warm_up:
+                seconds[name].append(clock() - start)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+class Table:
+    """Times of one program, written into `<program>.csv` and `.json` with every part, lest a stopped run leave nothing.
+
+    Args:
+        program: `__file__` of the benchmark.
+        folder: where to.
+    """
+
+    def __init__(self, program: str, folder: str) -> None:
+        self.path = Path(folder) / f"{Path(program).stem}.csv"
+        self.rows: list[dict[str, object]] = []
+
+    def add(self, title: str, found: dict[str, float]) -> None:
+        """Print and keep milliseconds of cases, and what they are of the first one's."""
+        print(f"{title}, ms", flush=True)
+        first = next(iter(found.values()))
+        for case, milliseconds in found.items():
+            print(f"  {case:36s}{milliseconds:10.2f}  {milliseconds / first:6.2f}x", flush=True)
+            self.rows.append(
+                {"setting": title, "case": case, "milliseconds": milliseconds, "of_first": milliseconds / first}
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(self.rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        record = {"rows": self.rows, "provenance": provenance()}
+        self.path.with_suffix(".json").write_text(json.dumps(record, indent=1))
+
+
+def add_output_option(parser: argparse.ArgumentParser) -> None:
+    """Let the user say where the table goes."""
+    parser.add_argument("--output", default=OUTPUT, help=f"folder of the table as CSV and JSON ({OUTPUT})")

@@ -1,0 +1,33 @@
+"""Scripts run in the tests' own process, which has imported already what takes them seconds."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+from pathlib import Path
+
+from hydra.core.global_hydra import GlobalHydra
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+def run_script(name: str, *arguments: str) -> str:
+    """Run a script as a command line does and return what it exits with, empty where all went well.
+
+    Args:
+        name: of a file in `scripts/`.
+        arguments: of the command line.
+    """
+    root = logging.getLogger()
+    argv, handlers, level = sys.argv, root.handlers[:], root.level
+    sys.argv = [str(SCRIPTS / name), *arguments]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        return str(stop.code or "")
+    finally:
+        sys.argv, root.handlers[:] = argv, handlers
+        root.setLevel(level)
+        GlobalHydra.instance().clear()
+    return ""

@@ -1,0 +1,51 @@
+"""Every benchmark program runs, on little, and keeps what it prints."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+LITTLE = {
+    "training_kernels": ["--shapes", "1,2,1,32,16", "--rounds", "1"],
+    "decode_kernels": [
+        "--kernels",
+        "reference",
+        "--decode",
+        "1,1,2,64,16",
+        "--prefill",
+        "1,1,2,32,16",
+        "--rounds",
+        "1",
+    ],
+    "policies": ["--kv_heads", "2", "--decode", "1,64", "--prefill", "--decode_rounds", "1"],
+    "prefill": ["--prompt_length", "16"],
+}
+
+
+def test_every_program_is_tried() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*LITTLE, "timings"}
+
+
+@pytest.mark.parametrize("name", LITTLE)
+def test_what_is_printed_is_kept_as_csv_and_json(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *LITTLE[name], "--threads", "1", "--output", str(tmp_path / "out")])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    with (tmp_path / "out" / f"{name}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 4
+    for row in rows:
+        assert f"{row['setting']}, ms\n" in printed
+        assert f"  {row['case']:36s}{float(row['milliseconds']):10.2f}  {float(row['of_first']):6.2f}x\n" in printed
+    record = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+    assert [each["milliseconds"] for each in record["rows"]] == [float(row["milliseconds"]) for row in rows]
+    assert f"{name}.py" in record["provenance"]["command"]

@@ -1,0 +1,67 @@
+"""What people write on a command line, and what Hydra is given of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dmc.command_line import plain_settings
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def composed(name: str, *arguments: str) -> Any:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose(name, overrides=plain_settings(name, arguments, CONFIGS))
+    return OmegaConf.to_container(settings)
+
+
+def test_a_model_and_tasks_are_given_by_name() -> None:
+    settings = composed("evaluate", "model=some/DIR", "policy=h2o", "budget.ratio=4", "tasks=mmlu,cs_qa")
+    assert (settings["model"]["path"], settings["tasks"]) == ("some/DIR", ["mmlu", "cs_qa"])
+    assert (settings["policy"]["_target_"], settings["budget"]["ratio"]) == ("dmc.policies.H2O", 4)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate", "analyse", "benchmark", "train", "prepare_data"])
+@pytest.mark.parametrize("model", ["folder", "meta-llama/Llama-2-7b-hf", "./llama2_7b"])
+def test_every_script_takes_a_folder_or_a_hub_name(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = composed(name, f"model={model}")
+    assert settings["model"]["path"] == model
+    assert settings["model"].get("fresh") is None and settings["model"].get("architecture") is None
+
+
+@pytest.mark.parametrize("name", ["train", "prepare_data"])
+def test_a_choice_of_settings_stays_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama2_7b").mkdir()  # a folder of the same name is ./llama2_7b
+    monkeypatch.chdir(tmp_path)
+    for choice in ("llama2_7b", "llama2_7b,llama2_13b", "mispelled"):
+        assert plain_settings(name, [f"model={choice}", "-m"], CONFIGS) == [f"model={choice}", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("tasks=piqa", "tasks=[piqa]"),
+        ("budgets=2,tokens:128", "budgets=[2,tokens:128]"),
+        ("tasks=gsm8k,{name: mmlu, num_fewshot: 5}", "tasks=[gsm8k,{name: mmlu, num_fewshot: 5}]"),
+        ("tasks=[piqa]", "tasks=[piqa]"),
+        ("tasks.0.num_samples=1", "tasks.0.num_samples=1"),
+        ("model.path=a,b", "model.path=a,b"),
+        ("model={path: a}", "model={path: a}"),
+        ("--cfg|job", "--cfg|job"),
+        ("-m|model=a/x,b/x", "-m|model.path=a/x,b/x"),
+        ("-m|tasks=piqa,copa", "-m|tasks=[piqa],[copa]"),
+        ("--multirun|policies=[],[full]", "--multirun|policies=[],[full]"),
+        ("-m|tasks=piqa,[copa,rte]", "-m|tasks=piqa,[copa,rte]"),
+    ],
+)
+def test_lists_and_sweeps(arguments: str, expected: str) -> None:
+    assert plain_settings("evaluate", arguments.split("|"), CONFIGS) == expected.split("|")
