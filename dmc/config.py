@@ -448,6 +448,11 @@ class RunConfig:
         return self.compression is not None and not self.control
 
     @property
+    def distils(self) -> bool:
+        """Whether the run learns from a teacher."""
+        return self.has_gates and self.training.distillation is not None
+
+    @property
     def decisions(self) -> str:
         """Who decides in the run's gates; those of a control are not at work."""
         return "per_head" if self.compression is None else self.compression.decisions

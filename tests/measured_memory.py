@@ -17,6 +17,7 @@ from dmc.config import RunConfig
 from dmc.measure import next_token_loss
 from dmc.models import retrofit
 from dmc.training.strategies import build_strategy
+from dmc.training.teacher import divergence
 
 
 def allocated_peak(work: Callable[[], Any]) -> int:
@@ -39,12 +40,13 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spread is not None:
         spread(model)
+    teacher = AutoModelForCausalLM.from_config(shape).eval() if config.distils else None
     optimizer = torch.optim.AdamW(model.train().parameters(), fused=not mixed)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
     for _ in range(num_steps):
         for index in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed and spread is None):
-                loss = _loss(model, input_ids)
+                loss = _loss(model, input_ids, teacher)
             if index == 0:
                 optimizer.zero_grad()
             loss.backward()
@@ -53,13 +55,18 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
     return model, optimizer
 
 
-def _loss(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> torch.Tensor:
     if not hasattr(model, "compression"):
         return next_token_loss(model(input_ids, use_cache=False).logits, input_ids)
     trace = GateTrace()
     mode = GateMode(noise_seeds=list(range(len(input_ids))))
     logits = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace).logits
-    return next_token_loss(logits, input_ids) + compression_loss(trace.stacked_alpha(), 2.0)
+    loss = next_token_loss(logits, input_ids) + compression_loss(trace.stacked_alpha(), 2.0)
+    if teacher is not None:
+        with torch.no_grad():
+            taught = teacher(input_ids, use_cache=False).logits
+        loss = loss + divergence(taught, logits)
+    return loss
 
 
 def sharded_bytes(config: RunConfig, shape: PretrainedConfig, rank: int, port: int, answers: Any) -> None:

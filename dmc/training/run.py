@@ -118,7 +118,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
     distillation = config.training.distillation
-    if distillation is not None and config.has_gates:
+    if distillation is not None and config.distils:
         path = distillation.path or str(config.model.path)
         module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
     data = TextData(config, tokenizer, plan.total_steps)

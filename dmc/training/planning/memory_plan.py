@@ -77,6 +77,8 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    teacher: int
+    """Weights of the frozen teacher, taken to be one of the model's own shape; 0: there is none."""
     communication: int
     """Gathered weights, gradients on their way, buckets."""
     activations: int
@@ -99,6 +101,7 @@ class Memory:
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer states": self.optimizer,
+            **({"teacher": self.teacher} if self.teacher else {}),
             "communication": self.communication,
             "activations kept": self.activations,
             self.peak: self.moment,
@@ -153,6 +156,14 @@ class MemoryModel:
             return 12 * self._share(self.counts.total, True)
         return 2 * self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
 
+    def teacher(self) -> int:
+        """auto, ddp: s P. fsdp2: s P / N. ZeRO: c P."""
+        if not self.config.distils:
+            return 0
+        if self.zero_stage:
+            return self.computed * self.counts.total
+        return self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
+
     def communication(self, moment: str) -> int:
         """Count buffers between ranks at a moment of the step.
 
@@ -200,13 +211,17 @@ class MemoryModel:
             torch.bfloat16 if dtype == 2 else torch.float32,
             self.mixed and not computes_whole,
             training.activation_checkpointing,
+            self.config.distils,
         )
         model = rank_config(self.model, self.config.trainer.tensor_parallel_size)
         return trace_step(model, self.config.compression if gates else None, shape)
 
     def memory(self) -> Memory:
         """Find the moment of the highest sum and take the components there."""
-        states = {"weights": self.weights(), "gradients": self.gradients(), "optimizer": self.optimizer()}
+        states = {
+            "weights": self.weights(), "gradients": self.gradients(), "optimizer": self.optimizer(),
+            "teacher": self.teacher(),
+        }  # fmt: skip
         cpu = 0
         if self.config.trainer.offload_optimizer:  # DeepSpeed then sums the gradients there too, in float32
             cpu += states["optimizer"] + 4 * self._share(self.counts.total, True)

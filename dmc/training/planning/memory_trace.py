@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
 from dmc.measure import evaluating, next_token_loss
 from dmc.models import retrofit
+from dmc.training.teacher import Teacher
 
 
 class LiveBytes(TorchDispatchMode):
@@ -78,6 +79,8 @@ class StepShape:
     """bfloat16 autocast around the forward."""
     checkpointing: bool
     """Layers are recomputed in backward."""
+    distils: bool = False
+    """A frozen teacher of the model's shape reads the batch too."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,12 @@ def _trace_layers(
 ) -> StepBytes:
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers renames the switch of checkpointing
-        model = AutoModelForCausalLM.from_config(with_values(config, num_hidden_layers=num_layers), dtype=shape.dtype)
+        model_config = with_values(config, num_hidden_layers=num_layers)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=shape.dtype)
         if compression is not None:
             model = retrofit(model, compression)
+        else:
+            model.model.register_forward_pre_hook(_with_mask, with_kwargs=True)
         model.train()
         if shape.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -140,6 +146,14 @@ def _trace_layers(
             layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
         input_ids = torch.zeros(shape.batch, shape.length, dtype=torch.long)
         known = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        teacher = None
+        if shape.distils:
+            stock = AutoModelForCausalLM.from_config(model_config, dtype=shape.dtype)
+            stock.model.register_forward_pre_hook(_with_mask, with_kwargs=True)
+            for layer in stock.model.layers:
+                layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
+            teacher = Teacher(stock, "", 1.0)
+            known += [*stock.parameters(), *stock.buffers()]
         live = LiveBytes(known)
         marks: dict[str, int] = {}
 
@@ -156,7 +170,7 @@ def _trace_layers(
         model.model.embed_tokens.register_forward_hook(after_embedding)
         with live:
             with torch.autocast("cpu", torch.bfloat16) if shape.autocast else nullcontext():
-                loss = _loss(model, input_ids)
+                loss = _loss(model, input_ids, teacher)
             loss.backward()
             del loss
             marks["embedding"] = live.take_peak()
@@ -171,13 +185,19 @@ def _without_mask(_: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any,
     return arguments, options | {"attention_mask": None}
 
 
-def _loss(model: Any, input_ids: Tensor) -> Tensor:
-    if not hasattr(model, "compression"):
-        # Without a mask of its own, transformers makes one of T x T where it cannot look into the tensors.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        return next_token_loss(model(input_ids, attention_mask=mask, use_cache=False).logits, input_ids)
+def _with_mask(_: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a stock model a mask: without, transformers makes one of T x T where it cannot look into the tensors."""
+    return arguments, options | {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def _loss(model: Any, input_ids: Tensor, teacher: Teacher | None = None) -> Tensor:
+    has_gates = hasattr(model, "compression")
     trace = GateTrace()
-    mode = GateMode(noise_seeds=list(range(len(input_ids)))) if model.training else None
-    logits = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace).logits
+    gates = {"gate_mode": GateMode(noise_seeds=list(range(len(input_ids)))) if model.training else None}
+    logits = model(input_ids, use_cache=False, **gates | {"gate_trace": trace} if has_gates else {}).logits
     loss = next_token_loss(logits, input_ids)
-    return loss + compression_loss(trace.stacked_alpha(), 4.0, delay=model.compression.delay)
+    if teacher is not None:
+        loss = 0.5 * loss + 0.5 * teacher.loss(logits, input_ids)
+    if has_gates:
+        loss = loss + compression_loss(trace.stacked_alpha(), 4.0, delay=model.compression.delay)
+    return loss

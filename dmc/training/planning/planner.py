@@ -150,6 +150,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if memory_model.computed == 2 else "32")
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
+    if config.distils:
+        flops *= 4 / 3  # the teacher's forward is a third of forward and backward
     return TrainingPlan(
         model=config.model.path or f"fresh {model.model_type}",
         num_weights=num_weights,

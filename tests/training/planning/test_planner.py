@@ -74,7 +74,7 @@ def test_architecture_of_every_model_option_has_the_published_number_of_weights(
 def test_every_model_option_with_a_hub_name_has_an_architecture():
     for path in (ROOT / "configs" / "model").glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
-        assert (values["architecture"] is not None) == (values["path"] not in (None, "???")), path
+        assert (values.get("architecture") is None) == (values.get("path") in (None, "???")), path
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,15 @@ def test_planned_peak_is_what_the_allocator_hands_out(compression, precision, le
     planned = plan(config).memory.total
     print(f"planned / measured = {planned / measured:.3f}")
     assert planned == pytest.approx(measured, rel=PEAK)
+
+
+def test_a_teacher_is_planned_with_its_weights_its_logits_and_its_work():
+    alone = run(training__sequence_length=128)
+    config = run(training__sequence_length=128, training__distillation={"path": "teacher"})
+    measured = measured_memory.allocated_peak(lambda: measured_memory.train_steps(config, shape_of(config)))
+    assert plan(config).memory.total == pytest.approx(measured, rel=PEAK)
+    assert plan(config).memory.components["teacher"] == plan(alone).memory.weights
+    assert "teacher" not in plan(alone).memory.components
 
 
 def test_planned_shards_are_what_two_ranks_hold():
