@@ -40,11 +40,13 @@ def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float,
         target_ratio: CR >= 1.
         reach: largest shift of the offset.
     Raises:
-        ValueError: the target is no ratio, or the model has no gates.
+        ValueError: the target is no ratio, or the model has no gates, or none with an offset.
     """
     check_ratio(target_ratio, "target_ratio")
     if getattr(model, "compression", None) is None:
         raise ValueError("the model has no gates to calibrate: retrofit it first")
+    if model.compression.decisions == "fixed":
+        raise ValueError("fixed decisions have no offset to calibrate: their ratio is compression.target_ratio")
     before = model.compression.decision_offset
 
     def ratio_at(offset: float) -> float:

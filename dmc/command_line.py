@@ -10,7 +10,7 @@ from typing import Any
 
 import hydra
 
-LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios")
+LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "seeds", "only")
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""

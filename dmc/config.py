@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dmc.budget import check_ratio
-from dmc.compression import CompressionConfig
+from dmc.compression import CompressionConfig, HeadAgreement
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 Precision = Literal["32-true", "bf16-mixed"]
@@ -40,6 +40,9 @@ class StageConfig:
     """Steps of a linear rise from 0."""
     final_fraction: float = 1.0
     """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
+    ramp_fraction: float | None = None
+    """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
+    (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
 
     def __post_init__(self) -> None:
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
@@ -53,6 +56,16 @@ class StageConfig:
                 f"stage {self.name}: final_fraction={self.final_fraction} (expected 0..1), "
                 f"warmup_steps={self.warmup_steps} (expected >= 0)"
             )
+        if self.ramp_fraction is not None and not (self.name == "retrofit" and 0 <= self.ramp_fraction <= 1):
+            raise ValueError(
+                f"stage {self.name}: ramp_fraction={self.ramp_fraction}; expected 0..1, and of a retrofit stage only"
+            )
+
+    def ramp_share(self, decisions: str) -> float:
+        """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
+        if self.ramp_fraction is None:
+            return 0.0 if decisions == "fixed" else 1.0
+        return self.ramp_fraction
 
     def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
         """Optimizer steps of this stage."""
@@ -60,6 +73,48 @@ class StageConfig:
             return self.steps
         tokens = self.tokens if self.tokens is not None else (self.tokens_per_ratio or 0) * (target_ratio - 1)
         return max(1, round(tokens / tokens_per_step))
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    weight: float = 1.0
+    """Share of the divergence; the rest is cross-entropy."""
+    temperature: float = 1.0
+    """Both distributions are softened by it."""
+    path: str | None = None
+    """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"training.distillation.weight={self.weight}: expected a share > 0 and <= 1")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"training.distillation.temperature={self.temperature}: expected a number > 0")
+
+
+@dataclass(frozen=True)
+class RatioControlConfig:
+    """Integral control of the ratio loss's weight: log(weight) grows by gain * (CR asked for * share held - 1) a step.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    gain: float = 0.05
+    """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
+    max_weight: float = 100.0
+    """The weight stays between 1 / max_weight and max_weight."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain < math.inf:
+            raise ValueError(f"training.ratio_control.gain={self.gain}: expected a number > 0")
+        if not 1 < self.max_weight < math.inf:
+            raise ValueError(f"training.ratio_control.max_weight={self.max_weight}: expected a number > 1")
 
 
 @dataclass(frozen=True)
@@ -82,8 +137,22 @@ class TrainingConfig:
     """Largest gradient norm."""
     ratio_weight: float = 1.0
     """Weight of the compression-ratio loss."""
+    ratio_control: RatioControlConfig | None = None
+    """Let the weight follow the error, from `ratio_weight` on; None: constant."""
+    distillation: DistillationConfig | None = None
+    """Learn from the logits of a frozen teacher; None: from the text alone."""
+    gates_only: bool = False
+    """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
+    delays: list[int] = field(default_factory=list)
+    """Delays of equal parts of the retrofit stage, the last one the model's own; empty: the model's own throughout."""
     soft_ratio_loss: bool = False
     """Relaxed decisions in the ratio loss; False: straight-through."""
+    ratio_prior: Literal["global", "local"] = "global"
+    """What the ratio loss holds to the target: the mean over all layers, or each layer by itself."""
+    head_agreement_weight: float = 0.0
+    """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
+    head_agreement: HeadAgreement = "mean"
+    """Form of that loss, see `dmc.compression.head_agreement_loss`."""
     reset_at_documents: bool = False
     """Decisions and attention start anew at each document of a packed sequence."""
     activation_checkpointing: bool = False
@@ -113,6 +182,8 @@ class TrainingConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")
+        if not 0 <= self.head_agreement_weight < math.inf:
+            raise ValueError(f"training.head_agreement_weight={self.head_agreement_weight}: expected a number >= 0")
         if not 0 <= self.hang_timeout_minutes < math.inf:
             raise ValueError(
                 f"training.hang_timeout_minutes={self.hang_timeout_minutes}: expected minutes, 0 for never"
@@ -154,10 +225,18 @@ class ModelConfig:
     """Hub revision."""
     architecture: dict[str, Any] | None = None
     """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
+    merge_kv_heads: int | None = None
+    """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
+    fact); None: they stay."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.fresh is None):
             raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
+        if self.merge_kv_heads is not None and self.path is None:
+            raise ValueError(
+                f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "
+                "a fresh model model.fresh.num_key_value_heads"
+            )
 
 
 @dataclass(frozen=True)
@@ -320,6 +399,15 @@ class RunConfig:
                 f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
                 "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
             )
+        if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
+            raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
+        if self.training.gates_only and self.trainer.strategy not in ("auto", "ddp"):
+            raise ValueError(
+                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
+                "where each rank has it whole; use ddp"
+            )
+        self._check_delays()
+        self._check_variants()
         if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
             raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
         if self.compression is not None:
@@ -329,10 +417,46 @@ class RunConfig:
                     f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
                 )
 
+    def _check_delays(self) -> None:
+        delays, compression = self.training.delays, self.compression
+        if not delays or compression is None:
+            return
+        if delays[-1] != compression.delay:
+            raise ValueError(f"training.delays={delays} must end with compression.delay={compression.delay}")
+        for delay in delays:
+            dataclasses.replace(compression, delay=delay)
+
+    def _check_variants(self) -> None:
+        if self.training.head_agreement_weight > 0 and self.has_gates and self.decisions != "per_head":
+            raise ValueError(
+                f"training.head_agreement_weight={self.training.head_agreement_weight} with "
+                f"compression.decisions={self.decisions}: heads that share decisions always agree; use weight 0"
+            )
+        if self.has_gates and self.decisions == "fixed":
+            for name in ("gates_only", "ratio_control"):
+                if getattr(self.training, name):
+                    raise ValueError(f"training.{name} with compression.decisions=fixed: there are no gates to train")
+        if self.training.snapshot_ratios and self.compression is not None and not self._climbs:
+            raise ValueError(
+                f"training.snapshot_ratios={self.training.snapshot_ratios} need a target that climbs through them: "
+                "empty them, or give the retrofit stage a ramp_fraction > 0"
+            )
+
     @property
     def has_gates(self) -> bool:
         """Whether the model learns to compress."""
         return self.compression is not None and not self.control
+
+    @property
+    def decisions(self) -> str:
+        """Who decides in the run's gates; those of a control are not at work."""
+        return "per_head" if self.compression is None else self.compression.decisions
+
+    @property
+    def _climbs(self) -> bool:
+        """Whether no retrofit stage starts at the target."""
+        stages = [stage for stage in self.training.stages if stage.name == "retrofit"]
+        return all(stage.ramp_share(self.decisions) > 0 for stage in stages)
 
     @property
     def target_ratio(self) -> float:

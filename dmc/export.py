@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,27 +71,42 @@ def export(model: Any, folder: Path | str, *, tokenizer: Any, card: ModelCard, o
         FileExistsError: the folder is not empty and `overwrite` is False; nothing is written.
         RuntimeError: the folder does not give the logits of the model; nothing is replaced.
     """
-    folder = Path(folder)
+    with replacement(Path(folder), overwrite) as partial:
+        model.save_pretrained(partial)
+        compression = model.config.compression if isinstance(model, CompressedCausalLM) else None
+        describe(partial, tokenizer, card, compression)
+        _compare(model, partial)
+    return Path(folder)
+
+
+@contextmanager
+def replacement(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write into that takes the place of `folder` once all is written; after an error nothing does.
+
+    Raises:
+        FileExistsError: `folder` is not empty and `overwrite` is False; nothing is written.
+    """
     refuse_occupied(folder, overwrite)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    origin = provenance()
-    compression = model.config.compression if isinstance(model, CompressedCausalLM) else None
-    model.save_pretrained(partial)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
-    (partial / "README.md").write_text(card.text(compression, origin))
-    record = {"metrics": card.metrics, "compression": compression, "base": card.base, "data": card.data, **origin}
-    (partial / METRICS_NAME).write_text(json.dumps(record, indent=2, default=str) + "\n")
-    _compare(model, partial)
+    yield partial
     retired = folder.with_name(f".{folder.name}.retired")
     shutil.rmtree(retired, ignore_errors=True)
     if folder.exists():
         folder.rename(retired)
     partial.rename(folder)
     shutil.rmtree(retired, ignore_errors=True)
-    return folder
+
+
+def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:
+    """Write what lies beside the weights of a model: its tokenizer, unless None, the card, and both as a record."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    origin = provenance()
+    (folder / "README.md").write_text(card.text(compression, origin))
+    record = {"metrics": card.metrics, "compression": compression, "base": card.base, "data": card.data, **origin}
+    (folder / METRICS_NAME).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from dmc.budget import Budget
 from dmc.config import RunConfig
 from dmc.evaluation.report import read_folders, write_page
 from dmc.models import load_model
+from dmc.policies import H2O, TOVA, EvictionPolicy
 from dmc.provenance import provenance
 from dmc.runtime import Engine, SamplingParams
 from dmc.training import TrainedRun, train
@@ -20,6 +26,10 @@ from dmc.training.text_data import TextData
 
 NUM_MEASURED = 8
 """Held-out sequences whose cache is measured in the engine."""
+NUM_TOGETHER = 32
+"""Sequences that a training-free method reads at the same time."""
+TRAINING_FREE = {"h2o": H2O, "tova": TOVA}
+"""What the control is compared under: each holds n / CR entries of the n tokens read so far."""
 PROMPT = "def read_lines(path):\n"
 
 
@@ -66,6 +76,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         "control": rows["control"].values(),
         "final": rows["final"].values(),
         "snapshots": {f"{ratio:g}": rows[f"CR {ratio:g}"].values() for ratio in runs["retrofit"].snapshots},
+        "training_free": {name: rows[f"control, {name}"].values() for name in TRAINING_FREE},
         "target_ratio": retrofit.target_ratio,
         "seconds": seconds.total,
         "seconds_by_part": seconds.parts,
@@ -110,7 +121,26 @@ def _measure(retrofit: RunConfig, runs: dict[str, TrainedRun]) -> dict[str, Row]
         tokens = sum(generation.stats.tokens_seen for generation in generations)
         loss, ratio = metrics["validation_loss_nats_per_token"], metrics["achieved_ratio"]
         rows[name] = Row(name, loss, ratio, allocated / tokens)
+    target = retrofit.target_ratio
+    control = load_model(models["control"][1])
+    for name, policy in TRAINING_FREE.items():
+        rows[f"control, {name}"] = _measure_policy(control, policy(budget=Budget(ratio=target)), batches, name)
     return rows
+
+
+def _measure_policy(model: Any, policy: EvictionPolicy, batches: list[Tensor], name: str) -> Row:
+    """Read held-out sequences token by token with what the policy leaves, as a retrofit reads them."""
+    engine = Engine(model, policy=policy, max_batch_size=NUM_TOGETHER)
+    losses, seen, held, allocated = [], 0, 0.0, 0
+    for batch in tqdm(torch.cat(batches).split(NUM_TOGETHER), f"{name} on the control", leave=False):
+        texts = batch.tolist()
+        scorings = engine.score_with_stats([text[:1] for text in texts], [text[1:] for text in texts])
+        for text, scoring in zip(batch, scorings, strict=True):
+            losses.append(F.nll_loss(scoring.logprobs, text[1:]))
+            seen += scoring.stats.tokens_seen
+            held += float(scoring.stats.slots.float().mean())
+            allocated += scoring.stats.bytes_allocated
+    return Row(f"control, {name}", float(torch.stack(losses).mean()), seen / held, allocated / seen)
 
 
 def _sample(folder: Path) -> str:

@@ -61,9 +61,18 @@ class Ranks:
         """
         return tensor if self.size == 1 else _Join.apply(tensor, dim, self)
 
+    def summed(self, tensor: Tensor) -> Tensor:
+        """Add up the ranks' tensors, differentiably: each rank uses the sum in its own way, so gradients add up too."""
+        return tensor if self.size == 1 else _Sum.apply(tensor, self)
+
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor that all ranks have."""
         return tensor if self.size == 1 else tensor.chunk(self.size, dim)[self.rank]
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -87,6 +96,17 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return context.ranks.own(gradients[0], context.dim), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        context.ranks = ranks
+        return ranks._summed(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.ranks._summed(gradients[0]), None
 
 
 ALONE = Ranks()

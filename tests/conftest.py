@@ -73,9 +73,17 @@ def make_compressed() -> MakeModel:
     """Return a builder of compressed models: gate settings apart, the keywords are those of `build_stock`."""
 
     def build(family: str = "llama", *, gates: dict[str, Any] | None = None, **changes: Any) -> Any:
-        return retrofit(build_stock(family, **changes), mixed_gates(**(gates or {})))
+        return open_adapters(retrofit(build_stock(family, **changes), mixed_gates(**(gates or {}))))
 
     return build
+
+
+def open_adapters(model: Any) -> Any:
+    """Let adapters, which start at zero, decide both ways."""
+    generator = torch.Generator().manual_seed(7)
+    for adapter in model.adapters():
+        adapter.weight.data.normal_(0, 0.15, generator=generator)
+    return model
 
 
 def mixed_gates(**changes: Any) -> CompressionConfig:

@@ -64,6 +64,16 @@ def test_plain_values_become_dataclasses():
         ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
         ("data", {"train": [], "validation": [{}]}, "data.train is empty"),
         ("data", {"train": [{}]}, "setting data.validation is missing"),
+        ("training.ratio_prior", "layer", "training.ratio_prior='layer': expected one of global, local"),
+        ("training.head_agreement", "sum", "training.head_agreement='sum': expected one of mean, printed_sum, ratio"),
+        ("training.head_agreement_weight", -1, "training.head_agreement_weight=-1.0: expected a number >= 0"),
+        (
+            "training.stages",
+            [{"name": "retrofit", "steps": 1, "ramp_fraction": 1.5}],
+            r"ramp_fraction=1.5; expected 0..1",
+        ),
+        ("training.stages", [{"name": "solidify", "steps": 1, "ramp_fraction": 0}], "of a retrofit stage only"),
+        ("model", {"fresh": {}, "merge_kv_heads": 2}, "model.merge_kv_heads=2 merges the heads of a trained model"),
         ("trainer.precision", "fp8", "trainer.precision='fp8': expected one of"),
         ("data", 3, "data is 3: expected a mapping"),
     ],
@@ -84,3 +94,44 @@ def test_deepspeed_refuses_bfloat16_weights():
     values["model"]["dtype"] = "bfloat16"
     with pytest.raises(ValueError, match=r"model.dtype=float32 and trainer.precision=bf16-mixed"):
         build_config(RunConfig, values)
+
+
+FIXED = {"decisions": "fixed", "weighting": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"compression": {"decisions": "per_layer"}, "training.head_agreement_weight": 1.0},
+            "decisions=per_layer: heads",
+        ),
+        ({"compression": FIXED, "training.head_agreement_weight": 1.0}, "always agree; use weight 0"),
+        ({"compression": FIXED, "training.gates_only": True}, "training.gates_only with compression.decisions=fixed"),
+        (
+            {"compression": FIXED, "training.ratio_control": {}},
+            "training.ratio_control with compression.decisions=fixed",
+        ),
+        ({"compression": FIXED, "training.snapshot_ratios": [2.0]}, "need a target that climbs through them"),
+        ({"compression": {**FIXED, "action": "drop", "delay": 2}}, "it cannot drop them"),
+    ],
+)
+def test_settings_that_contradict_each_other_give_one_clear_error(changes, message):
+    values = copy.deepcopy(VALID)
+    for path, value in changes.items():
+        *folders, last = path.split(".")
+        place = values
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    with pytest.raises(ValueError, match=message):
+        build_config(RunConfig, values)
+
+
+def test_snapshots_of_fixed_pooling_need_a_ramp():
+    values = changed("compression", FIXED)
+    values["training"] |= {
+        "stages": [{"name": "retrofit", "steps": 5, "ramp_fraction": 1.0}],
+        "snapshot_ratios": [2.0],
+    }
+    assert build_config(RunConfig, values).decisions == "fixed"

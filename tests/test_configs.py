@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -6,7 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from scripts_here import run_script
 
-from dmc.config import RunConfig, build_config
+from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -15,7 +18,8 @@ from train import run_config  # noqa: E402
 
 
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    folder = CONFIGS / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -26,10 +30,24 @@ def composed(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("name", names("experiment"))
 def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
-    assert Plan(config.training, config.target_ratio).total_steps > 0
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
     lines = (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1] == f"# python scripts/train.py experiment={name}"
+
+
+def study_runs() -> list[tuple[str, list[str]]]:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("study")
+    runs = {**settings.bases, **settings.runs}
+    return [(name, list(arguments)) for name, arguments in runs.items()]
+
+
+@pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
+def test_every_run_of_the_study_composes(name, arguments):
+    config = composed(*arguments)
+    assert config.training.sequence_length == (256 if name == "base_short" else 1024)
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
 
 
 @pytest.mark.parametrize(
@@ -73,10 +91,61 @@ def test_llama_experiment_is_the_papers_recipe():
     assert (solidify.tokens, solidify.final_fraction) == (8e9, 0.1)
 
 
-def test_composed_settings_survive_json():
-    import dataclasses
-    import json
+GATES = {
+    "compression=dmc_hardc": {"decisions": "per_layer"},
+    "compression=dmc_uniform": {"weighting": "uniform"},
+    "compression=dmc_exact": {"window_size": None},
+    "compression=dmc_first_neuron": {"neuron_index": 0},
+    "compression=fixed_pooling": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
+    "compression.decisions=per_layer": {"decisions": "per_layer"},
+}
+TRAINING = {
+    "training.head_agreement_weight=1": {"head_agreement_weight": 1.0, "head_agreement": "mean"},
+    "training.ratio_prior=local": {"ratio_prior": "local"},
+    "training.soft_ratio_loss=true": {"soft_ratio_loss": True},
+}
 
+
+@pytest.mark.parametrize("override", [*GATES, *TRAINING])
+def test_every_variant_of_the_paper_is_one_override_away(override):
+    plain, variant = (composed("experiment=llama2_7b_cr2", *words) for words in ([], [override]))
+    assert variant.compression == dataclasses.replace(plain.compression, **GATES.get(override, {}))
+    assert variant.training == dataclasses.replace(plain.training, **TRAINING.get(override, {}))
+    assert variant.model == plain.model
+
+
+def test_regimes_have_the_papers_lengths():
+    lengths = {}
+    for name in ("retrofit", "retrofit_short", "retrofit_immediate"):
+        config = composed("experiment=llama2_7b_cr4", f"training={name}", "training.snapshot_ratios=[]")
+        plan = Plan(config.training, config.target_ratio, config.compression)
+        lengths[name] = dict(plan.lengths)["retrofit"]
+        ramp = [plan.at(250 + lengths[name] * third // 3).target_ratio for third in range(3)]
+        assert ramp == ([4.0] * 3 if name == "retrofit_immediate" else pytest.approx([1.0, 2.0, 3.0], abs=1e-3))
+        assert (plan.at(0).stage, plan.total_steps - lengths[name]) == ("zero_out", 250 + 1907)
+        settings = dataclasses.replace(composed().training, stages=config.training.stages)
+        assert dataclasses.replace(config.training, snapshot_ratios=[]) == settings
+    assert lengths == {"retrofit": 17166, "retrofit_short": 8583, "retrofit_immediate": 17166}  # 6K, 3K per +1 of CR
+
+
+def test_fixed_pooling_leaves_the_zero_out_stage_out():
+    config = composed("experiment=llama2_7b_cr2", "compression=fixed_pooling")
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    assert [name for name, _ in plan.lengths] == ["retrofit", "solidify"]
+    assert plan.at(0).target_ratio == 2.0
+
+
+def test_merged_heads_are_planned_as_a_smaller_model():
+    plans = [
+        plan_training(composed("model=llama2_7b", "trainer.devices=8", *merge), PlannerConfig())
+        for merge in ([], ["model.merge_kv_heads=8"])
+    ]
+    assert plans[0].num_weights - plans[1].num_weights == 32 * 2 * 24 * 128 * 4096
+    with pytest.raises(ValueError, match="32 KV heads cannot be merged into 5 groups of equal size"):
+        plan_training(composed("model=llama2_7b", "model.merge_kv_heads=5"), PlannerConfig())
+
+
+def test_composed_settings_survive_json():
     config = composed("experiment=quickstart_retrofit")
     assert build_config(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
 

@@ -30,6 +30,7 @@ ALLOWED = {
     "measure": {"compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget"},
     "export": {"models", "compression", "budget", "measure", "provenance"},
+    "megatron": {"export", "models", "compression"},
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
         *("export", "measure", "calibrate", "provenance", "ranks"),
@@ -41,7 +42,19 @@ ALLOWED = {
     },
     "lm_eval": {"models"},
     "loading": {"models"},
-    "quickstart": {"training", "models", "runtime", "evaluation", "data", "config", "budget", "measure", "provenance"},
+    "study": {"evaluation", "data", "loading", "export"},
+    "quickstart": {
+        "training",
+        "models",
+        "runtime",
+        "policies",
+        "evaluation",
+        "data",
+        "config",
+        "budget",
+        "measure",
+        "provenance",
+    },
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
 CORE = ("budget", "ranks", "target", "compression", "models", "kernels", "policies", "runtime", "__init__")

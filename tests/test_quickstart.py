@@ -48,11 +48,15 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert first.returncode == 0, first.stderr[-2000:]
     results = json.loads((tmp_path / "outputs/quickstart/results.json").read_text())
     assert set(results) >= {"base", "control", "final", "snapshots", "seconds", "command", "versions"}
-    for row in (results["base"], results["control"], results["final"], *results["snapshots"].values()):
+    assert set(results["training_free"]) == {"h2o", "tova"}
+    measured = (*results["snapshots"].values(), *results["training_free"].values())
+    for row in (results["base"], results["control"], results["final"], *measured):
         assert set(row) == {"loss", "achieved_ratio", "bytes_per_token"}
     assert results["base"]["achieved_ratio"] == results["control"]["achieved_ratio"] == 1
     assert set(results["snapshots"]) == {"2", "3"}
     assert "| final |" in first.stdout
+    assert all(row["loss"] > results["control"]["loss"] for row in results["training_free"].values())
+    assert all(3.5 < row["achieved_ratio"] < 4.5 for row in results["training_free"].values())
     assert "outputs/quickstart/report/report.html" in first.stdout
     assert "retrofit" in (tmp_path / "outputs/quickstart/report/report.html").read_text()
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}

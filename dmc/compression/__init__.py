@@ -2,8 +2,9 @@
 
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressedCache, CompressionConfig, GateMode, GateOutput, GateTrace
+from dmc.compression.fixed import fixed_decisions
 from dmc.compression.gates import Compressor
-from dmc.compression.losses import compression_loss, held_fraction
+from dmc.compression.losses import HeadAgreement, compression_loss, head_agreement_loss, held_fraction
 from dmc.compression.relaxation import is_merged, sample_decisions, straight_through
 from dmc.compression.rotary import rotate
 from dmc.compression.schedules import target_ratio_at, zero_out_multiplier_at
@@ -15,8 +16,11 @@ __all__ = [
     "GateMode",
     "GateOutput",
     "GateTrace",
+    "HeadAgreement",
     "accumulate",
     "compression_loss",
+    "fixed_decisions",
+    "head_agreement_loss",
     "held_fraction",
     "is_merged",
     "rotate",

@@ -9,6 +9,7 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,14 +24,23 @@ from dmc.ranks import ALONE, Ranks
 class CompressionConfig:
     """How a gate decides, what it does and when: algorithm and constants of Dynamic Memory Compression (2403.09636).
 
-    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345).
+    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345). Two more are the paper's
+    ablations: who decides (`decisions`), and how merged tokens are weighted (`weighting`).
 
     Raises:
-        ValueError: a value is out of range, or `drop` has no delay.
+        ValueError: a value is out of range, `drop` has no delay, or fixed decisions are to drop or to weigh tokens.
     """
 
     action: Literal["merge", "drop"] = "merge"
     """What happens to a token whose decision is 1: merged into the slot before it, or dropped."""
+    decisions: Literal["per_head", "per_layer", "fixed"] = "per_head"
+    """per_head: each KV head for itself; per_layer: all heads of a layer as one, by the mean of their logits
+    (DMC-HardC); fixed: by the token's position alone, groups of `target_ratio` tokens (Fixed Memory Pooling)."""
+    gate_input: Literal["neuron", "hidden", "both"] = "neuron"
+    """What importance and decision are read from. neuron: a borrowed channel of query and key, with no new parameter;
+    hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two."""
+    weighting: Literal["learned", "uniform"] = "learned"
+    """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
     delay: int = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
     window_size: int | None = 12
@@ -39,6 +49,8 @@ class CompressionConfig:
     """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
     decision_offset: float = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
+    decision_scale: float = 1.0
+    """Factor on the decision neuron: under Adam, the learning rate of the rows that decide over that of all others."""
     omega_offset: float = 5.0
     """Added to the importance logit, the group mean of the query neurons."""
     eps: float = 2**-7
@@ -46,7 +58,7 @@ class CompressionConfig:
     temperature: float = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
     target_ratio: float = 4.0
-    """Compression ratio the model is (or was) trained for, >= 1."""
+    """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
     def __post_init__(self) -> None:
         if self.action not in ("merge", "drop"):
@@ -55,15 +67,43 @@ class CompressionConfig:
             raise ValueError(f"delay={self.delay!r}: expected a whole number of tokens >= 0")
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
+        if self.decisions not in ("per_head", "per_layer", "fixed"):
+            raise ValueError(f"decisions={self.decisions!r} is unknown: expected 'per_head', 'per_layer' or 'fixed'")
+        if self.weighting not in ("learned", "uniform"):
+            raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'learned' or 'uniform'")
+        if self.gate_input not in ("neuron", "hidden", "both"):
+            raise ValueError(f"gate_input={self.gate_input!r} is unknown: expected 'neuron', 'hidden' or 'both'")
+        if self.decisions == "fixed" and self.gate_input != "neuron":
+            raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would train for nobody")
+        if self.decisions == "fixed" and self.action == "drop":
+            raise ValueError(
+                "decisions='fixed' pools tokens by their position: it cannot drop them; use action='merge'"
+            )
+        if self.decisions == "fixed" and self.weighting == "learned":
+            raise ValueError(
+                "decisions='fixed' borrows no neuron that could tell how important a token is: use weighting='uniform'"
+            )
         if self.window_size is not None and (type(self.window_size) is not int or self.window_size < 1):
             raise ValueError(
                 f"window_size={self.window_size!r}: expected a whole number >= 1, or None to average whole segments"
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature!r}: expected a number > 0")
+        if not 0 < self.decision_scale < math.inf:
+            raise ValueError(f"decision_scale={self.decision_scale!r}: expected a number > 0")
         if not self.eps > 0:
             raise ValueError(f"eps={self.eps!r}: expected a number > 0 (an importance of 0 divides by 0)")
         check_ratio(self.target_ratio, "target_ratio")
+
+    @property
+    def borrows_neuron(self) -> bool:
+        """Whether a channel of query and key carries importance and decision, and is lost to attention."""
+        return self.decisions != "fixed" and self.gate_input != "hidden"
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether every layer has a linear map from its input to importance and decision."""
+        return self.gate_input != "neuron"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CompressionConfig:
@@ -91,8 +131,8 @@ class GateMode:
     """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""
     neuron_multiplier: float | None = None
     """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
-    ranks: Ranks = ALONE
-    """Who shares the heads of a layer: each draws the noise of its own."""
+    fixed_ratio: float | None = None
+    """Compression ratio of fixed decisions in this pass, >= 1; None: the configuration's target."""
 
 
 @dataclass
@@ -104,7 +144,7 @@ class GateOutput:
     key: Tensor
     """Unrotated keys without the borrowed neuron, [B, H, T, D]."""
     logits: Tensor
-    """Decision logits before noise, > 0 merges (or drops), float32 [B, H, T]."""
+    """Decision logits before noise, > 0 merges (or drops), float32 [B, H, T]; infinite where decisions are fixed."""
     alpha: Tensor
     """Decisions: in [0, 1] when relaxed, 0 or 1 when thresholded; 0 where a sequence starts, float32 [B, H, T]."""
     log_append: Tensor

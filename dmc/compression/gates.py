@@ -7,36 +7,52 @@ from torch import Tensor
 
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, GateMode, GateOutput
+from dmc.compression.fixed import fixed_decisions, positions_since
 from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
 from dmc.compression.rotary import neuron_scale
-from dmc.ranks import ALONE
+from dmc.ranks import ALONE, Ranks
 
 
 class Compressor:
     """One layer's learned compression (DMC, arXiv:2403.09636; delayed forms, algorithms of DMS 2506.05345).
 
-    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = k_t[e*] - c, that
-    of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps.
+    Holds no parameters: the borrowed neuron e* of the key projection carries the decision logit a_t = s k_t[e*] - c,
+    that of the query projections the importance omega_t = sigmoid(mean over the group of q_t[e*] + c) + eps. Decisions
+    per layer (DMC-HardC) take the mean of a_t over the KV heads, and of q_t[e*] over all query heads, for all of them.
 
+    With an adapter its outputs are added to both, or stand alone and no neuron is borrowed (`gate_input`). Fixed
+    decisions borrow none either, and omega is 1. Queries and keys then stay as they are.
+
+    Args:
+        config: what is decided by whom, what happens to a token and when.
+        head_dim: D.
+        ranks: who shares the heads of the layer.
     Raises:
         ValueError: the head is too small to lend a neuron, or has no such neuron.
     """
 
-    def __init__(self, config: CompressionConfig, head_dim: int) -> None:
+    def __init__(self, config: CompressionConfig, head_dim: int, ranks: Ranks = ALONE) -> None:
         if head_dim < 4:
             raise ValueError(f"head_dim={head_dim} is too small to lend a neuron: expected at least 4 channels")
         if not -head_dim <= config.neuron_index < head_dim:
             raise ValueError(f"neuron_index={config.neuron_index} does not exist in heads of {head_dim} channels")
         self.config = config
         self.head_dim = head_dim
-        self.neuron = config.neuron_index % head_dim
+        self.ranks = ranks
+        self.neuron = config.neuron_index % head_dim if config.borrows_neuron else None
 
     def neuron_scale(self, multiplier: float, like: Tensor) -> Tensor:
-        """Vector [D] that scales the borrowed neuron by `multiplier`."""
+        """Vector [D] that scales the borrowed neuron by `multiplier`; of ones where none is borrowed."""
         return neuron_scale(self.head_dim, self.neuron, multiplier, like)
 
     def gate(
-        self, query: Tensor, key: Tensor, mode: GateMode | None, layer_index: int, starts: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        mode: GateMode | None,
+        layer_index: int,
+        starts: Tensor | None = None,
+        adapted: Tensor | None = None,
     ) -> GateOutput:
         """Decide for every token and remove the borrowed neuron.
 
@@ -45,26 +61,56 @@ class Compressor:
             key: unrotated, [B, H, T, D].
             mode: thresholded or relaxed with the sample's seeds; None: relaxed with torch's default generator.
             layer_index: keys the noise.
-            starts: True where a sequence or document starts, which is always appended, [B, T].
+            starts: True where a sequence or document starts, which is always appended, [B, T]; None: the cache that
+                stores the tokens knows; fixed decisions are then left to it.
+            adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: it has none.
         """
-        config = self.config
-        batch, kv_heads = key.shape[:2]
-        grouped = query[..., self.neuron].float().view(batch, kv_heads, -1, query.shape[2])
-        omega = torch.sigmoid(grouped.mean(2) + config.omega_offset) + config.eps  # [B, H, T]
-        logits = key[..., self.neuron].float() - config.decision_offset
+        if self.config.decisions == "fixed":
+            return self._gate_by_position(query, key, mode, starts)
+        logits, importance = self._read(query, key, adapted)
         if mode is not None and mode.noise_seeds is None:
             alpha = is_merged(logits).float()
-            log_append = torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)
+            log_append = hard_log_append(alpha)
         else:
             noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
-            ranks = ALONE if mode is None else mode.ranks
-            alpha, noised = sample_decisions(logits, config.temperature, noise, ranks)
+            ranks = ALONE if self.config.decisions == "per_layer" else self.ranks  # one draw, the same on each
+            alpha, noised = sample_decisions(logits, self.config.temperature, noise, ranks)
             log_append = log_one_minus_sigmoid(noised)
         if starts is not None:
             alpha = alpha.masked_fill(starts[:, None], 0.0)
             log_append = log_append.masked_fill(starts[:, None], 0.0)
-        scale = self.neuron_scale(0.0, key)
-        return GateOutput(query * scale, key * scale, logits, alpha, log_append, omega)
+        omega = torch.ones_like(alpha)
+        if self.config.weighting == "learned":
+            omega = torch.sigmoid(importance + self.config.omega_offset) + self.config.eps
+        if self.neuron is not None:
+            scale = self.neuron_scale(0.0, key)
+            query, key = query * scale, key * scale
+        of_heads = (each.expand(key.shape[:-1]) for each in (logits, alpha, log_append, omega))
+        return GateOutput(query, key, *of_heads)
+
+    def _read(self, query: Tensor, key: Tensor, adapted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return decision and importance logits, float32 [B, H, T], or [B, 1, T] where a layer decides as one."""
+        batch, kv_heads, length = key.shape[:3]
+        decision, importance = key.new_zeros(2, batch, kv_heads, length, dtype=torch.float32)
+        if self.neuron is not None:
+            decision = key[..., self.neuron].float()
+            importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
+        if adapted is not None:
+            decision, importance = decision + adapted[:, 0].float(), importance + adapted[:, 1].float()
+        logits = self.config.decision_scale * decision - self.config.decision_offset
+        if self.config.decisions == "per_layer":
+            both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
+            logits, importance = both.unbind()
+        return logits, importance
+
+    def _gate_by_position(self, query: Tensor, key: Tensor, mode: GateMode | None, starts: Tensor | None) -> GateOutput:
+        """Fixed decisions of whole sequences (Fixed Memory Pooling): nothing is read, relaxed or removed."""
+        alpha = key.new_zeros(key.shape[:-1], dtype=torch.float32)
+        if starts is not None:
+            ratio = None if mode is None else mode.fixed_ratio
+            decisions = fixed_decisions(positions_since(starts), ratio or self.config.target_ratio)
+            alpha = decisions.float()[:, None].expand_as(alpha)
+        return GateOutput(query, key, torch.logit(alpha), alpha, hard_log_append(alpha), torch.ones_like(alpha))
 
     def pool(self, gated: GateOutput, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stream of a merge gate: after each token its segment's running average, in `value`'s dtype.
@@ -87,3 +133,8 @@ class Compressor:
         if self.config.action == "drop":
             return gated.log_append
         return torch.cat((gated.log_append[..., 1:], torch.zeros_like(gated.log_append[..., :1])), dim=-1)
+
+
+def hard_log_append(alpha: Tensor) -> Tensor:
+    """log(1 - alpha) of decisions that are 0 or 1."""
+    return torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)

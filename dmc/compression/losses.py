@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from dmc.budget import check_ratio
 from dmc.compression.relaxation import straight_through
+
+HeadAgreement = Literal["mean", "printed_sum", "ratio"]
 
 
 def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = None) -> Tensor:
@@ -34,11 +38,18 @@ def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = 
 
 
 def compression_loss(
-    alpha: Tensor, target_ratio: float, *, soft: bool = False, delay: int = 0, token_mask: Tensor | None = None
+    alpha: Tensor,
+    target_ratio: float,
+    *,
+    soft: bool = False,
+    delay: int = 0,
+    token_mask: Tensor | None = None,
+    prior: Literal["global", "local"] = "global",
 ) -> Tensor:
     """One-sided loss on the memory held (DMC eq. 11): max(0, held share - 1 / CR) per sequence, then the batch mean.
 
-    The share is averaged over layers and heads before the hinge (the paper's global prior).
+    The share is averaged over layers and heads before the hinge (the paper's global prior), or over heads alone, with
+    the mean over the layers behind it (local prior): (1 / L) sum_l max(0, held share of layer l - 1 / CR).
 
     Args:
         alpha: relaxed decisions in [0, 1], [L, B, H, T].
@@ -46,10 +57,39 @@ def compression_loss(
         soft: use the relaxed decisions; False: their rounded value with the relaxed gradient, as the official code.
         delay: tokens that stay raw.
         token_mask: True at real tokens, [B, T].
+        prior: what must meet the target: all layers together, or each.
     Raises:
-        ValueError: the ratio is below 1.
+        ValueError: the ratio is below 1, or the prior is unknown.
     """
     check_ratio(target_ratio, "target_ratio")
+    if prior not in ("global", "local"):
+        raise ValueError(f"prior={prior!r} is unknown: expected 'global' or 'local'")
     decisions = alpha if soft else straight_through(alpha)
-    held = held_fraction(decisions, delay=delay, token_mask=token_mask).mean(dim=(0, 2))  # [B]
+    held = held_fraction(decisions, delay=delay, token_mask=token_mask).mean(2)  # [L, B]
+    if prior == "global":
+        held = held.mean(0)
     return torch.relu(held - 1.0 / target_ratio).mean()
+
+
+def head_agreement_loss(alpha: Tensor, form: HeadAgreement = "mean") -> Tensor:
+    """Loss on heads of a layer that compress differently (DMC-C, eq. 14), on relaxed decisions.
+
+        mean:        (1 / N) sum over l, h, t of |alpha_lht - mean over h' of alpha_lh't|
+        printed_sum: (1 / N) sum over l, h, t of |alpha_lht - sum over h' of alpha_lh't|
+        ratio:       (1 / (L H)) sum over l, h of |mean over t of alpha_lht - mean over h, t of alpha_lht|
+
+    N = L H T, then the batch mean. The paper prints the sum, whose optimum is that nothing is merged: four heads that
+    all merge a token cost 4 * |1 - 4|. `ratio` asks for equal compression ratios alone, as the paper's text does.
+
+    Args:
+        alpha: relaxed decisions in [0, 1], [L, B, H, T].
+        form: which of the three.
+    Raises:
+        ValueError: the form is unknown.
+    """
+    if form == "ratio":
+        alpha = alpha.mean(3, keepdim=True)
+    elif form not in ("mean", "printed_sum"):
+        raise ValueError(f"form={form!r} is unknown: expected 'mean', 'printed_sum' or 'ratio'")
+    together = alpha.sum(2, keepdim=True) if form == "printed_sum" else alpha.mean(2, keepdim=True)
+    return (alpha - together).abs().mean()

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 
-def neuron_scale(head_dim: int, neuron_index: int, multiplier: float, like: Tensor) -> Tensor:
-    """Vector [D] of ones with `multiplier` at the borrowed neuron."""
+def neuron_scale(head_dim: int, neuron_index: int | None, multiplier: float, like: Tensor) -> Tensor:
+    """Vector [D] of ones with `multiplier` at the borrowed neuron, if there is one."""
     scale = torch.ones(head_dim, dtype=like.dtype, device=like.device)
-    scale[neuron_index] = multiplier
+    if neuron_index is not None:
+        scale[neuron_index] = multiplier
     return scale
 
 

@@ -31,10 +31,16 @@ class SyntheticCompressor(Compressor):
         self.generator = torch.Generator(keep.device).manual_seed(seed)
 
     def gate(
-        self, query: Tensor, key: Tensor, mode: GateMode | None, layer_index: int, starts: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        mode: GateMode | None,
+        layer_index: int,
+        starts: Tensor | None = None,
+        adapted: Tensor | None = None,
     ) -> GateOutput:
         """See `Compressor.gate`; the decisions are drawn."""
-        gated = super().gate(query, key, mode, layer_index, starts)
+        gated = super().gate(query, key, mode, layer_index, starts, adapted)
         drawn = torch.rand(gated.alpha.shape, generator=self.generator, device=key.device)
         alpha = (drawn >= self.keep[:, None]).float()
         return dataclasses.replace(gated, alpha=alpha, log_append=(-alpha).log1p())

@@ -1,8 +1,9 @@
 """Compressed members of the Hugging Face families, registered with the Auto* classes on import."""
 
+from dmc.models.gqa import merge_kv_heads
 from dmc.models.modeling import CompressedCausalLM, families, register_families, retrofit
 from dmc.models.weights import load_model
 
 register_families()
 
-__all__ = ["CompressedCausalLM", "families", "load_model", "retrofit"]
+__all__ = ["CompressedCausalLM", "families", "load_model", "merge_kv_heads", "retrofit"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dmc.compression import CompressedCache, Compressor, GateMode, GateOutput, GateTrace, rotate
+from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import delayed_masked_attention, masked_attention
 
 THRESHOLDED = GateMode()
@@ -45,6 +46,7 @@ class CompressedAttentionMixin(nn.Module):
     """
 
     compressor: Compressor
+    gate_adapter: GateAdapter | None
     layer_idx: int
     head_dim: int
     scaling: float
@@ -93,14 +95,17 @@ class CompressedAttentionMixin(nn.Module):
         query, key, value = self.project(hidden_states)
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
+        adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
         if cache is not None:
-            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx)
+            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx, adapted=adapted)
             attended = cache.attend(self.layer_idx, gated, value, self.scaling, attention_mask)
         elif mode is not None and mode.neuron_multiplier is not None:
             attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
+            if adapted is not None:
+                attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
             starts = sequence_starts(query, attention_mask) if documents is None else documents.starts
-            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts)
+            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts, adapted)
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if attention_mask is None else ~attention_mask

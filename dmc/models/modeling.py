@@ -21,8 +21,10 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from dmc.compression import CompressionConfig, Compressor
+from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.weights import check_weights
+from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
 POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
@@ -53,6 +55,9 @@ class CompressedConfigMixin:
     def __post_init__(self, compression: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.compression = CompressionConfig.from_dict(compression or {}).to_dict()
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        if CompressionConfig.from_dict(self.compression).has_adapter:
+            plan = getattr(self, "base_model_tp_plan", None) or {}
+            self.base_model_tp_plan = plan | {"layers.*.self_attn.gate_adapter": "colwise"}
 
 
 class CompressedCausalLM(PreTrainedModel):
@@ -67,6 +72,7 @@ class CompressedCausalLM(PreTrainedModel):
     attention_class: ClassVar[type[CompressedAttentionMixin]]
     cache_factory: ClassVar[Callable[[Any], Cache] | None] = None
     """Makes the cache of `generate`; the runtime sets it, for models never import the runtime."""
+    _ranks = ALONE
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
@@ -76,8 +82,21 @@ class CompressedCausalLM(PreTrainedModel):
         for index, layer in enumerate(self.model.layers):
             attention = self.attention_class(config, index)
             attention.compressor = Compressor(compression, attention.head_dim)
+            heads = config.num_key_value_heads
+            attention.gate_adapter = GateAdapter(config.hidden_size, heads) if compression.has_adapter else None
             layer.self_attn = attention
         self.post_init()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share each layer's heads."""
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        for layer in self.model.layers:
+            layer.self_attn.compressor.ranks = ranks
 
     @property
     def compression(self) -> CompressionConfig:
@@ -86,9 +105,14 @@ class CompressedCausalLM(PreTrainedModel):
 
     @compression.setter
     def compression(self, compression: CompressionConfig) -> None:
+        if compression.has_adapter != self.compression.has_adapter:
+            raise ValueError(
+                f"gate_input={compression.gate_input!r} cannot replace {self.compression.gate_input!r} in a model that "
+                "is already compressed: an adapter is part of its weights; retrofit the stock model"
+            )
         self.config.compression = compression.to_dict()
         for layer in self.model.layers:
-            layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim)
+            layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
 
     def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, [B, T, D] in the model's dtype, with the borrowed neuron removed; position_ids [B, T]."""
@@ -97,12 +121,18 @@ class CompressedCausalLM(PreTrainedModel):
         return cos * scale, sin * scale
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron."""
+        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any."""
+        if not self.compression.borrows_neuron:
+            return
         for layer in self.model.layers:
             attention = layer.self_attn
             for projection in (attention.q_proj, attention.k_proj):
                 for parameter in projection.parameters():
                     yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
+
+    def adapters(self) -> list[GateAdapter]:
+        """Return the layers' adapters, none where the gates read the borrowed neuron alone."""
+        return [module for module in self.modules() if isinstance(module, GateAdapter)]
 
     @torch.no_grad()
     def remove_neuron(self) -> None:
@@ -242,7 +272,7 @@ def register_families() -> None:
 
 
 def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
-    """Give a Hugging Face model learned cache compression: same weights, no new parameters.
+    """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
@@ -271,7 +301,12 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
-    compressed.load_state_dict(model.state_dict(), assign=True)
+    adapters = {
+        name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
+        for name, value in compressed.state_dict().items()
+        if ".gate_adapter." in name
+    }
+    compressed.load_state_dict(model.state_dict() | adapters, assign=True)
     compressed.model.rotary_emb = model.model.rotary_emb
     compressed.tie_weights()
     compressed.generation_config = model.generation_config

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dmc.compression import GateOutput, rotate
+from dmc.compression import GateOutput, fixed_decisions, rotate
 from dmc.kernels.base import NewTokens
 from dmc.runtime.cache_attention import CacheAttention, Group, Place, flat_index, members_alike
 from dmc.runtime.sequence import GENERATED, Phase
@@ -82,7 +82,7 @@ class Step:
                 positions=group.positions,
                 key=group.pick(gated.key),
                 value=group.pick(value),
-                merged=group.pick(gated.alpha) > 0,
+                merged=self._merged(group, gated),
                 omega=group.pick(gated.omega),
                 cos=cos,
                 sin=sin,
@@ -91,6 +91,14 @@ class Step:
             query = rotate(group.pick(gated.query), cos[:, -num_new:], sin[:, -num_new:])
             attended = group.put(attended, self._attention.attend(layer_index, group, query, tokens, scaling))
         return attended
+
+    def _merged(self, group: Group, gated: GateOutput) -> Tensor:
+        """Decisions of a group's tokens, bool [S, H, n]: the gates', or what follows from the positions."""
+        compression = self.cache.layout.compression
+        decided = group.pick(gated.alpha) > 0
+        if compression is None or compression.decisions != "fixed":
+            return decided
+        return fixed_decisions(group.positions, compression.target_ratio)[:, None].expand_as(decided)
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Append every token and attend to all of them; query and key already rotated, [1, heads, N, D]."""

@@ -47,7 +47,7 @@ class Exporter:
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
-            if self.config.training.calibrate and target_ratio > 1:
+            if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
                 found = calibrate_offset(model, self.data.calibration_batches(), target_ratio)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
@@ -64,7 +64,11 @@ class Exporter:
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
-        title = f"{Path(base).name} at CR {target_ratio:g}" if compressed else f"{Path(base).name}"
+        title = Path(base).name
+        if self.config.model.merge_kv_heads is not None:
+            title += f" with {self.config.model.merge_kv_heads} KV heads"
+        if compressed:
+            title += f" at CR {target_ratio:g}"
         card = ModelCard(title, base, text, metrics)
         whole = self.strategy.gather(model)
         if is_rank_zero():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,15 +10,17 @@ import torch
 from lightning import LightningModule
 from torch import Tensor
 
-from dmc.compression import GateMode, GateTrace, compression_loss, held_fraction, is_merged
+from dmc.compression import GateMode, GateTrace, compression_loss, head_agreement_loss, held_fraction, is_merged
 from dmc.config import RunConfig
 from dmc.measure import next_token_loss
 from dmc.models import CompressedCausalLM
 from dmc.models.attention import Documents
 from dmc.ranks import ALONE, Ranks
+from dmc.training.callbacks.ratio_control import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies import WholeModel
+from dmc.training.teacher import Teacher
 
 
 def noise_seeds(seed: int, positions: Tensor) -> list[int]:
@@ -25,10 +28,23 @@ def noise_seeds(seed: int, positions: Tensor) -> list[int]:
     return [seed * 1_000_000_007 + position for position in positions.tolist()]
 
 
+def train_gates_only(model: CompressedCausalLM) -> None:
+    """Freeze all weights but the adapters and the rows of W_q and W_k that produce the borrowed neuron."""
+    model.requires_grad_(False)
+    for adapter in model.adapters():
+        adapter.requires_grad_(True)
+    for parameter, rows in model.neuron_rows():
+        trained = torch.zeros_like(parameter)
+        trained[rows] = 1
+        parameter.requires_grad_(True).register_hook(lambda gradient, trained=trained: gradient * trained)
+
+
 class RetrofitModule(LightningModule):
     """Trains a stock model plainly, or a compressed one through zero-out, retrofit and solidify.
 
-    loss = cross-entropy + ratio_weight * one-sided loss on the share of the cache held (DMC eq. 11).
+    loss = cross-entropy + ratio_weight * one-sided loss on the share of the cache held (DMC eq. 11)
+           + head_agreement_weight * difference between the heads of a layer (DMC-C, eq. 14); with distillation part of
+    the cross-entropy gives way to the divergence from a teacher.
 
     Args:
         model: stock or compressed causal LM.
@@ -42,11 +58,16 @@ class RetrofitModule(LightningModule):
         super().__init__()
         self.model, self.config, self.plan, self.separator_id = model, config, plan, separator_id
         self.strategy = strategy
+        self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
+        self.teacher: Teacher | None = None
+        """Given before training where the run distils."""
         self._is_spread = False
         self.noted: list[dict[str, Tensor]] = []
         """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.training.gates_only and self.has_gates:
+            train_gates_only(model)
 
     @property
     def has_gates(self) -> bool:
@@ -63,16 +84,23 @@ class RetrofitModule(LightningModule):
         if not self._is_spread:
             self._is_spread = True
             self.strategy.spread(self)
+            if self.teacher is not None:
+                self.strategy.spread_teacher(self.teacher.model, self.teacher.path, self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the model ready for the step."""
         self.prepare(self.global_step)
 
     def prepare(self, step: int) -> None:
-        """Zero the borrowed neuron's rows where the zero-out stage has ended."""
-        if self.has_gates and self.plan.neuron_removed_at(step):
+        """Zero the borrowed neuron's rows where the zero-out stage has ended, and set the delay that the plan says."""
+        if not self.has_gates:
+            return
+        if self.plan.neuron_removed_at(step):
             for parameter, rows in self.model.neuron_rows():
                 self.strategy.zero_rows(parameter, rows)
+        delay = self.plan.at(step).delay
+        if delay is not None and delay != self.model.compression.delay:
+            self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, input_ids [B, T] and global positions [B]."""
@@ -98,10 +126,18 @@ class RetrofitModule(LightningModule):
         ).logits
         loss = next_token_loss(logits, input_ids)
         noted = {"train/loss": loss.detach()}
+        if self.teacher is not None and self.config.training.distillation is not None:
+            taught, share = self.teacher.loss(logits, input_ids), self.config.training.distillation.weight
+            noted |= {"train/distillation_loss": taught.detach()}
+            loss = (1 - share) * loss + share * taught
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
             noted |= {"train/ratio_loss": ratio_loss.detach(), **held}
-            loss = loss + self.config.training.ratio_weight * ratio_loss
+            loss = loss + self.ratio_control.weight * ratio_loss
+            if self.config.training.head_agreement_weight > 0:
+                agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
+                noted["train/head_agreement_loss"] = agreement_loss.detach()
+                loss = loss + self.config.training.head_agreement_weight * agreement_loss
         self.noted.append(noted)
         return loss
 
@@ -112,7 +148,8 @@ class RetrofitModule(LightningModule):
         if not self.has_gates:
             return settings
         if state.neuron_multiplier is None:
-            return settings | {"train/target_ratio": state.target_ratio}
+            settings |= {"train/target_ratio": state.target_ratio}
+            return settings | {"train/ratio_weight": self.ratio_control.weight}
         return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -122,13 +159,19 @@ class RetrofitModule(LightningModule):
     def _gate_mode(self, state: StepState, positions: Tensor) -> GateMode:
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
-        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), ranks=self.ranks)
+        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ratio loss, and the shares held by the noisy and by the thresholded decisions."""
         compression, training = self.model.compression, self.config.training
         alpha = trace.stacked_alpha()
-        loss = compression_loss(alpha, state.target_ratio, soft=training.soft_ratio_loss, delay=compression.delay)
+        loss = compression_loss(
+            alpha,
+            state.target_ratio,
+            soft=training.soft_ratio_loss,
+            delay=compression.delay,
+            prior=training.ratio_prior,
+        )
         with torch.no_grad():
             logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
@@ -139,8 +182,9 @@ class RetrofitModule(LightningModule):
         """AdamW with decay on matrices only; the learning rate is the plan's."""
         training = self.config.training
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        decay = 0.0 if training.gates_only else training.weight_decay  # decay needs no gradient: it would change all
         groups = [
-            {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
         ]
         # Lightning refuses to clip gradients of a fused optimizer under autocast.

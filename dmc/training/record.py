@@ -41,9 +41,12 @@ def claim(folder: Path, config: RunConfig) -> None:
     Raises:
         ValueError: the folder holds a run with other settings.
     """
-    record, values = folder / CONFIG_NAME, _flat(json.loads(json.dumps(dataclasses.asdict(config))))
+    record, values = folder / CONFIG_NAME, _plain(config)
     if record.is_file():
-        known = _flat(json.loads(record.read_text())["config"])
+        try:
+            known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
+        except ValueError:  # what this version does not know is told below
+            known = _flat(json.loads(record.read_text())["config"])
         differing = {key for key in set(known) | set(values) if known.get(key) != values.get(key)}
         changed = sorted(key for key in differing if not key.startswith(PLACES))
         if changed:
@@ -78,6 +81,10 @@ def record_start(folder: Path, step: int) -> None:
     with (folder / STARTS_NAME).open("a") as file:
         file.write(line + "\n")
     (folder / PACKAGES_NAME).write_text("\n".join(installed_packages()) + "\n")
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return _flat(json.loads(json.dumps(dataclasses.asdict(config))))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

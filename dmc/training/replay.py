@@ -62,7 +62,7 @@ def replay(run_folder: Path, file: Path) -> Replay:
     checkpoint = latest(run_folder / "checkpoints")
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
-    plan = Plan(config.training, config.target_ratio)
+    plan = Plan(config.training, config.target_ratio, config.compression)
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config))
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     module.to("cuda" if cuda else "cpu").train()

@@ -27,6 +27,7 @@ from dmc.training.module import RetrofitModule
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
+from dmc.training.teacher import Teacher
 from dmc.training.text_data import TextData, build_tokenizer
 from dmc.training.trainer import build_trainer
 
@@ -88,7 +89,7 @@ def train(config: RunConfig) -> TrainedRun:
     if config.logger.wandb_project is not None:
         choose_wandb_mode(config.logger)
     claim(folder, config)
-    plan = Plan(config.training, config.target_ratio)
+    plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     if (run.final / METRICS_NAME).is_file():
@@ -114,7 +115,12 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
+    model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
+    distillation = config.training.distillation
+    if distillation is not None and config.has_gates:
+        path = distillation.path or str(config.model.path)
+        module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
     data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)

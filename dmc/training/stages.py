@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmc.compression import target_ratio_at, zero_out_multiplier_at
+from dmc.compression import CompressionConfig, target_ratio_at, zero_out_multiplier_at
 from dmc.config import StageConfig, TrainingConfig
 
 
@@ -20,6 +20,8 @@ class StepState:
     """Compression ratio asked for, >= 1."""
     neuron_multiplier: float | None
     """Scale of the borrowed neuron under plain attention; None: the gates work."""
+    delay: int | None
+    """Tokens that a decision waits; None: as the model's configuration says."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +30,38 @@ class _PlannedStage:
     start: int
     steps: int
     learning_rate: float
+    ramp_steps: int
+    """Steps of a retrofit in which the ratio climbs."""
 
 
 class Plan:
     """Stages one after the other as a pure function of the optimizer step, so that a run resumes anywhere.
 
+    Args:
+        training: the stages; those that zero out the borrowed neuron are left out where none is borrowed.
+        target_ratio: CR they lead to.
+        compression: the gates; None: as if they borrowed a neuron and learned to decide.
     Raises:
         ValueError: gates would work before `zero_out` in the same run.
     """
 
-    def __init__(self, training: TrainingConfig, target_ratio: float) -> None:
-        self.target_ratio = target_ratio
+    def __init__(
+        self, training: TrainingConfig, target_ratio: float, compression: CompressionConfig | None = None
+    ) -> None:
+        self.target_ratio, self._delays = target_ratio, training.delays
         self._stages: list[_PlannedStage] = []
         start = 0
-        for stage in training.stages:
+        borrows = compression is None or compression.borrows_neuron
+        decisions = "per_head" if compression is None else compression.decisions
+        stages = [stage for stage in training.stages if borrows or stage.name != "zero_out"]
+        for stage in stages:
             steps = stage.num_steps(training.tokens_per_step, target_ratio)
             rate = training.learning_rate if stage.learning_rate is None else stage.learning_rate
-            self._stages.append(_PlannedStage(stage, start, steps, rate))
+            ramp_steps = round(stage.ramp_share(decisions) * steps)
+            self._stages.append(_PlannedStage(stage, start, steps, rate, ramp_steps))
             start += steps
         self.total_steps = start
-        names = [stage.name for stage in training.stages]
+        names = [stage.name for stage in stages]
         if "zero_out" in names and any(name in ("retrofit", "solidify") for name in names[: names.index("zero_out")]):
             raise ValueError(f"stages {names}: zero_out removes the neuron the gates use; put it before them")
 
@@ -63,13 +77,16 @@ class Plan:
         inside = step - planned.start
         multiplier = None
         ratio = 1.0
+        delay = None
         if planned.config.name == "zero_out":
             multiplier = zero_out_multiplier_at(inside, total_steps=planned.steps)
         elif planned.config.name == "retrofit":
-            ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.steps)
+            ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.ramp_steps)
+            if self._delays:
+                delay = self._delays[inside * len(self._delays) // planned.steps]
         elif planned.config.name == "solidify":
             ratio = self.target_ratio
-        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier)
+        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier, delay)
 
     def neuron_removed_at(self, step: int) -> bool:
         """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""
@@ -81,7 +98,7 @@ class Plan:
         if ramp is None or self.target_ratio == 1:
             return {}
         return {
-            ramp.start + math.ceil(ramp.steps * (ratio - 1) / (self.target_ratio - 1)): ratio
+            ramp.start + math.ceil(ramp.ramp_steps * (ratio - 1) / (self.target_ratio - 1)): ratio
             for ratio in ratios
             if ratio < self.target_ratio
         }

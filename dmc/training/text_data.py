@@ -80,7 +80,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
     data = TextData(
         config,
         build_tokenizer(config.data, config.model.path),
-        Plan(config.training, config.target_ratio).total_steps,
+        Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
     data.prepare_data()
     reports = data.report()

@@ -58,7 +58,7 @@ def build_trainer(
         max_epochs=1,
         gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
         logger=loggers,
-        callbacks=[throughput, *watching, preemption.save_last, preemption],
+        callbacks=[throughput, module.ratio_control, *watching, preemption.save_last, preemption],
         profiler=throughput.data_clock,
         plugins=plugins,
         enable_checkpointing=False,

@@ -23,6 +23,10 @@ from dmc.compression import CompressionConfig
         ({"temperature": math.nan}, "temperature=nan: expected a number > 0"),
         ({"eps": 0.0}, "eps=0.0: expected a number > 0"),
         ({"eps": math.nan}, "eps=nan: expected a number > 0"),
+        ({"decisions": "per_token"}, "decisions='per_token' is unknown: expected 'per_head', 'per_layer' or 'fixed'"),
+        ({"weighting": "equal"}, "weighting='equal' is unknown: expected 'learned' or 'uniform'"),
+        ({"decisions": "fixed", "action": "drop", "delay": 4}, "decisions='fixed' pools tokens .* use action='merge'"),
+        ({"decisions": "fixed"}, "decisions='fixed' borrows no neuron .* use weighting='uniform'"),
         ({"target_ratio": 0.5}, "target_ratio=0.5 is not a compression ratio"),
         ({"target_ratio": math.nan}, "target_ratio=nan is not a compression ratio"),
     ],
@@ -32,9 +36,20 @@ def test_a_setting_out_of_range_is_refused_by_name(arguments: dict, message: str
         CompressionConfig(**arguments)
 
 
-def test_settings_survive_json() -> None:
-    config = CompressionConfig(action="drop", delay=16, window_size=None, decision_offset=3.25, target_ratio=8.0)
+@pytest.mark.parametrize(
+    "config",
+    [
+        CompressionConfig(action="drop", delay=16, window_size=None, decision_offset=3.25, target_ratio=8.0),
+        CompressionConfig(decisions="fixed", weighting="uniform", target_ratio=2.5),
+    ],
+)
+def test_settings_survive_json(config: CompressionConfig) -> None:
     assert CompressionConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_folders_from_before_the_variants_decide_per_head_and_learn_the_weights() -> None:
+    config = CompressionConfig.from_dict({"action": "merge", "delay": 16})
+    assert (config.decisions, config.weighting, config.borrows_neuron) == ("per_head", "learned", True)
 
 
 def test_an_unknown_key_is_named_together_with_the_known_ones() -> None:

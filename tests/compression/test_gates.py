@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -46,6 +47,36 @@ def test_initial_offset_opens_one_gate_in_150() -> None:
     gated = Compressor(CompressionConfig(), HEAD_DIM).gate(key, key, GateMode(noise_seeds=[1]), 0)
     assert (gated.alpha > 0.5).float().mean().item() == pytest.approx(0.006693, rel=0.1)
     assert gated.omega.unique().numel() == 1
+
+
+@pytest.mark.parametrize("mode", [GateMode(), GateMode(noise_seeds=[4, 9])])
+def test_a_layer_that_decides_as_one_takes_the_means_of_its_heads(mode: GateMode) -> None:
+    query, key, _ = states()
+    each = compressor(decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
+    gated = compressor(decisions="per_layer", decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
+    torch.testing.assert_close(gated.logits, each.logits.mean(1, keepdim=True).expand_as(each.logits))
+    expected = torch.sigmoid(query[..., -1].mean(1, keepdim=True) + 0.7) + 2**-7
+    torch.testing.assert_close(gated.omega, expected.expand_as(gated.omega))
+    assert torch.equal(gated.key, each.key)
+    assert torch.equal(gated.query, each.query)
+    for one in (gated.alpha, gated.log_append):
+        assert one.shape == key.shape[:3]
+        assert (one == one[:, :1]).all()
+    if mode.noise_seeds is None:
+        assert torch.equal(gated.alpha, (gated.logits > 0).float())
+
+
+@pytest.mark.parametrize("decisions", ["per_head", "per_layer"])
+def test_uniform_weights_are_one_and_change_no_decision(decisions: str) -> None:
+    query, key, value = states()
+    learned = compressor(decisions=decisions).gate(query, key, GateMode(), 0)
+    gate = compressor(decisions=decisions, weighting="uniform", window_size=None)
+    gated = gate.gate(query, key, GateMode(), 0)
+    assert (gated.omega == 1).all()
+    assert torch.equal(gated.alpha, learned.alpha)
+    assert torch.equal(gated.query, learned.query)
+    expected = Compressor(gate.config, HEAD_DIM).pool(dataclasses.replace(learned, omega=7 * gated.omega), value)
+    torch.testing.assert_close(gate.pool(gated, value), expected)  # a common factor of all weights cancels
 
 
 def test_starts_are_always_appended() -> None:

@@ -1,9 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 
-from dmc.compression import compression_loss, held_fraction
+from dmc.compression import compression_loss, head_agreement_loss, held_fraction
 
-# Exact numbers of algorithms.md 1.9: [2 layers, 1 sequence, 2 heads, 4 tokens], mean 0.5, no token 0 merged.
+# [2 layers, 1 sequence, 2 heads, 4 tokens], mean 0.5, no token 0 merged.
 PAPER = torch.tensor([[[[0, 1, 1, 0], [0, 0, 1, 0]]], [[[0, 1, 0, 1], [0, 1, 1, 1]]]], dtype=torch.float32)
 
 
@@ -88,3 +90,71 @@ def test_padding_is_not_counted(side: str, delay: int) -> None:
 def test_target_below_one_is_refused(target_ratio: float) -> None:
     with pytest.raises(ValueError, match=f"target_ratio={target_ratio} is not a compression ratio"):
         compression_loss(PAPER, target_ratio)
+
+
+def test_local_prior_holds_every_layer_to_the_target() -> None:
+    assert compression_loss(PAPER, 2.0, prior="local").item() == 0.0625  # layers: 1/8 and 0
+    assert compression_loss(PAPER, 2.0).item() == 0  # together they meet it
+    assert compression_loss(PAPER, 4.0, prior="local").item() == compression_loss(PAPER, 4.0).item() == 0.25
+
+
+def test_local_prior_counts_each_sequence_and_layer_by_itself() -> None:
+    alpha = torch.rand(3, 4, 2, 9, generator=torch.Generator().manual_seed(0))
+    terms = [
+        [max(0.0, held_fraction((alpha[layer : layer + 1, row : row + 1] > 0.5).float()).mean().item() - 0.4)]
+        for layer in range(3)
+        for row in range(4)
+    ]
+    loss = compression_loss(alpha, 2.5, prior="local")
+    assert loss.item() == pytest.approx(sum(term for (term,) in terms) / 12)
+
+
+def test_unknown_prior_and_form_are_refused() -> None:
+    with pytest.raises(ValueError, match="prior='per_head' is unknown: expected 'global' or 'local'"):
+        compression_loss(PAPER, 2.0, prior="per_head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="form='sum' is unknown: expected 'mean', 'printed_sum' or 'ratio'"):
+        head_agreement_loss(PAPER, "sum")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("form", "loss"), [("mean", 2 / 16), ("printed_sum", 8 / 16), ("ratio", 1 / 8)])
+def test_head_agreement_has_the_numbers_of_its_equation(form: Any, loss: float) -> None:
+    assert head_agreement_loss(PAPER, form).item() == loss
+    twice = PAPER.repeat(1, 3, 1, 1)
+    assert head_agreement_loss(twice, form).item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("form", "loss"), [("mean", 0), ("ratio", 0), ("printed_sum", 3 * 0.75)])
+def test_only_the_printed_sum_punishes_heads_that_agree(form: Any, loss: float) -> None:
+    alpha = torch.tensor([0.0, 1, 1, 1]).expand(1, 1, 4, 4)
+    assert head_agreement_loss(alpha, form).item() == pytest.approx(loss)
+
+
+def test_equal_ratios_suffice_for_the_ratio_form() -> None:
+    alpha = torch.tensor([[0.0, 1, 0, 1], [0, 0, 1, 1]])[None, None]
+    assert head_agreement_loss(alpha, "ratio").item() == 0
+    assert head_agreement_loss(alpha, "mean").item() == 0.25
+
+
+LOSSES = {
+    "global, soft": lambda alpha: compression_loss(alpha, 4.0, soft=True),
+    "local, soft": lambda alpha: compression_loss(alpha, 2.0, soft=True, prior="local"),
+    "local, delay": lambda alpha: compression_loss(alpha, 4.0, soft=True, prior="local", delay=2),
+    "mean": lambda alpha: head_agreement_loss(alpha, "mean"),
+    "printed_sum": lambda alpha: head_agreement_loss(alpha, "printed_sum"),
+    "ratio": lambda alpha: head_agreement_loss(alpha, "ratio"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    alpha = torch.rand(2, 2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert LOSSES[name](alpha).item() > 0
+    torch.autograd.gradcheck(LOSSES[name], alpha.requires_grad_(), atol=1e-7)
+
+
+def test_straight_through_local_prior_has_the_gradient_of_the_layers_above_the_target() -> None:
+    alpha = PAPER.clone().requires_grad_()
+    compression_loss(alpha, 2.0, prior="local").backward()
+    expected = torch.zeros_like(PAPER)
+    expected[0, ..., 1:] = -1 / 16  # (1/2) of the layers, (1/8) of the layer's decisions
+    torch.testing.assert_close(alpha.grad, expected)

@@ -24,6 +24,7 @@ from dmc.evaluation.tasks import (
     TwoStageRetrieval,
     by_place,
 )
+from dmc.evaluation.tasks.far_repeats import far_repeats
 from dmc.policies import StreamingLLM
 from dmc.runtime import GenerationStats
 
@@ -331,3 +332,36 @@ def test_prompts_without_room_are_refused(tokenizer: Any) -> None:
         Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300)
     with pytest.raises(ValueError, match="no room for a single pair"):
         KeyValuePairs(lengths=[60]).samples(tokenizer, 300)
+
+
+def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (200,), generator=generator).tolist()
+    for ngram, distance in ((1, 4), (2, 16), (3, 40)):
+        expected = []
+        for end in range(ngram - 1, len(tokens)):
+            words = tokens[end - ngram + 1 : end + 1]
+            before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
+            if before and end - before[-1] >= distance:
+                expected.append(end)
+        assert far_repeats(tokens, ngram, distance) == expected
+        assert expected
+
+
+def test_loss_of_far_repeats_is_that_of_their_tokens(folders, tmp_path):
+    words = "alpha beta gamma delta epsilon " * 3
+    (tmp_path / "book.txt").write_text(" ".join([words, "gamma gamma alpha beta " * 20, words] * 4))
+    settings = {"num_samples": 2, "context_tokens": 40, "scored_tokens": 80, "cache_folder": str(tmp_path / "cache")}
+    task = TextLoss(TextSource(str(tmp_path / "book.txt")), repeat_ngram=3, repeat_distance=6, **settings)
+    model, tokenizer = load_model(folders.stock), AutoTokenizer.from_pretrained(folders.stock)
+    samples = task.samples(tokenizer, model.config.vocab_size)
+    results = task.evaluate(Engine(model, tokenizer), samples)
+    for sample, result in zip(samples, results, strict=True):
+        tokens = torch.tensor(sample.prompt + sample.continuation)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+        places = [place - 1 for place in far_repeats(tokens.tolist(), 3, 6) if place >= len(sample.prompt)]
+        assert result.metrics["far_repeat_loss"] == pytest.approx(float(losses[places].mean()), abs=1e-4)
+    with pytest.raises(ValueError, match="no window repeats 90 tokens"):
+        TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)

@@ -5,7 +5,13 @@ import torch
 
 from dmc import Engine, PagedGenerationCache, SamplingParams
 
-GATES = [{}, {"window_size": None, "delay": 2}, {"action": "drop", "delay": 4}]
+GATES = [
+    {},
+    {"window_size": None, "delay": 2},
+    {"action": "drop", "delay": 4},
+    {"decisions": "per_layer"},
+    {"decisions": "fixed", "weighting": "uniform", "window_size": None, "delay": 2, "target_ratio": 2.5},
+]
 LENGTHS = (5, 19, 12)
 NEW = 12
 

@@ -8,7 +8,7 @@ import torch
 from oracles.step_by_step import ModelOracle
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from dmc import Engine, load_model, retrofit
+from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
 from dmc.models import CompressedCausalLM, families
 from dmc.models.attention import Documents
@@ -19,6 +19,15 @@ CLOSED = 1e6  # decision_offset at which nothing merges
 
 MERGE = [{"window_size": window, "delay": delay} for window in (1, 3, 12, None) for delay in (0, 1, 4, 16)]
 DROP = [{"action": "drop", "delay": delay} for delay in (1, 4, 16)]
+SHARED = [{"decisions": "per_layer", "delay": delay} for delay in (0, 4)]
+SHARED += [{"decisions": "per_layer", "action": "drop", "delay": 4}, {"decisions": "per_layer", "weighting": "uniform"}]
+UNIFORM = [{"weighting": "uniform"}, {"weighting": "uniform", "window_size": None, "delay": 4}]
+ADAPTED = [{"gate_input": "hidden"}, {"gate_input": "both", "delay": 4, "decision_scale": 2.0}]
+ADAPTED += [{"gate_input": "hidden", "action": "drop", "delay": 4}, {"gate_input": "both", "decisions": "per_layer"}]
+FIXED = [
+    {"decisions": "fixed", "weighting": "uniform", "window_size": window, "delay": delay, "target_ratio": ratio}
+    for window, delay, ratio in ((None, 0, 4.0), (None, 4, 4.0), (3, 0, 4.0), (3, 4, 2.5), (12, 0, 2.5), (None, 4, 1.3))
+]
 
 
 def name_of(gates: dict[str, Any]) -> str:
@@ -75,6 +84,47 @@ def test_closed_gates_are_the_stock_model_without_the_neuron(
         assert difference(scored, expected[99:]) < TOLERANCE, gates
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("delay", [0, 4])
+def test_fixed_pooling_at_ratio_one_is_the_stock_model(
+    family: str, delay: int, make_stock: Any, make_prompts: Any
+) -> None:
+    stock, tokens = make_stock(family), make_prompts(60)[0]
+    expected = parallel_log_probs(stock, tokens)
+    model = retrofit(copy.deepcopy(stock), CompressionConfig(**{**FIXED[0], "delay": delay, "target_ratio": 1.0}))
+    for mode in (None, GateMode(noise_seeds=[1], fixed_ratio=1.0)):
+        assert difference(parallel_log_probs(model, tokens, gate_mode=mode), expected) < TOLERANCE / 10
+    assert difference(Engine(model).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE / 10
+    model.remove_neuron()  # there is none
+    assert all(torch.equal(each, model.state_dict()[name]) for name, each in stock.state_dict().items())
+
+
+def test_heads_that_decide_as_one_hold_equally_much(make_compressed: Any, make_prompts: Any) -> None:
+    prompts = make_prompts(70, 33)
+    for gates in SHARED:
+        model, trace = make_compressed(group=1, gates=gates), GateTrace()
+        for generation in Engine(model).generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.0)):
+            slots = generation.stats.slots
+            assert (slots == slots[:, :1]).all()
+            assert 1.1 < generation.stats.achieved_ratio
+        model(torch.tensor(prompts[:1]), use_cache=False, gate_mode=GateMode(noise_seeds=[3]), gate_trace=trace)
+        alpha = trace.stacked_alpha()
+        assert (alpha == alpha[:, :, :1]).all()
+        assert alpha.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "pattern"), [(4.0, "01110111"), (2.5, "0110101101"), (1.0, "0000"), (9.0, "011111111")]
+)
+def test_fixed_pooling_merges_by_position(ratio: float, pattern: str, make_stock: Any, make_prompts: Any) -> None:
+    model = retrofit(make_stock(), CompressionConfig(**{**FIXED[0], "target_ratio": ratio}))
+    tokens, trace = make_prompts(len(pattern))[0], GateTrace()
+    parallel_log_probs(model, tokens, gate_trace=trace)
+    assert (trace.stacked_alpha() == torch.tensor([float(each) for each in pattern])).all()
+    (generation,) = Engine(model).generate([tokens], SamplingParams(max_new_tokens=1, temperature=0.0))
+    assert (generation.stats.slots == pattern.count("0")).all()
+
+
 @pytest.mark.parametrize("gates", [{"delay": 40}, {"action": "drop", "delay": 40}, {"delay": 1000}], ids=name_of)
 def test_a_delay_beyond_the_sequence_compresses_nothing(gates: dict, make_stock: Any, make_prompts: Any) -> None:
     tokens = make_prompts(40)[0]
@@ -86,14 +136,13 @@ def test_a_delay_beyond_the_sequence_compresses_nothing(gates: dict, make_stock:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("gates", MERGE + DROP, ids=name_of)
+@pytest.mark.parametrize("gates", MERGE + DROP + SHARED + UNIFORM + ADAPTED + FIXED, ids=name_of)
 def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(
-    gates: dict, group: int, make_stock: Any, make_gates: Any, make_prompts: Any
+    gates: dict, group: int, make_compressed: Any, make_prompts: Any
 ) -> None:
-    stock, settings = make_stock(group=group), make_gates(**gates)
+    model = make_compressed(group=group, gates=gates)
     sequences = make_prompts(3, 17, 40)
-    runs = [ModelOracle(stock, settings).run(sequence) for sequence in sequences]
-    model = retrofit(stock, settings)
+    runs = [ModelOracle(model, model.compression).run(sequence) for sequence in sequences]
     scores = Engine(model).score([sequence[:2] for sequence in sequences], [[*each[2:], 0] for each in sequences])
     for sequence, run, score in zip(sequences, runs, scores, strict=True):
         assert difference(parallel_log_probs(model, sequence), run.log_probs) < TOLERANCE
@@ -126,7 +175,9 @@ def test_long_sequences_equal_the_oracle(gates: dict, make_stock: Any, make_gate
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}], ids=name_of
+    "gates",
+    [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], FIXED[0], FIXED[3]],
+    ids=name_of,
 )
 def test_padding_leaves_real_tokens_alone(gates: dict, side: str, make_compressed: Any, make_prompts: Any) -> None:
     model = make_compressed(gates=gates)
@@ -141,7 +192,9 @@ def test_padding_leaves_real_tokens_alone(gates: dict, side: str, make_compresse
         assert difference(padded[row, place], parallel_log_probs(model, prompt)) < TOLERANCE
 
 
-@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}], ids=name_of)
+@pytest.mark.parametrize(
+    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}, SHARED[1], FIXED[0], FIXED[3]], ids=name_of
+)
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_documents_equal_the_documents_alone(
     gates: dict, training: bool, make_compressed: Any, make_prompts: Any
@@ -184,7 +237,9 @@ def test_documents_reset_relaxed_decisions_too(make_compressed: Any, make_prompt
 
 
 @pytest.mark.parametrize(
-    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}], ids=name_of
+    "gates",
+    [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], FIXED[1]],
+    ids=name_of,
 )
 def test_activation_checkpointing_changes_nothing(gates: dict, make_compressed: Any, make_prompts: Any) -> None:
     input_ids = torch.tensor(make_prompts(24, 24))

@@ -73,8 +73,9 @@ def torchrun(folder: Path, memory: int | None, tmp_path: Path) -> list[dict[str,
         ("qwen2", {"tie_word_embeddings": True}, {}),
         ("qwen3", {}, {"action": "drop", "delay": 3}),
         ("mistral", {}, None),
+        ("llama", {}, {"decisions": "per_layer", "gate_input": "both", "delay": 2}),
     ],
-    ids=["llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral"],
+    ids=["llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral", "llama per layer, adapted"],
 )
 def test_two_ranks_give_the_tokens_of_one(
     family: str, changes: dict, gates: dict | None, make_stock: Any, make_compressed: Any, tmp_path: Path

@@ -6,6 +6,7 @@ shares nothing with `dmc` but the configuration, and reads stock Hugging Face we
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ class HeadOracle:
 
     def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
-        self.neuron = compression.neuron_index % head_dim
+        borrows = compression.decisions != "fixed" and compression.gate_input != "hidden"
+        self.neuron = compression.neuron_index % head_dim if borrows else None
         self.raw: list[dict] = []
         self.group: list[dict] = []
         self.slots: list[tuple[np.ndarray, np.ndarray]] = []
@@ -31,19 +33,41 @@ class HeadOracle:
             first, second = state[channel], state[channel + half]
             out[channel] = first * np.cos(angle) - second * np.sin(angle)
             out[channel + half] = second * np.cos(angle) + first * np.sin(angle)
-        out[self.neuron] = 0
+        if self.neuron is not None:
+            out[self.neuron] = 0
         return out
 
-    def step(self, queries: list[np.ndarray], key: np.ndarray, value: np.ndarray, scaling: float) -> list[np.ndarray]:
-        """Feed token t; return the output of each query head of the group."""
+    def read(self, queries: list[np.ndarray], key: np.ndarray, adapted: Any = (0.0, 0.0)) -> tuple[float, float]:
+        """Logits of decision and importance that this head alone would go by; `adapted`: what an adapter adds."""
+        decision, importance = adapted
+        if self.neuron is not None:
+            decision += key[self.neuron]
+            importance += np.mean([query[self.neuron] for query in queries])
+        settings = self.settings
+        return settings.decision_scale * decision - settings.decision_offset, importance + settings.omega_offset
+
+    def step(
+        self,
+        queries: list[np.ndarray],
+        key: np.ndarray,
+        value: np.ndarray,
+        scaling: float,
+        logits: tuple[float, float] | None = None,
+    ) -> list[np.ndarray]:
+        """Feed token t; return the output of each query head of the group. `logits`: None: as the head reads them."""
         position, settings = len(self.decisions), self.settings
-        decision = 0 if position == 0 else int(key[self.neuron] - settings.decision_offset > 0)
-        importance = np.mean([query[self.neuron] for query in queries]) + settings.omega_offset
-        omega = 1 / (1 + np.exp(-importance)) + settings.eps
+        decision_logit, importance = self.read(queries, key) if logits is None else logits
+        decision = int(decision_logit > 0)
+        if settings.decisions == "fixed":
+            ratio = settings.target_ratio
+            decision = int(math.floor(position / ratio) == math.floor((position - 1) / ratio))
+        decision = 0 if position == 0 else decision
+        omega = 1.0 if settings.weighting == "uniform" else 1 / (1 + np.exp(-importance)) + settings.eps
         self.decisions.append(decision)
         key, queries = key.copy(), [query.copy() for query in queries]
-        for state in (key, *queries):
-            state[self.neuron] = 0
+        if self.neuron is not None:
+            for state in (key, *queries):
+                state[self.neuron] = 0
         token = {"key": key, "value": value, "omega": omega, "decision": decision, "position": position}
 
         self.raw.append(token)
@@ -130,9 +154,15 @@ class ModelOracle:
             keys = [self.norm(prefix + "k_norm", each) for each in keys]
         group = len(queries) // len(heads)
         outputs = []
-        for number, head in enumerate(heads):
-            own = list(queries[number * group : (number + 1) * group])
-            outputs += head.step(own, keys[number], values[number], self.head_dim**-0.5)
+        groups = [list(queries[number * group : (number + 1) * group]) for number in range(len(heads))]
+        adapted = np.zeros((len(heads), 2))
+        if prefix + "gate_adapter.weight" in self.weights:
+            adapted = self.linear(prefix + "gate_adapter", hidden).reshape(-1, 2)
+        logits = [head.read(*each) for head, *each in zip(heads, groups, keys, adapted, strict=True)]
+        if self.compression.decisions == "per_layer":
+            logits = [tuple(np.mean(logits, axis=0))] * len(heads)
+        for head, logit, *states in zip(heads, logits, groups, keys, values, strict=True):
+            outputs += head.step(*states, self.head_dim**-0.5, logit)
         return self.linear(prefix + "o_proj", np.concatenate(outputs))
 
     def linear(self, name: str, states: np.ndarray) -> np.ndarray:

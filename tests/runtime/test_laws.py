@@ -24,6 +24,12 @@ GATES: dict[str, dict[str, Any] | None] = {
     "merge, exact, delay 1": {"delay": 1, "window_size": None},
     "drop, delay 4": {"action": "drop", "delay": 4},
     "drop, delay 16": {"action": "drop", "delay": 16},
+    "per layer": {"decisions": "per_layer"},
+    "hidden": {"gate_input": "hidden"},
+    "hidden, drop, delay 4": {"gate_input": "hidden", "action": "drop", "delay": 4},
+    "both, per layer, delay 4": {"gate_input": "both", "decisions": "per_layer", "delay": 4},
+    "fixed": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
+    "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }
 QUARTER = Budget(ratio=4)
 POLICIES: dict[str, policies.EvictionPolicy] = {
@@ -103,7 +109,7 @@ def test_closed_gate_or_budget_for_all_equals_the_base_model(
                 projection.weight[15::16] = 0
         expected = base(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
     gates, _ = of(method)
-    closed = CompressionConfig(decision_offset=1e6, **(gates or {}))
+    closed = CompressionConfig(**{"decision_offset": 1e6, **(gates or {}), "target_ratio": 1.0})
     policy = None if policy is None else dataclasses.replace(policy, budget=Budget(tokens=60))
     engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed), policy=policy)
     torch.testing.assert_close(scores(engine, [tokens[:10]], [[*tokens[10:], 0]]), expected[9:], rtol=0, atol=TOLERANCE)

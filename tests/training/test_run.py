@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import Ranks, logged_losses, train_ranks
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
@@ -66,6 +67,20 @@ def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
     run = train(build_config(RunConfig, run_values))
     assert all(loss < 10 for loss in logged_losses(run.folder).values())
     assert load_model(run.final, dtype="auto").dtype == getattr(torch, dtype)
+
+
+def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypatch):
+    values = run_values | {"compression": None, "output_dir": str(tmp_path / "base")}
+    values["training"] = values["training"] | {"stages": [{"name": "pretrain", "steps": 1}], "snapshot_ratios": []}
+    base = train(build_config(RunConfig, values)).final
+    values["training"] |= {"activation_checkpointing": True}
+    calls = []
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(
+        LlamaMLP, "forward", lambda self, *args: (torch.is_grad_enabled() and calls.append(1)) or plain(self, *args)
+    )
+    train(build_config(RunConfig, values | {"model": {"path": str(base)}, "output_dir": str(tmp_path / "run")}))
+    assert len(calls) == 2 * 2 * 2  # forward and again in backward, two layers, two micro-batches
 
 
 def test_paper_form_trains(run_values):

@@ -2,9 +2,11 @@ import math
 
 import pytest
 
+from dmc.compression import CompressionConfig
 from dmc.config import StageConfig, TrainingConfig
 from dmc.training.stages import Plan
 
+FIXED = CompressionConfig(decisions="fixed", weighting="uniform")
 PAPER = TrainingConfig(
     stages=[
         StageConfig("zero_out", steps=250),
@@ -63,3 +65,30 @@ def test_zero_out_after_the_gates_is_refused():
     training = TrainingConfig(stages=[StageConfig("retrofit", steps=1), StageConfig("zero_out", steps=1)])
     with pytest.raises(ValueError, match="zero_out removes the neuron"):
         Plan(training, 4.0)
+
+
+def climbing(fraction: float | None, **changes) -> TrainingConfig:
+    stages = [StageConfig("zero_out", steps=5), StageConfig("retrofit", steps=20, ramp_fraction=fraction)]
+    return TrainingConfig(stages=[*stages, StageConfig("solidify", steps=10)], **changes)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "ratios"), [(None, [1, 2.5, 4]), (1.0, [1, 2.5, 4]), (0.5, [1, 4, 4]), (0.0, [4, 4, 4])]
+)
+def test_share_of_the_stage_in_which_the_ratio_climbs_is_an_option(fraction, ratios):
+    plan = Plan(climbing(fraction), 4.0)
+    assert [plan.at(step).target_ratio for step in (5, 15, 25)] == ratios
+
+
+def test_snapshots_follow_the_shorter_ramp():
+    assert Plan(climbing(0.5), 4.0).snapshot_steps([2.0, 3.0]) == {9: 2.0, 12: 3.0}
+
+
+def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
+    plan = Plan(climbing(None), 4.0, FIXED)
+    assert plan.lengths == [("retrofit", 20), ("solidify", 10)]
+    assert {plan.at(step).target_ratio for step in range(30)} == {4.0}
+    assert {plan.at(step).neuron_multiplier for step in range(30)} == {None}
+    assert not any(plan.neuron_removed_at(step) for step in range(30))
+    ramp = Plan(climbing(1.0), 4.0, FIXED)
+    assert [ramp.at(step).target_ratio for step in (0, 10, 20)] == [1.0, 2.5, 4.0]

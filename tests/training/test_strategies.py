@@ -10,12 +10,13 @@ import pytest
 import torch
 from launching import Ranks, expect_exact_angles, logged_losses, train_ranks
 
-from dmc.config import RunConfig, build_config
+from dmc.config import ModelConfig, RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED, train
 from dmc.training.checkpoints.generations import remove
 from dmc.training.checkpoints.reading import check_fits, find_checkpoint, read_header
 from dmc.training.exporter import export_checkpoint
+from dmc.training.run import fresh_model
 
 STEPS = 20
 RESUMED_ON = {
@@ -112,9 +113,11 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen3", 2)])
-def test_cut_heads_learn_what_whole_layers_do(values, family, count, tmp_path):
+@pytest.mark.parametrize(("family", "count", "decisions"), [("llama", 4, "per_head"), ("qwen3", 2, "per_layer")])
+def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, tmp_path):
     values["model"]["fresh"]["model_type"] = family
+    values["compression"]["decisions"] = decisions
+    values["compression"]["gate_input"] = "both" if decisions == "per_layer" else "neuron"
     alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
     trainer = {"strategy": "fsdp2", "tensor_parallel_size": 2}
     folder = on_ranks(values, count, tmp_path / "cut", trainer, micro_batch_size=3, activation_checkpointing=True)
@@ -152,12 +155,16 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [("fsdp2", 2), ("deepspeed_zero3", 1)], ids=str)
-def test_each_rank_reads_its_own_part_of_a_base(values, alone, trainer, tmp_path):
-    values["model"] = {"path": str(alone / "final")}
+@pytest.mark.parametrize(
+    ("strategy", "num_cuts", "merge_kv_heads"), [("fsdp2", 2, None), ("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)]
+)
+def test_each_rank_reads_its_own_part_of_a_base(values, strategy, num_cuts, merge_kv_heads, tmp_path):
+    shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
+    fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
+    values["model"] = {"path": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
     values["training"]["stages"] = [{"name": "retrofit", "steps": STEPS}]
     expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
-    trainer = {"strategy": trainer[0], "tensor_parallel_size": trainer[1]}
+    trainer = {"strategy": strategy, "tensor_parallel_size": num_cuts}
     folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)
     assert_same_losses(expected, folder)
     assert_same_folder(expected / "final", folder / "final")

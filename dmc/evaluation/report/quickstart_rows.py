@@ -27,16 +27,18 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
     rows = {YARDSTICK: (1.0, results[YARDSTICK]), "base": (1.0, results["base"])}
     rows |= {f"snapshot {ratio}": (float(ratio), row) for ratio, row in results["snapshots"].items()}
     rows["retrofit"] = (target, results["final"])
+    free = results.get("training_free", {})
+    rows |= {name: (target, row) for name, row in free.items()}
     source = findings.add_source(str(folder), results)
     for name, (requested, row) in rows.items():
-        is_full = name in (YARDSTICK, "base")
+        is_full, model = name in (YARDSTICK, "base"), YARDSTICK if name in free else name
         findings.results.append(
             Result(
                 name=name,
                 method=name,
-                model=name,
+                model=model,
                 budget=FULL_CACHE if is_full else f"CR {requested:.3g}",
-                own_gates=not is_full,
+                own_gates=not is_full and name not in free,
                 is_full=is_full,
                 task=TASK,
                 metric="loss",

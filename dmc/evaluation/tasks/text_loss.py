@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmc.data import DocumentSource, build_packed
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
+from dmc.evaluation.tasks.far_repeats import far_repeats
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -17,6 +18,9 @@ from dmc.runtime.forced import of_given_tokens
 @dataclass(frozen=True)
 class TextLoss:
     """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
+
+    With `repeat_ngram` there is also `far_repeat_loss`, that of the scored tokens which end an n-gram last seen
+    `repeat_distance` or more tokens before, see `far_repeats`; windows without such a token are passed over.
 
     A row keeps the figures `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and
     `cumulative_loss`, that of all scored tokens up to their end. With a context of one token this is the loss along a
@@ -35,13 +39,18 @@ class TextLoss:
     scored_tokens: int = 256
     bucket_tokens: int = 64
     """Neighbouring tokens whose loss is told together, by position."""
+    repeat_ngram: int | None = None
+    """Length of the n-grams; None: no `far_repeat_loss`."""
+    repeat_distance: int = 64
     cache_folder: str = "outputs/cache"
     """Where tokenised text is kept."""
     main_metric = "loss"
     higher_is_better = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_samples", "context_tokens", "scored_tokens", "bucket_tokens")
+        check_positive(self, "num_samples", "context_tokens", "scored_tokens", "bucket_tokens", "repeat_distance")
+        if self.repeat_ngram is not None:
+            check_positive(self, "repeat_ngram")
 
     def identity(self) -> Any:
         """See `Task.identity`."""
@@ -61,6 +70,12 @@ class TextLoss:
         for index in _spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
             samples.append(Sample(begin + tokens[:context], tokens[context:]))
+        if self.repeat_ngram is not None:
+            samples = [sample for sample in samples if self._far_repeats(sample)]
+            if not samples:
+                raise ValueError(
+                    f"no window repeats {self.repeat_ngram} tokens from {self.repeat_distance} tokens back"
+                )
         return samples
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
@@ -72,8 +87,17 @@ class TextLoss:
         ):
             losses = -scoring.logprobs.double()
             parts = self._by_position(losses, len(sample.prompt))
-            results.append(SampleResult({"loss": float(losses.mean())}, scoring.stats, parts))
+            metrics = {"loss": float(losses.mean())}
+            if self.repeat_ngram is not None:
+                metrics["far_repeat_loss"] = float(losses[self._far_repeats(sample)].mean())
+            results.append(SampleResult(metrics, scoring.stats, parts))
         return results
+
+    def _far_repeats(self, sample: Sample) -> list[int]:
+        """Return the places in the continuation of the tokens that repeat something far back."""
+        assert self.repeat_ngram is not None
+        found = far_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
+        return [position - len(sample.prompt) for position in found if position >= len(sample.prompt)]
 
     def _by_position(self, losses: Tensor, first: int) -> list[Part]:
         """Cut the losses of the tokens from position `first` on into buckets."""

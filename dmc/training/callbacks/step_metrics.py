@@ -57,6 +57,8 @@ class StepMetrics(AfterStep):
         metrics |= {"train/skipped_steps": self.guard.skipped_steps}
         for name, value in (metrics | module.settings_at(step)).items():
             module.log(name, value, on_step=True, prog_bar=name in SHOWN)
+        if "noisy_held" in figures:
+            module.ratio_control.update(figures["noisy_held"], module.plan.at(step).target_ratio)
         module.noted.clear()
         return norm
 

@@ -7,10 +7,23 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from dmc.config import RunConfig
+from dmc.models.gqa import merge_heads_of_config
 
 
 def model_shape(config: RunConfig) -> PretrainedConfig:
-    """Find the transformers configuration of a run's model: in its folder, in the YAML, or on the hub.
+    """Give the transformers configuration of the model that a run trains, its KV heads merged if they are to be.
+
+    Raises:
+        ValueError: it is not known, or the heads cannot be merged so.
+    """
+    shape = base_shape(config)
+    if config.model.merge_kv_heads is not None:
+        merge_heads_of_config(shape, config.model.merge_kv_heads)
+    return shape
+
+
+def base_shape(config: RunConfig) -> PretrainedConfig:
+    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub.
 
     Raises:
         ValueError: none of these has it.

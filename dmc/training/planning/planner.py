@@ -139,7 +139,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     if num_devices % cuts:
         raise ValueError(f"trainer.tensor_parallel_size={cuts} does not divide the {num_devices} devices of the run")
     micro_batches = training.accumulation(num_devices // cuts)
-    lengths = Plan(training, config.target_ratio).lengths
+    lengths = Plan(training, config.target_ratio, config.compression).lengths
     model = model_shape(config)
     check_divides(model, cuts)
     device = Device.of(config, planner)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,9 +27,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
+from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
-from dmc.models.weights import empty_model, local_folder, stored_shapes
+from dmc.models.weights import empty_model, local_folder, stored_shapes, weight_files
 from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import CheckpointFolders
 from dmc.training.strategies.whole import WholeModel
@@ -61,12 +64,22 @@ class Fsdp2(WholeModel):
     def load(self) -> Any:
         """See `WholeModel`: no rank ever holds the whole model."""
         settings = self.config.model
-        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
+        return self.with_merged_heads(empty_model(settings.path, getattr(torch, settings.dtype), settings.revision))
 
     def spread(self, module: LightningModule) -> None:
         """Cut the heads, then shard each decoder layer, then the rest."""
+        self._shard(module.model, str(self.config.model.path), module)
+
+    def load_teacher(self, path: str) -> Any:
+        """See `WholeModel`: no rank ever holds the whole model."""
+        return empty_model(path, getattr(torch, self.config.model.dtype), self.revision_of(path))
+
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """Shard it as the model."""
+        self._shard(model, path, module)
+
+    def _shard(self, model: Any, path: str, module: LightningModule) -> None:
         mesh = module.device_mesh
-        model: Any = module.model
         assert mesh is not None
         if mesh["tensor_parallel"].size() > 1:
             cut_heads(model, mesh["tensor_parallel"])
@@ -78,34 +91,57 @@ class Fsdp2(WholeModel):
             fully_shard(layer, **options)
         fully_shard(model, **options)
         if next(model.parameters()).is_meta:
-            root_device: torch.device = module.trainer.strategy.root_device
-            self._read_shards(model, root_device)
+            self._read_shards(model, path, module.trainer.strategy.root_device)
 
-    def _read_shards(self, model: Any, device: torch.device) -> None:
-        """Read each rank's part of the base's weights."""
-        settings = self.config.model
-        folder = local_folder(str(settings.path), settings.revision)
+    def _read_shards(self, model: Any, path: str, device: torch.device) -> None:
+        """Read each rank's part of stored weights."""
+        folder = local_folder(path, self.revision_of(path))
         model.to_empty(device=device)
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
         stored = stored_shapes(folder)
-        state = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
-        load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
+        merged = {name for name, value in state.items() if tuple(value.shape) != stored[name]}
+        parts = {name: value for name, value in state.items() if name not in merged}
+        load(parts, storage_reader=HuggingFaceStorageReader(str(folder)))
+        for file in weight_files(folder) if merged else ():
+            with safe_open(file, framework="pt") as tensors:
+                for name in merged.intersection(tensors.keys()):
+                    parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
+                    weight = tensors.get_tensor(name).to(device, parameter.dtype)
+                    _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+        for name, part in model.named_modules():
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
+                part.reset_parameters()
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""
-        holder = nn.Module()
-        holder.weight = parameter
-        options = StateDictOptions(full_state_dict=True)
-        state: dict[str, Any] = get_model_state_dict(holder, options=options)
-        state["weight"][rows] = 0
-        set_model_state_dict(holder, state, options=options)
+        whole = _whole(parameter)
+        whole[rows] = 0
+        _set_whole(parameter, whole)
 
     def gather(self, model: Any) -> Any:
         """See `WholeModel`."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: dict[str, Any] = get_model_state_dict(model, options=options)
         return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """Gather a sharded parameter on every rank."""
+    state: dict[str, Any] = get_model_state_dict(_holder(parameter), options=StateDictOptions(full_state_dict=True))
+    return state["weight"]
+
+
+def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a sharded parameter a value that every rank has whole."""
+    set_model_state_dict(_holder(parameter), {"weight": value}, options=StateDictOptions(full_state_dict=True))
+
+
+def _holder(parameter: nn.Parameter) -> nn.Module:
+    holder = nn.Module()
+    holder.weight = parameter
+    return holder
 
 
 class Fsdp2Strategy(ModelParallelStrategy):

@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from dmc.config import Precision, RunConfig
-from dmc.models import load_model
+from dmc.models import load_model, merge_kv_heads
 from dmc.training.gradients import gradient_norm
 
 
@@ -40,10 +40,28 @@ class WholeModel:
     def load(self) -> Any:
         """Load the model that the run starts from; it may have no weights before `spread`."""
         settings = self.config.model
-        return load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
+        model = load_model(settings.path, dtype=getattr(torch, settings.dtype), revision=settings.revision)
+        return self.with_merged_heads(model)
+
+    def with_merged_heads(self, model: Any) -> Any:
+        """Merge the KV heads of the model that the run starts from, if they are to be."""
+        count = self.config.model.merge_kv_heads
+        return model if count is None else merge_kv_heads(model, count)
 
     def spread(self, module: LightningModule) -> None:
         """Lay the model of `module` over the ranks, once these can talk to each other."""
+
+    def load_teacher(self, path: str) -> Any:
+        """Load a model to be learned from; it may have no weights before `spread_teacher`."""
+        return load_model(path, dtype=getattr(torch, self.config.model.dtype), revision=self.revision_of(path))
+
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """Lay the teacher, loaded from `path`, over the ranks."""
+        model.to(module.trainer.strategy.root_device)
+
+    def revision_of(self, path: str) -> str | None:
+        """Hub revision of a model: the run's own where it is the model that the run starts from."""
+        return self.config.model.revision if path == self.config.model.path else None
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """Set rows of a weight or bias, counted over all ranks, to exactly zero, for good."""

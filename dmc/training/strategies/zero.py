@@ -17,7 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
+from dmc.models.gqa import merge_rows
 from dmc.models.weights import empty_model, local_folder, read_header, weight_files
 from dmc.training.checkpoints.folder import CheckpointFolders, read_folder_header
 from dmc.training.strategies.whole import WholeModel
@@ -56,7 +58,7 @@ class Zero(WholeModel):
         settings = self.config.model
         if self.stage < 3:
             return super().load()
-        return empty_model(settings.path, getattr(torch, settings.dtype), settings.revision)
+        return self.with_merged_heads(empty_model(settings.path, getattr(torch, settings.dtype), settings.revision))
 
     def spread(self, module: LightningModule) -> None:
         """Read and divide one layer after the other; what has its weights already is divided by the engine."""
@@ -67,17 +69,28 @@ class Zero(WholeModel):
         settings = self.config.model
         folder = local_folder(str(settings.path), settings.revision)
         owners = {name: file for file in weight_files(folder) for name in read_header(file)}
+        head_dim = model.model.layers[0].self_attn.head_dim
         for name, part in list(model.named_modules()):
             for key, parameter in list(part.named_parameters(recurse=False)):
                 weight = f"{name}.{key}"
                 if weight in owners:
                     with safe_open(owners[weight], framework="pt") as tensors:
                         value = tensors.get_tensor(weight).to(strategy.root_device, parameter.dtype)
-                    setattr(part, key, nn.Parameter(value))
-            if next(part.parameters(recurse=False), None) is not None and f"{name}.weight" in owners:
+                    setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in owners:
+                part.to_empty(device=strategy.root_device)
+                part.reset_parameters()
+            if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
                 Init(module=part, config_dict_or_path=strategy.config)
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
+
+    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """See `WholeModel`: whole on each rank, for DeepSpeed's engine holds one model only."""
+        super().spread_teacher(model, path, module)
+        if self.precision == "bf16-mixed":
+            model.to(torch.bfloat16)
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
 
     def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
         """See `WholeModel`."""

@@ -1,0 +1,193 @@
+"""Megatron's arguments as a Hugging Face configuration with our gates, and back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig
+
+from dmc.compression import CompressionConfig
+from dmc.models.llama import DMCLlamaConfig
+
+NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+OF_A_LLAMA: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "use_rope_scaling": (False,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False,),
+    "qk_layernorm": (False,),
+    "apply_layernorm_1p": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "multi_latent_attention": (False,),
+}
+"""What an argument may be for the model to be a Llama; absent or None is as good."""
+MEGATRON_EPS = 2**-7
+"""What Megatron's inference adds to the importance: the resolution of bfloat16."""
+
+
+def gates_of(arguments: dict[str, Any]) -> CompressionConfig | None:
+    """Read the gates of the `dmc` branch; None where there are none.
+
+    Differs from the authors' kernel, which rounds bfloat16 decisions up from 0.00785 and fixes the window at 12: a
+    decision is > 0 here, as in training, and the window is the one of training.
+    """
+    offset = arguments.get("dmc_init_val")
+    if offset is None:
+        return None
+    return CompressionConfig(
+        action="merge",
+        delay=0,
+        window_size=arguments.get("dmc_window_size", 12) or None,
+        neuron_index=-1,
+        decision_offset=float(offset),
+        omega_offset=float(offset),
+        eps=MEGATRON_EPS,
+        temperature=float(arguments.get("dmc_temp") or 0.1),
+        target_ratio=float(arguments.get("dmc_cr") or 1.0),
+    )
+
+
+def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dtype, tied: bool) -> Any:
+    """Make the configuration of a stock Llama, or of a compressed one where Megatron's has gates.
+
+    Args:
+        arguments: Megatron's, by name.
+        vocab_size: tokens without padding.
+        dtype: of the weights.
+        tied: whether the output layer is the embedding.
+    Raises:
+        ValueError: an argument is missing, or the model is no Llama.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if given.get("use_rotary_position_embeddings"):
+        given["position_embedding_type"] = "rope"
+    missing = [name for name in NEEDED if name not in given]
+    if missing:
+        raise ValueError(f"the checkpoint stores no argument {', '.join(missing)}: give args={{{missing[0]}: ...}}")
+    for name, expected in OF_A_LLAMA.items():
+        if given.get(name, expected[0]) not in expected:
+            raise ValueError(
+                f"{name}={given[name]!r} makes no Llama: expected {expected[0]!r}; "
+                f"args={{{name}: {expected[0]}}} overrules what is stored"
+            )
+    num_heads = given["num_attention_heads"]
+    values = {
+        "vocab_size": vocab_size,
+        "hidden_size": given["hidden_size"],
+        "intermediate_size": given["ffn_hidden_size"],
+        "num_hidden_layers": given["num_layers"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": given["num_query_groups"] if given.get("group_query_attention") else num_heads,
+        "head_dim": given.get("kv_channels", given["hidden_size"] // num_heads),
+        "max_position_embeddings": given.get("max_position_embeddings", given.get("seq_length", 4096)),
+        "rms_norm_eps": given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5)),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))},
+        "tie_word_embeddings": tied,
+        "dtype": dtype,
+    }
+    gates = gates_of(given)
+    try:
+        if gates is None:
+            return LlamaConfig(**values, architectures=["LlamaForCausalLM"])
+        return DMCLlamaConfig(**values, architectures=["DMCLlamaForCausalLM"], compression=gates.to_dict())
+    except StrictDataclassError as error:
+        raise ValueError(f"the arguments make no Llama of transformers: {error}") from None
+
+
+def arguments_of(config: Any, tensor_size: int, padded_vocab_size: int, dtype: torch.dtype) -> Namespace:
+    """Make Megatron's arguments of a stock or compressed Llama.
+
+    Args:
+        config: its Hugging Face configuration.
+        tensor_size: tensor-parallel ranks.
+        padded_vocab_size: rows of the embedding, all ranks together.
+        dtype: of the weights.
+    Raises:
+        ValueError: the model, or what its gates do, has no form in Megatron.
+    """
+    refuse_foreign(config)
+    arguments = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "group_query_attention": True,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": config.head_dim,
+        "seq_length": config.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "norm_epsilon": config.rms_norm_eps,
+        "rotary_base": int(config.rope_parameters["rope_theta"]),
+        "use_rotary_position_embeddings": True,
+        "add_position_embedding": False,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": padded_vocab_size,
+        "make_vocab_size_divisible_by": padded_vocab_size // tensor_size,
+        "tokenizer_type": "Llama2Tokenizer",
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "transformer_impl": "transformer_engine",
+        "tensor_model_parallel_size": tensor_size,
+        "pipeline_model_parallel_size": 1,
+        **{name: expected[0] for name, expected in OF_A_LLAMA.items()},
+        "rotary_seq_len_interpolation_factor": None,
+    }
+    if hasattr(config, "compression"):
+        arguments.update(gate_arguments(CompressionConfig.from_dict(config.compression), config.head_dim))
+    return Namespace(**arguments)
+
+
+def refuse_foreign(config: Any) -> None:
+    """Raise ValueError for a model that is not the Llama of Megatron-LM."""
+    if config.model_type not in ("llama", "dmc_llama"):
+        raise ValueError(f"model_type={config.model_type!r} is not written for Megatron: expected llama or dmc_llama")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise ValueError(f"rope_type={rope_type!r} is not written for Megatron: expected 'default'")
+    if config.rope_parameters["rope_theta"] % 1:
+        raise ValueError(f"rope_theta={config.rope_parameters['rope_theta']}: Megatron's rotary_base is a whole number")
+    if config.attention_bias or config.mlp_bias:
+        raise ValueError("biases are not written for Megatron: expected attention_bias=false and mlp_bias=false")
+
+
+def gate_arguments(gates: CompressionConfig, head_dim: int) -> dict[str, Any]:
+    """Say gates in the arguments of the `dmc` branch.
+
+    Raises:
+        ValueError: Megatron's gates cannot do what these do.
+    """
+    expected = {
+        "action": "merge", "decisions": "per_head", "gate_input": "neuron", "weighting": "learned", "delay": 0,
+        "eps": MEGATRON_EPS,
+    }  # fmt: skip
+    wrong = [f"{name}={getattr(gates, name)!r}" for name, value in expected.items() if getattr(gates, name) != value]
+    if gates.neuron_index % head_dim != head_dim - 1:
+        wrong.append(f"neuron_index={gates.neuron_index}")
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: Megatron's gates merge at once (action='merge', delay=0), each head for itself "
+            f"and with learned weights, read the last channel (neuron_index=-1) and add eps={MEGATRON_EPS}"
+        )
+    if gates.decision_offset != gates.omega_offset and min(gates.decision_offset, gates.omega_offset) <= 0:
+        raise ValueError(
+            f"decision_offset={gates.decision_offset} and omega_offset={gates.omega_offset} differ: Megatron has one "
+            "dmc_init_val for both, and only offsets > 0 are brought together by scaling the decision rows"
+        )
+    return {
+        "dmc_init_val": gates.omega_offset,
+        "dmc_window_size": gates.window_size or 0,
+        "dmc_temp": gates.temperature,
+        "dmc_cr": gates.target_ratio,
+        "dmc_finetune": True,
+        "dmc_is_stage_one": False,
+    }

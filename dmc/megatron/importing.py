@@ -1,0 +1,137 @@
+"""A Megatron checkpoint becomes a Hugging Face folder: a stock Llama, or a compressed one where it has gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from dmc.export import ModelCard, describe, refuse_occupied, replacement
+from dmc.megatron.arguments import configuration_of
+from dmc.megatron.layout import EMBEDDING, OUTPUT, Part, parts_of
+from dmc.megatron.reading import LAYER, Checkpoint, read_checkpoint
+from dmc.models.weights import INDEX_NAME, check_weights
+
+FILE_SIZE = 2 * 10**9
+"""Bytes of weights in one file, and in memory at once."""
+ONLY_IF_TIED = (OUTPUT, "word_embeddings_for_head.weight")
+"""Copies of the embedding that the last pipeline stage holds."""
+
+
+def import_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    arguments: dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a Megatron checkpoint of a Llama as a Hugging Face folder, a file of weights at a time.
+
+    Args:
+        checkpoint: folder with `mp_rank_00` ..., or one whose tracker names it; any tensor and pipeline parallel size.
+        output: new or empty folder.
+        arguments: Megatron's arguments that it lacks, or has wrong; `dmc_init_val: None` leaves the gates out.
+        tokenizer: folder or hub name, saved beside the weights.
+        vocab_size: tokens without padding; None: the tokenizer's, Megatron's own, or with padding where none is known.
+        overwrite: replace a folder that holds something.
+    Returns:
+        The folder.
+    Raises:
+        FileNotFoundError, ValueError: see `read_checkpoint` and `plan_of`.
+        FileExistsError: the folder is not empty and `overwrite` is False.
+    """
+    refuse_occupied(output, overwrite)
+    source = read_checkpoint(checkpoint, arguments or {})
+    own_tokenizer = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    if vocab_size is None:
+        vocab_size = source.arguments.get("vocab_size") if own_tokenizer is None else len(own_tokenizer)
+    config, parts = plan_of(source, vocab_size)
+    if own_tokenizer is not None:
+        config.bos_token_id, config.eos_token_id = own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
+    gates = getattr(config, "compression", None)
+    card = ModelCard("A Llama from Megatron-LM", base=str(checkpoint), data="not known here")
+    with replacement(output, overwrite) as partial:
+        write_weights(partial, parts, source.shards)
+        config.save_pretrained(partial)
+        GenerationConfig.from_model_config(config).save_pretrained(partial)
+        describe(partial, own_tokenizer, card, gates)
+        check_weights(partial)
+    return output
+
+
+def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]]:
+    """Find the model that a checkpoint holds, and check every tensor of it.
+
+    Args:
+        source: the checkpoint.
+        vocab_size: tokens without padding; None: all rows are tokens.
+    Returns:
+        Its Hugging Face configuration and its tensors.
+    Raises:
+        ValueError: see `configuration_of`; or a tensor is missing, unexpected or of another shape, or what all ranks
+            hold alike differs.
+    """
+    shards, tensor_size = source.shards, source.tensor_size
+    if EMBEDDING not in shards:
+        raise ValueError(f"the checkpoint lacks {EMBEDDING}: expected the weights of a GPT model")
+    padded = shards[EMBEDDING][0].shape[0] * tensor_size
+    vocab_size = padded if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= padded:
+        raise ValueError(f"vocab_size={vocab_size}: expected 1 to {padded}, the rows of the checkpoint's embedding")
+    tied = not source.arguments.get("untie_embeddings_and_output_weights", OUTPUT in shards)
+    config = configuration_of(source.arguments, vocab_size, shards[EMBEDDING][0].dtype, tied)
+    parts = list(parts_of(config, tensor_size, padded))
+    check_tensors(source, config, parts)
+    return config, parts
+
+
+def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
+    """Raise ValueError unless a checkpoint holds what its arguments ask for, and nothing else."""
+    shards, tensor_size = source.shards, source.tensor_size
+    num_layers = 1 + max((int(found[0]) for name in shards if (found := LAYER.search(name))), default=-1)
+    if num_layers != config.num_hidden_layers:
+        raise ValueError(f"the checkpoint holds {num_layers} layers, its num_layers says {config.num_hidden_layers}")
+    for part in parts:
+        if part.name not in shards:
+            raise ValueError(f"the checkpoint lacks {part.name}: copy it again, or give the arguments of this model")
+        for rank, shard in enumerate(shards[part.name]):
+            if tuple(shard.shape) != part.shard_shape(tensor_size):
+                raise ValueError(
+                    f"{part.name} of rank {rank} has shape {tuple(shard.shape)}, the arguments ask for "
+                    f"{part.shard_shape(tensor_size)} on each of {tensor_size} ranks"
+                )
+            if part.cut == "nowhere" and not torch.equal(shard, shards[part.name][0]):
+                raise ValueError(
+                    f"ranks 0 and {rank} hold different {part.name}: take both from the same iteration of one run"
+                )
+    known = {part.name for part in parts} | (set(ONLY_IF_TIED) if config.tie_word_embeddings else set())
+    foreign = sorted(set(shards) - known)
+    if foreign:
+        raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which a Llama has not")
+
+
+def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor]]) -> None:
+    """Join the ranks' tensors and write them as safetensors, one file after the other."""
+    holders = {name: part for part in parts for name in part.weights}
+    shapes = {
+        name: torch.empty(shape, dtype=shards[part.name][0].dtype, device="meta")
+        for part in parts
+        for name, shape in zip(part.weights, part.shapes, strict=True)
+    }
+    plan = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_SIZE)
+    for file_name, names in plan.filename_to_tensors.items():
+        weights: dict[str, Tensor] = {}
+        for part in dict.fromkeys(holders[name] for name in names):
+            weights.update(zip(part.weights, part.join(shards[part.name]), strict=True))
+        save_file({name: weights[name] for name in names}, folder / file_name, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

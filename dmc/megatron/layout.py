@@ -1,0 +1,132 @@
+"""Which Hugging Face weights a Megatron tensor holds, how they are fused, and how tensor-parallel ranks share it.
+
+Both sides rotate halves, channel i with i + D/2, so queries and keys keep the order of their rows, and the borrowed
+neuron is the last channel of each head here and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Megatron tensor and the Hugging Face weights in it."""
+
+    name: str
+    """In a rank's state dict, with the names of Megatron-Core on Transformer Engine."""
+    weights: tuple[str, ...]
+    """Hugging Face names, in the order in which they are fused."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the weights."""
+    cut: Literal["rows", "columns", "nowhere"] = "rows"
+    """Where tensor-parallel ranks cut it; nowhere: each holds it whole."""
+    blocks: int = 1
+    """Turns that fused weights take: query, key and value one for each KV head, gate and up one for each rank."""
+    padding: int = 0
+    """Rows behind those of the weight, for divisibility: copies of its last row, as Megatron's converter makes them."""
+
+    def shard_shape(self, tensor_size: int) -> tuple[int, ...]:
+        """Return the shape of what one of `tensor_size` ranks holds."""
+        rows, *columns = self.shapes[0]
+        if self.cut == "rows":
+            return ((sum(shape[0] for shape in self.shapes) + self.padding) // tensor_size, *columns)
+        return (rows, columns[0] // tensor_size) if self.cut == "columns" else self.shapes[0]
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        """Make the weights, in the order of `weights`, of what the ranks hold."""
+        if self.cut == "nowhere":
+            return [shards[0]]
+        whole = torch.cat(shards, dim=0 if self.cut == "rows" else 1)
+        if len(self.weights) == 1:
+            return [whole[: self.shapes[0][0]].contiguous()]
+        turns = whole.unflatten(0, (self.blocks, -1))
+        rows = [shape[0] // self.blocks for shape in self.shapes]
+        return [piece.flatten(0, 1) for piece in turns.split(rows, dim=1)]
+
+    def shard(self, weights: list[Tensor], rank: int, tensor_size: int) -> Tensor:
+        """Make what rank `rank` holds of the weights; the inverse of `join`."""
+        if self.cut == "nowhere":
+            return weights[0]
+        if self.padding:
+            weights = [torch.cat((weight, weight[-1:].expand(self.padding, -1))) for weight in weights]
+        own = [weight.chunk(tensor_size, dim=0 if self.cut == "rows" else 1)[rank] for weight in weights]
+        if len(own) == 1:
+            return own[0].clone(memory_format=torch.contiguous_format)  # torch.save would store all that a view is of
+        turns = self.blocks // tensor_size
+        return torch.cat([weight.unflatten(0, (turns, -1)) for weight in own], dim=1).flatten(0, 1)
+
+
+def parts_of(config: Any, tensor_size: int, padded_vocab_size: int) -> Iterator[Part]:
+    """Yield the tensors of a Llama, the embedding first.
+
+    Args:
+        config: its Hugging Face configuration.
+        tensor_size: tensor-parallel ranks.
+        padded_vocab_size: rows of Megatron's embedding, all ranks together.
+    Raises:
+        ValueError: heads, neurons or vocabulary do not divide by the ranks.
+    """
+    refuse_indivisible(config, tensor_size, padded_vocab_size)
+    vocabulary = {
+        "shapes": ((config.vocab_size, config.hidden_size),),
+        "padding": padded_vocab_size - config.vocab_size,
+    }
+    norm: dict[str, Any] = {"shapes": ((config.hidden_size,),), "cut": "nowhere"}
+    yield Part(EMBEDDING, ("model.embed_tokens.weight",), **vocabulary)
+    for index in range(config.num_hidden_layers):
+        yield from layer_parts(config, tensor_size, f"decoder.layers.{index}.", f"model.layers.{index}.", norm)
+    yield Part("decoder.final_layernorm.weight", ("model.norm.weight",), **norm)
+    if not config.tie_word_embeddings:
+        yield Part(OUTPUT, ("lm_head.weight",), **vocabulary)
+
+
+def layer_parts(config: Any, tensor_size: int, megatron: str, prefix: str, norm: dict[str, Any]) -> Iterator[Part]:
+    """Yield the tensors of one layer; `megatron` and `prefix` begin its names there and here."""
+    hidden, neurons, groups = config.hidden_size, config.intermediate_size, config.num_key_value_heads
+    queries, keys = config.num_attention_heads * config.head_dim, groups * config.head_dim
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    yield Part(f"{megatron}self_attention.linear_qkv.layer_norm_weight", (f"{prefix}input_layernorm.weight",), **norm)
+    yield Part(
+        f"{megatron}self_attention.linear_qkv.weight",
+        tuple(f"{attention}{name}_proj.weight" for name in "qkv"),
+        ((queries, hidden), (keys, hidden), (keys, hidden)),
+        blocks=groups,
+    )
+    yield Part(
+        f"{megatron}self_attention.linear_proj.weight",
+        (f"{attention}o_proj.weight",),
+        ((hidden, queries),),
+        cut="columns",
+    )
+    yield Part(f"{megatron}mlp.linear_fc1.layer_norm_weight", (f"{prefix}post_attention_layernorm.weight",), **norm)
+    yield Part(
+        f"{megatron}mlp.linear_fc1.weight",
+        (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        ((neurons, hidden), (neurons, hidden)),
+        blocks=tensor_size,
+    )
+    yield Part(f"{megatron}mlp.linear_fc2.weight", (f"{mlp}down_proj.weight",), ((hidden, neurons),), cut="columns")
+
+
+def refuse_indivisible(config: Any, tensor_size: int, padded_vocab_size: int) -> None:
+    """Raise ValueError unless `tensor_size` ranks get equal shares."""
+    shares = {
+        "query heads": config.num_attention_heads,
+        "KV heads": config.num_key_value_heads,
+        "MLP neurons": config.intermediate_size,
+        "rows of the padded vocabulary": padded_vocab_size,
+    }
+    for what, count in shares.items():
+        if tensor_size < 1 or count % tensor_size:
+            raise ValueError(
+                f"{count} {what} cannot be shared by {tensor_size} tensor-parallel ranks: expected a divisor"
+            )

@@ -1,0 +1,30 @@
+"""Gates that see the hidden state: a linear map from a layer's input to decision and importance."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class GateAdapter(nn.Linear):
+    """Two rows for each KV head, decision and importance, side by side so that the heads can be cut.
+
+    Zero at first: every decision logit is then -c and all tokens weigh the same, as with a removed neuron.
+
+    Args:
+        hidden_size: channels of the layer's input.
+        kv_heads: H.
+    """
+
+    def __init__(self, hidden_size: int, kv_heads: int) -> None:
+        super().__init__(hidden_size, 2 * kv_heads, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Start from zero."""
+        nn.init.zeros_(self.weight)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Map [B, T, hidden] to decision and importance logits, [B, 2, H, T].
+
+        Not `forward`, whose output tensor parallelism takes to be cut along its last dimension.
+        """
+        return self(hidden_states).unflatten(-1, (-1, 2)).permute(0, 3, 2, 1)

@@ -1,0 +1,63 @@
+"""Measure the models of a study with the same tasks and write what they cost."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dmc.evaluation.compare import run_cells, unfinished
+from dmc.evaluation.compare_report import write_report
+from dmc.evaluation.grid import FULL, CompareConfig, plan_grid
+from dmc.evaluation.row_store import Row, RowStore
+from dmc.loading import load_with_tokenizer
+from dmc.study.plan import CONTROL, StudyConfig, StudyRun
+from dmc.study.table import format_costs, study_costs
+
+METRICS = ("loss", "far_repeat_loss")
+"""Of all tokens, and of those that repeat something far back."""
+
+
+def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> list[Row]:
+    """Run all policies on the controls, and every other model as it is; finished cells are not run again.
+
+    Args:
+        config: policies, budgets, tasks.
+        runs: finished ones.
+        configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
+    Returns:
+        All rows.
+    Raises:
+        ValueError, FileNotFoundError: see `plan_grid`.
+    """
+    store = RowStore(Path(config.output) / "compare" / "cells.jsonl")
+    controls = {run.label: str(run.final) for run in runs if run.name == CONTROL}
+    others = {run.label: str(run.final) for run in runs if run.name != CONTROL}
+    for models, policies, budgets in ((controls, config.policies, config.budgets), (others, [FULL], [])):
+        if models:
+            settings = CompareConfig(
+                models, policies, config.tasks, budgets, config.engine, speed_tokens=0, output=config.output
+            )
+            grid = plan_grid(settings, configs)
+            cells = unfinished(grid.cells, store.rows())
+            run_cells(cells, grid, settings, store, lambda model: load_with_tokenizer(**asdict(model)))
+    return store.rows()
+
+
+def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]) -> str:
+    """Write `study.md`, `study.csv` and `study.json`, and the comparison's own table and files; return the first."""
+    folder = Path(config.output)
+    costs = study_costs(rows, runs, METRICS)
+    table = format_costs(costs)
+    columns: list[dict[str, Any]] = [cost.columns() for cost in costs]
+    (folder / "study.md").write_text(table + "\n")
+    (folder / "study.json").write_text(json.dumps(columns, indent=1) + "\n")
+    with (folder / "study.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns[0]) if columns else [])
+        writer.writeheader()
+        writer.writerows(columns)
+    write_report(rows, folder / "compare")
+    return table

@@ -1,0 +1,31 @@
+"""Make a Megatron checkpoint of a Llama: python scripts/export_megatron.py model=DIR output=DIR tensor_size=4."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from dmc.command_line import script
+
+
+@script("export_megatron")
+def main(settings: DictConfig) -> None:
+    from dmc.megatron import export_checkpoint
+
+    try:
+        folder = export_checkpoint(
+            Path(settings.model.path),
+            Path(settings.output),
+            tensor_size=settings.tensor_size,
+            vocab_multiple=settings.vocab_multiple,
+            overwrite=settings.overwrite,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"exported {folder}")
+
+
+if __name__ == "__main__":
+    main()

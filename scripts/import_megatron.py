@@ -1,0 +1,32 @@
+"""Make a Hugging Face folder of a Megatron checkpoint: python scripts/import_megatron.py checkpoint=DIR output=DIR."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from dmc.command_line import script
+
+
+@script("import_megatron")
+def main(settings: DictConfig) -> None:
+    from dmc.megatron import import_checkpoint
+
+    try:
+        folder = import_checkpoint(
+            Path(settings.checkpoint),
+            Path(settings.output),
+            arguments=None if settings.args is None else OmegaConf.to_object(settings.args),
+            tokenizer=settings.tokenizer,
+            vocab_size=settings.vocab_size,
+            overwrite=settings.overwrite,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"imported {folder}")
+
+
+if __name__ == "__main__":
+    main()

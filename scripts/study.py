@@ -1,0 +1,39 @@
+"""Rerun the study: python scripts/study.py (see configs/study.yaml). Start it again and it goes on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dmc.command_line import script
+from dmc.config import build_config
+from dmc.study.evaluation import evaluate_runs, write_results
+from dmc.study.plan import StudyConfig, plan_bases, plan_runs
+from dmc.study.training import log_of, train_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@script("study")
+def main(settings: DictConfig) -> None:
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    try:
+        config = build_config(StudyConfig, values)
+        for base in plan_bases(config):  # each may start from the one before
+            if train_runs([base], ROOT / "scripts" / "train.py", processes=1):
+                sys.exit(f"error: {base.label} failed, see {log_of(base)}")
+        runs = plan_runs(config)
+        failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
+        rows = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
+    print(write_results(config, rows, runs))
+    if failed:
+        sys.exit(f"error: failed: {', '.join(f'{run.label} ({log_of(run)})' for run in failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles.megatron import Weights, write
+
+from dmc import load_model, retrofit
+from dmc.compression import CompressionConfig
+from dmc.megatron import export_checkpoint, import_checkpoint
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 21
+
+
+def rank_of(folder: Path, rank: int) -> dict[str, Any]:
+    return torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+
+
+def tensors_of(content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in content["model"].items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("gates", [{}, {"dmc_init_val": None}], ids=["gates", "stock"])
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("weights", [Weights(groups=4), Weights(groups=4, tied=True)], ids=["untied", "tied"])
+def test_shards_come_back_bit_by_bit(weights, tensor_size, gates, tmp_path):
+    source = write(weights, tmp_path / "source", sizes=(tensor_size, 1), **gates)
+    folder = import_checkpoint(source, tmp_path / "folder", vocab_size=VOCAB_SIZE)
+    back = export_checkpoint(folder, tmp_path / "back", tensor_size=tensor_size, vocab_multiple=24 // tensor_size)
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
+    for rank in range(tensor_size):
+        first, second = rank_of(source / "iter_0000040", rank), rank_of(back / "release", rank)
+        expected, got = tensors_of(first), tensors_of(second)
+        assert expected.keys() == got.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, got[name]), name
+        stored, written = vars(first["args"]), vars(second["args"])
+        written["num_query_groups"], written["group_query_attention"] = 1, False  # one way of two to say it
+        known = {
+            name: value for name, value in stored.items() if value is not None and (gates == {} or "dmc" not in name)
+        }
+        assert {name: written.get(name) for name in known} == known
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("family", ["stock", "compressed"])
+def test_folder_comes_back_with_the_same_weights_gates_and_logits(family, tensor_size, make_stock, tmp_path):
+    model = make_stock()
+    if family == "compressed":
+        model = retrofit(model, CompressionConfig(decision_offset=0.25, omega_offset=0.25, window_size=5))
+    model.save_pretrained(tmp_path / "folder")
+    exported = export_checkpoint(tmp_path / "folder", tmp_path / "megatron", tensor_size=tensor_size)
+    back = load_model(import_checkpoint(exported, tmp_path / "back"))
+    assert type(back) is type(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, back.state_dict()[name]), name
+    ours, theirs = model.config.to_dict(), back.config.to_dict()
+    differing = {name for name in ours if ours[name] != theirs[name]}
+    assert differing <= {"bos_token_id", "eos_token_id", "dtype", "_name_or_path", "transformers_version"}
+
+
+def test_ranks_share_a_padded_vocabulary(make_stock, tmp_path):
+    make_stock().save_pretrained(tmp_path / "folder")
+    exported = export_checkpoint(tmp_path / "folder", tmp_path / "out", tensor_size=2, vocab_multiple=32)
+    contents = [rank_of(exported / "release", rank) for rank in range(2)]
+    tables = [content["model"]["embedding.word_embeddings.weight"] for content in contents]
+    assert [tuple(table.shape) for table in tables] == [(64, 48), (64, 48)]
+    assert contents[0]["args"].padded_vocab_size == 128
+    assert (tables[1][83 - 64 :] == tables[1][82 - 64]).all()
+
+
+def test_each_file_holds_its_own_share_and_no_more(make_stock, tmp_path):
+    make_stock(hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "folder")
+    one = export_checkpoint(tmp_path / "folder", tmp_path / "one", vocab_multiple=4)
+    two = export_checkpoint(tmp_path / "folder", tmp_path / "two", tensor_size=2, vocab_multiple=2)
+    size, *_ = (path.stat().st_size for path in one.rglob("*.pt"))
+    assert all(path.stat().st_size < 0.6 * size for path in two.rglob("*.pt"))
+
+
+def test_transformer_engine_finds_its_extra_states(make_stock, tmp_path):
+    make_stock().save_pretrained(tmp_path / "folder")
+    exported = export_checkpoint(tmp_path / "folder", tmp_path / "out")
+    model = rank_of(exported / "release", 0)["model"]
+    states = sorted(name for name in model if name.startswith("decoder.layers.1.") and name.endswith("_extra_state"))
+    assert [name.split(".")[-2] for name in states] == ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"]
+
+
+def test_calibrated_gates_keep_their_decisions_under_one_offset(make_stock, tmp_path):
+    model = retrofit(make_stock(), CompressionConfig(decision_offset=0.4, omega_offset=5.0))
+    model.save_pretrained(tmp_path / "folder")
+    exported = export_checkpoint(tmp_path / "folder", tmp_path / "megatron")
+    back = load_model(import_checkpoint(exported, tmp_path / "back"))
+    assert back.compression.decision_offset == back.compression.omega_offset == 5.0
+    tokens = torch.randint(83, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, got = (each(tokens, use_cache=False).logits for each in (model, back))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        ({"delay": 4}, "delay=4: Megatron's gates merge at once"),
+        ({"delay": 4, "action": "drop"}, "action='drop', delay=4"),
+        ({"neuron_index": 0}, "neuron_index=0"),
+        ({"eps": 0.1}, "eps=0.1"),
+        ({"decision_offset": -0.5}, "decision_offset=-0.5 and omega_offset=5.0 differ"),
+    ],
+)
+def test_gates_without_a_form_in_megatron_are_refused(gates, message, make_stock, tmp_path):
+    retrofit(make_stock(), CompressionConfig(**gates)).save_pretrained(tmp_path / "folder")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "folder", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"tensor_size": 3}, "4 query heads cannot be shared by 3 tensor-parallel ranks"),
+        ({}, {"tensor_size": 4}, "2 KV heads cannot be shared by 4"),
+        ({"intermediate_size": 97}, {"tensor_size": 2}, "97 MLP neurons cannot be shared by 2"),
+        ({}, {"tensor_size": 0}, "tensor_size=0"),
+        ({"family": "qwen3"}, {}, "model_type='qwen3' is not written for Megatron"),
+        ({"attention_bias": True}, {}, "biases are not written for Megatron"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}, {}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 100.5}}, {}, "rope_theta=100.5"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(changes, options, message, make_stock, tmp_path):
+    make_stock(**changes).save_pretrained(tmp_path / "folder")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "folder", tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_missing_source_and_occupied_output_are_named(make_stock, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        export_checkpoint(tmp_path / "absent", tmp_path / "out")
+    make_stock().save_pretrained(tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "out")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        export_checkpoint(tmp_path / "folder", tmp_path / "out", tensor_size=2)
+    export_checkpoint(tmp_path / "folder", tmp_path / "out", tensor_size=2, overwrite=True)
+    assert len(list((tmp_path / "out").rglob("*.pt"))) == 2
+
+
+def test_scripts_import_export_and_end_with_one_error(tmp_path, monkeypatch, capsys):
+    def run(name: str, *overrides: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *overrides])
+        runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+
+    source = write(Weights(groups=4), tmp_path / "source", sizes=(2, 1))
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    run("import_megatron.py", f"checkpoint={source}", f"output={folder}", "args={dmc_window_size: 7}")
+    assert load_model(folder).compression.window_size == 7
+    run("export_megatron.py", f"model.path={folder}", f"output={out}", "tensor_size=4")
+    assert len(list(out.rglob("*.pt"))) == 4
+    assert capsys.readouterr().out == f"imported {folder}\nexported {out}\n"
+    with pytest.raises(SystemExit, match=r"^error: .* holds no mp_rank_00"):
+        run("import_megatron.py", f"checkpoint={tmp_path}", f"output={tmp_path / 'other'}")
+    with pytest.raises(SystemExit, match=r"^error: 4 query heads cannot be shared by 3"):
+        run("export_megatron.py", f"model.path={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")

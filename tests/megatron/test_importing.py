@@ -1,0 +1,298 @@
+import argparse
+import enum
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles.megatron import ShardedOracle, Weights, write
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import dmc.megatron.importing
+from dmc import Engine, SamplingParams, load_model
+from dmc.compression import CompressionConfig
+from dmc.megatron import import_checkpoint
+
+TOLERANCE = 1e-4
+SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+TOKENS = torch.randint(21, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+MULTI_HEAD = Weights(groups=4)
+GROUPED = Weights(groups=2)
+
+
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].double()
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"), [(4, sizes) for sizes in SIZES] + [(2, sizes) for sizes in SIZES if sizes[0] <= 2], ids=str
+)
+@pytest.mark.parametrize("window", [3, 0])
+def test_import_gives_the_logits_of_the_shards_run_token_by_token(groups, sizes, window, tmp_path):
+    source = write(Weights(groups=groups), tmp_path / "source", sizes=sizes, dmc_window_size=window)
+    oracle = ShardedOracle(source, sizes)
+    expected = oracle.run(TOKENS, 21)
+    model = load_model(import_checkpoint(source, tmp_path / "out", vocab_size=21))
+    assert len(TOKENS) < oracle.entries().sum() < len(TOKENS) * oracle.entries().numel()
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+    engine = Engine(model, block_size=16)
+    (scored,) = engine.score([TOKENS[:15]], [TOKENS[15:]])
+    torch.testing.assert_close(scored.double(), expected[14:-1].log_softmax(-1), rtol=TOLERANCE, atol=TOLERANCE)
+    (generation,) = engine.generate([TOKENS], SamplingParams(max_new_tokens=1, temperature=0))
+    assert generation.token_ids == [int(expected[-1].argmax())]
+    assert torch.equal(generation.stats.slots.cpu().long(), oracle.entries())
+
+
+def test_constants_of_the_published_models_give_their_logits_too(tmp_path):
+    weights = Weights(groups=4, decision_scale=8.0)
+    source = write(weights, tmp_path / "source", dmc_init_val=5, dmc_window_size=12)
+    oracle = ShardedOracle(source, (1, 1))
+    tokens = TOKENS * 2
+    expected = oracle.run(tokens, 21)
+    assert oracle.entries().float().mean() < 0.8 * len(tokens)
+    model = load_model(import_checkpoint(source, tmp_path / "out", vocab_size=21))
+    assert model.compression == CompressionConfig()
+    torch.testing.assert_close(logits_of(model, tokens), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_without_gates_is_a_stock_llama(sizes, tied, tmp_path):
+    source = write(Weights(tied=tied), tmp_path / "source", sizes=sizes, dmc_init_val=None)
+    model = load_model(import_checkpoint(source, tmp_path / "out", vocab_size=21))
+    assert type(model) is LlamaForCausalLM
+    expected = ShardedOracle(source, sizes).run(TOKENS, 21)
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dialect", ["transformer_engine", "local", "legacy"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_neither_the_cut_nor_the_spelling_changes_what_is_imported(sizes, dialect, tmp_path):
+    whole = import_checkpoint(write(MULTI_HEAD, tmp_path / "whole"), tmp_path / "one", vocab_size=21)
+    source = write(MULTI_HEAD, tmp_path / "source", sizes=sizes, dialect=dialect)
+    cut = import_checkpoint(source, tmp_path / "two", vocab_size=21)
+    expected, got = weights_in(whole), weights_in(cut)
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), name
+    assert (whole / "config.json").read_text() == (cut / "config.json").read_text()
+
+
+def test_gates_are_those_of_the_stored_arguments(tmp_path):
+    source = write(GROUPED, tmp_path / "source", dmc_init_val=5, dmc_window_size=12, dmc_cr=8.0)
+    model = load_model(import_checkpoint(source, tmp_path / "out"))
+    assert model.compression == CompressionConfig(target_ratio=8.0)
+    assert model.config.vocab_size == 24
+    assert model.config.num_key_value_heads == 2
+    assert model.config.rope_parameters["rope_theta"] == 100.0
+
+
+def test_published_layout_reads_ranks_beside_the_tracker(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    (source / "iter_0000040" / "mp_rank_00").rename(source / "mp_rank_00")
+    (source / "iter_0000040").rmdir()
+    load_model(import_checkpoint(source, tmp_path / "out"))
+
+
+def test_release_and_iteration_folders_are_read(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    import_checkpoint(source / "iter_0000040", tmp_path / "one")
+    (source / "iter_0000040").rename(source / "release")
+    (source / "latest_checkpointed_iteration.txt").write_text("release")
+    import_checkpoint(source, tmp_path / "two")
+    assert weights_in(tmp_path / "one").keys() == weights_in(tmp_path / "two").keys()
+
+
+def test_weights_keep_their_type_and_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(dmc.megatron.importing, "FILE_SIZE", 4000)
+    source = write(Weights(dtype=torch.bfloat16), tmp_path / "source")
+    folder = import_checkpoint(source, tmp_path / "out", vocab_size=21)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model = load_model(folder)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.embed_tokens.weight, Weights(dtype=torch.bfloat16).whole["embedding"])
+
+
+def test_folder_holds_tokenizer_card_and_no_pickle(folders, tmp_path):
+    source = write(Weights(vocab_size=300), tmp_path / "source", padded=304)
+    folder = import_checkpoint(source, tmp_path / "out", tokenizer=str(folders.stock))
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md", ".jinja"}
+    assert load_model(folder).config.vocab_size == 300
+    assert str(source) in (folder / "README.md").read_text()
+    assert json.loads((folder / "retrofit.json").read_text())["compression"]["window_size"] == 3
+
+
+def test_objects_of_megatron_are_not_needed_to_read_its_files(tmp_path, monkeypatch):
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    model_type = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
+    monkeypatch.setattr(sys.modules["megatron.core.enums"], "ModelType", model_type, raising=False)
+    source = write(
+        GROUPED,
+        tmp_path / "source",
+        extra={"rng_state": [{"np_rng_state": torch.zeros(3).numpy()}]},
+        model_type=model_type.encoder_or_decoder,
+    )
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.delitem(sys.modules, name)
+    load_model(import_checkpoint(source, tmp_path / "out"))
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return subprocess.check_call, (["touch", "ran"],)
+
+
+def test_file_that_names_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write(GROUPED, tmp_path / "source", extra={"hook": Payload()})
+    with pytest.raises(ValueError, match=r"model_optim_rng.pt would run .*check_call"):
+        import_checkpoint(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def without_arguments(path: Path) -> None:
+    content = torch.load(path, weights_only=False)
+    del content["args"]
+    torch.save(content, path)
+
+
+def test_arguments_can_be_given_where_none_are_stored(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    without_arguments(source / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(ValueError, match="stores no argument num_layers, hidden_size, ffn_hidden_size"):
+        import_checkpoint(source, tmp_path / "out")
+    given = vars(GROUPED.arguments(1, 1, 24))
+    folder = import_checkpoint(source, tmp_path / "out", arguments=given)
+    assert type(load_model(folder)) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"rotary_interleaved": True}, {}, "rotary_interleaved=True makes no Llama: expected False"),
+        ({"rotary_percent": 0.5}, {}, "rotary_percent=0.5 makes no Llama"),
+        ({"normalization": "LayerNorm"}, {}, "normalization='LayerNorm' makes no Llama"),
+        ({"num_layers": 3}, {}, "holds 2 layers, its num_layers says 3"),
+        ({"num_attention_heads": 5, "dmc_init_val": None}, {}, "make no Llama of transformers"),
+        ({"num_attention_heads": 8}, {}, r"linear_qkv.weight of rank 0 has shape \(128, 24\), the arguments ask for"),
+        ({"untie_embeddings_and_output_weights": True}, {"ffn_hidden_size": 64}, r"linear_fc1.weight of rank 0"),
+        ({"tensor_model_parallel_size": 2}, {}, r"holds 1 tensor x 1 pipeline ranks, its arguments say 2 x 1"),
+        ({"dmc_window_size": -1}, {}, "window_size=-1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, given, message, tmp_path):
+    source = write(GROUPED, tmp_path / "source", **changes)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        import_checkpoint(source, tmp_path / "out", arguments=given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_stored_argument_can_be_overruled(tmp_path):
+    source = write(GROUPED, tmp_path / "source", rotary_percent=0.5, dmc_window_size=12)
+    given = {"rotary_percent": 1.0, "dmc_init_val": None}
+    assert type(load_model(import_checkpoint(source, tmp_path / "out", arguments=given))) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("missing", ["mp_rank_01_000", "mp_rank_00_001"])
+def test_a_missing_rank_is_named(missing, tmp_path):
+    source = write(GROUPED, tmp_path / "source", sizes=(2, 2))
+    ranks = source / "iter_0000040"
+    (ranks / missing / "model_optim_rng.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=f"{missing}/model_optim_rng.pt is missing"):
+        import_checkpoint(source, tmp_path / "out")
+    (ranks / missing).rmdir()
+    with pytest.raises(FileNotFoundError, match="lacks tensor-parallel rank"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_all_ranks_of_a_stage_missing_are_named(tmp_path):
+    source = write(GROUPED, tmp_path / "source", sizes=(1, 2))
+    (source / "iter_0000040" / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
+    (source / "iter_0000040" / "mp_rank_00_001").rmdir()
+    with pytest.raises(FileNotFoundError, match="1 tensor x 1 pipeline ranks, its arguments say 1 x 2"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_folders_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        import_checkpoint(tmp_path / "absent", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no mp_rank_00: it is not a Megatron checkpoint"):
+        import_checkpoint(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty" / "metadata.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a distributed checkpoint"):
+        import_checkpoint(tmp_path / "empty", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model0": {}}, "holds a virtual pipeline"),
+        ([1, 2], "holds no Megatron model"),
+        ({"model": {}, "checkpoint_version": 1.0}, "checkpoint_version 1.0"),
+        ({"model": {"note": "text"}}, "note is a str, expected a tensor"),
+        ({"model": {"x": torch.zeros(2)}, "args": argparse.Namespace()}, "lacks embedding.word_embeddings.weight"),
+    ],
+)
+def test_files_with_something_else_are_refused(content, message, tmp_path):
+    path = tmp_path / "source" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
+
+
+def test_damaged_files_are_named(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    path = source / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"model_optim_rng.pt is cut off"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_weights_that_a_llama_has_not_are_named(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    path = source / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["model"]["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.zeros(128)
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"holds decoder.layers.0.self_attention.linear_qkv.bias .*a Llama has not"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_ranks_of_different_iterations_are_not_joined(tmp_path):
+    source = write(GROUPED, tmp_path / "source", sizes=(2, 1))
+    other = write(Weights(groups=2, seed=1), tmp_path / "other", sizes=(2, 1))
+    name = Path("iter_0000040", "mp_rank_01", "model_optim_rng.pt")
+    (other / name).replace(source / name)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    with pytest.raises(ValueError, match="vocab_size=25: expected 1 to 24"):
+        import_checkpoint(source, tmp_path / "out", vocab_size=25)
+
+
+def test_output_with_content_is_left_alone_without_overwrite(tmp_path):
+    source = write(GROUPED, tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        import_checkpoint(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+    import_checkpoint(source, tmp_path / "out", overwrite=True)
+    load_model(tmp_path / "out")

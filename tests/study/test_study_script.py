@@ -1,0 +1,56 @@
+"""The study's own command, on a model and a text small enough for a test."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "model.fresh.hidden_size=32", "model.fresh.intermediate_size=32", "model.fresh.num_hidden_layers=1",
+    "model.fresh.num_attention_heads=2", "model.fresh.num_key_value_heads=2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_study_is_trained_measured_and_goes_on(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name in ("train", "held_out"):
+        lines = [f"{name}: line {number} says {number % 7} and {number % 3}." for number in range(400)]
+        (corpus / f"{name}.txt").write_text("\n".join(lines))
+    text = [
+        "data=text_files", f"data.train.0.name={corpus}/train.txt", f"data.validation.0.name={corpus}/held_out.txt",
+        f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer",
+        "data.tokenizer.train_vocab_size=300", "trainer=cpu", "training.sequence_length=64",
+        "training.batch_size=2", "training.micro_batch_size=2", "training.validation_sequences=2",
+        "training.calibration_sequences=2",
+    ]  # fmt: skip
+    study = tmp_path / "study"
+    stages = "training.stages=[{name: zero_out, steps: 1}, {name: retrofit, steps: 2}]"
+    start = [f"model=pretrained model.path={study}/base/final".split(), ["training=short", stages], text]
+    retrofit = [*start[0], *start[1], *start[2], "compression=dmc_delayed", "compression.delay=2"]
+    base = ["training=pretrain", "training.stages=[{name: pretrain, steps: 2}]", "compression=none", *TINY, *text]
+    source = {"_target_": "dmc.data.TextSource", "name": f"{corpus}/held_out.txt"}
+    task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2,
+            "repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}  # fmt: skip
+    settings = {
+        "bases": {"base": base}, "runs": {"control": [*retrofit, "control=true"], "merge": retrofit}, "tasks": [task],
+        "policies": ["full", "tova"], "budgets": [4], "seeds": [0], "output": str(study), "processes": 2,
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, str(ROOT / "scripts" / "study.py"), f"--config-path={tmp_path}", "--config-name=study"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-3000:] + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
+    costs = json.loads((study / "study.json").read_text())
+    assert {(cost["run"], cost["metric"]) for cost in costs} == {
+        (name, metric) for name in ("merge", "tova, budget 4") for metric in ("loss", "far_repeat_loss")
+    }
+    assert (study / "study.md").read_text().strip() == run.stdout.strip()
+    again = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert again.stdout == run.stdout
+    assert len((study / "compare" / "cells.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,214 @@
+"""What a run may add to the paper's recipe: a teacher, a led weight, gates alone, delays that shrink."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launching import Ranks, logged, logged_losses
+
+from dmc.config import RatioControlConfig, RunConfig, build_config
+from dmc.models import load_model, retrofit
+from dmc.training import train
+from dmc.training.callbacks.ratio_control import RatioControl
+from dmc.training.checkpoints.generations import remove
+from dmc.training.run import fresh_model
+from dmc.training.stages import Plan
+from dmc.training.teacher import divergence
+
+LED = {"gain": 0.5, "max_weight": 50.0}
+
+
+@pytest.fixture
+def base(run_values, corpus):
+    """Folder of a trained stock model, made once."""
+    folder = corpus / "base"
+    values = copy.deepcopy(run_values) | {"output_dir": str(folder), "compression": None}
+    values["training"] |= {"stages": [{"name": "pretrain", "steps": 10}], "snapshot_ratios": []}
+    return train(build_config(RunConfig, values)).final
+
+
+@pytest.fixture
+def recipe(run_values, base):
+    """Plain values of a retrofit of `base` with a teacher and a led weight."""
+    run_values["model"] = {"path": str(base)}
+    run_values["data"]["tokenizer"] = {}
+    run_values["training"] |= {"distillation": {"weight": 0.75, "temperature": 2.0}, "ratio_control": dict(LED)}
+    return run_values
+
+
+def trained(values, folder: Path) -> Path:
+    return train(build_config(RunConfig, dict(values, output_dir=str(folder)))).folder
+
+
+def test_divergence_is_the_forward_one_of_softened_distributions():
+    teacher, student = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
+    expected = 0.0
+    for row in range(3):
+        for token in range(5):
+            p, q = (F.softmax(logits[row, token] / 2, dim=0) for logits in (teacher, student))
+            expected += 4 * sum(float(p[i] * math.log(p[i] / q[i])) for i in range(7)) / 15
+    assert float(divergence(teacher, student, 2.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(divergence(teacher, teacher)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):
+    before = load_model(base).state_dict()
+    run = trained(recipe, tmp_path / "run")
+    taught = logged(run, "train/distillation_loss")
+    assert sorted(taught) == list(range(8))
+    assert 0 <= taught[0] < 1e-5  # before the first step model and teacher are one
+    assert max(taught.values()) > 1e-4
+    after = load_model(base).state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert len(checkpoint["state_dict"]) == len(load_model(run / "final").state_dict())
+
+
+def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_path):
+    recipe["training"]["checkpoint_every_steps"] = 5
+    whole, resumed = trained(recipe, tmp_path / "whole"), trained(recipe, tmp_path / "resumed")
+    weights = logged(whole, "train/ratio_weight")
+    assert len(set(weights.values())) == len(weights) == 6  # it moves at every step of the gates
+    for path in (resumed / "checkpoints" / "last.ckpt", resumed / "final"):
+        remove(path)
+    trained(recipe, resumed)
+    assert logged_losses(whole) == logged_losses(resumed)
+    assert logged(whole, "train/ratio_weight") == logged(resumed, "train/ratio_weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"strategy": "ddp"}, {"strategy": "fsdp2", "tensor_parallel_size": 2}, {"strategy": "deepspeed_zero3"},
+        {"strategy": "deepspeed_zero1", "precision": "bf16-mixed"},
+    ],
+    ids=lambda trainer: "-".join(map(str, trainer.values())),
+)  # fmt: skip
+def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer, tmp_path):
+    recipe["compression"]["gate_input"] = "both"
+    alone = trained(recipe, tmp_path / "alone")
+    values = recipe | {"output_dir": str(tmp_path / "two"), "trainer": recipe["trainer"] | {"devices": 2} | trainer}
+    with Ranks(values, 2, tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], (tmp_path / "log").read_text()[-4000:]
+    near = 0.02 if "precision" in trainer else 1e-5
+    for name in ("train/loss", "train/distillation_loss", "train/ratio_weight"):
+        expected, got = logged(alone, name), logged(tmp_path / "two", name)
+        assert sorted(expected) == sorted(got)
+        assert max(abs(got[step] - expected[step]) for step in expected) <= near, name
+    adapters = [load_model(folder / "final").adapters()[0].weight for folder in (alone, tmp_path / "two")]
+    assert adapters[0].abs().max() > 1e-4
+    torch.testing.assert_close(adapters[1].float(), adapters[0], atol=near, rtol=0)
+
+
+def test_the_weight_integrates_the_relative_excess():
+    control = RatioControl(2.0, RatioControlConfig(gain=0.1, max_weight=8.0))
+    control.update(held=0.5, target_ratio=4.0)  # twice the size asked for
+    assert control.weight == pytest.approx(2.0 * math.exp(0.1))
+    control.update(held=0.125, target_ratio=4.0)  # half of it
+    assert control.weight == pytest.approx(2.0 * math.exp(0.05))
+    control.update(held=math.nan, target_ratio=4.0)
+    assert control.weight == pytest.approx(2.0 * math.exp(0.05))
+    for held, bound in ((1.0, 8.0), (1e-3, 1 / 8)):
+        for _ in range(1000):
+            control.update(held, 16.0)
+        assert control.weight == bound
+    steady = RatioControl(2.0, None)
+    steady.update(1.0, 16.0)
+    assert steady.weight == 2.0
+
+
+def test_gates_alone_change_no_other_weight(recipe, base, tmp_path):
+    recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": [{"name": "retrofit", "steps": 6}]}
+    before, after = load_model(base), load_model(trained(recipe, tmp_path / "run") / "final")
+    changed = 0
+    for name, value in before.state_dict().items():
+        new = after.state_dict()[name]
+        rows = torch.zeros(len(value), dtype=torch.bool)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            rows[7::8] = True
+            changed += not torch.equal(new[rows], value[rows])
+        assert torch.equal(new[~rows], value[~rows]), name
+    assert changed == 4
+
+
+def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
+    recipe["training"] |= {
+        "stages": [
+            {"name": "zero_out", "steps": 1},
+            {"name": "retrofit", "steps": 6},
+            {"name": "solidify", "steps": 1},
+        ],
+        "delays": [5, 3, 2],
+    }
+    config = build_config(RunConfig, recipe)
+    plan = Plan(config.training, 4.0)
+    assert [plan.at(step).delay for step in range(8)] == [None, 5, 5, 3, 3, 2, 2, None]
+    run = trained(recipe, tmp_path / "run")
+    assert load_model(run / "snapshots" / "cr2").compression.delay == 5
+    assert load_model(run / "final").compression.delay == 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_scaled_decisions_learn_as_rows_with_a_rate_of_their_own(run_config, optimizer):
+    """With Adam a scale is a factor on the learning rate of the rows alone; with plain descent it counts twice."""
+    scale, rate = 4.0, 1e-3
+    offset = run_config.compression.decision_offset
+    trained_logits = {}
+    for scaled in (True, False):
+        row = torch.zeros(8, dtype=torch.double, requires_grad=True)
+        factor = scale if scaled else 1.0
+        own_rate = rate if scaled else rate * (scale if optimizer is torch.optim.Adam else scale**2)
+        steps = optimizer([row], lr=own_rate, **({"eps": 0.0} if optimizer is torch.optim.Adam else {}))
+        states = torch.randn(20, 8, generator=torch.Generator().manual_seed(1)).double()
+        for step in range(20):
+            steps.zero_grad()
+            torch.sigmoid(factor * (states[step] @ row) - offset).backward()
+            steps.step()
+        trained_logits[scaled] = factor * (states @ row.detach())
+    torch.testing.assert_close(trained_logits[True], trained_logits[False])
+
+
+def test_a_scaled_gate_is_the_gate_of_scaled_rows(run_config):
+    import dataclasses
+
+    from dmc.compression import GateMode
+
+    stock = fresh_model(run_config.model, 300, 0)
+    scaled = retrofit(copy.deepcopy(stock), dataclasses.replace(run_config.compression, decision_scale=8.0)).eval()
+    plain = retrofit(stock, run_config.compression).eval()
+    for layer in plain.model.layers:
+        layer.self_attn.k_proj.weight.data[7::8] *= 8
+    ids = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        got, expected = (model(ids, use_cache=False, gate_mode=GateMode()).logits for model in (scaled, plain))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distillation": {"weight": 0.0}}, r"distillation.weight=0.0: expected a share > 0 and <= 1"),
+        ({"distillation": {"temperature": 0.0}}, r"distillation.temperature=0.0: expected a number > 0"),
+        ({"distillation": {}}, "distillation of a fresh model needs a teacher"),
+        ({"ratio_control": {"gain": 0.0}}, r"ratio_control.gain=0.0: expected a number > 0"),
+        ({"ratio_control": {"max_weight": 1.0}}, r"ratio_control.max_weight=1.0: expected a number > 1"),
+        ({"delays": [4, 1]}, r"training.delays=\[4, 1\] must end with compression.delay=2"),
+        ({"delays": [-1, 2]}, "delay=-1: expected a whole number of tokens >= 0"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(run_values, change, message):
+    run_values["training"] |= change
+    with pytest.raises(ValueError, match=message):
+        build_config(RunConfig, run_values)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1"])
+def test_gates_alone_are_refused_where_nobody_can_mask_their_gradients(run_values, strategy):
+    run_values["training"]["gates_only"] = True
+    run_values["trainer"]["strategy"] = strategy
+    with pytest.raises(ValueError, match=f"training.gates_only=true with trainer.strategy={strategy}: rows"):
+        build_config(RunConfig, run_values)
