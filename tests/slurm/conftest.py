@@ -82,7 +82,7 @@ class Slurm:
         """Send a signal to the processes that srun started for a job."""
         self.call("scancel", f"--signal={name}", job)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Poll until something holds.
 
         Raises:
@@ -94,7 +94,7 @@ class Slurm:
                 raise TimeoutError(f"{what}: not within {seconds} s\n{self.call('scontrol', 'show', 'job')}")
             time.sleep(0.05)
 
-    def wait(self, job: str, seconds: float = 120) -> str:
+    def wait(self, job: str, seconds: float = 300) -> str:
         """Wait until every task of a job has ended, requeues included, and return the state."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
         self.wait_until(lambda: set(self.state(job).split()) <= ended, f"end of job {job}", seconds)
