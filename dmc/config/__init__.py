@@ -1,0 +1,26 @@
+"""The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
+
+from dmc.config.build import build_config
+from dmc.config.data import DataConfig, TokenizerConfig
+from dmc.config.model import ModelConfig
+from dmc.config.run import RunConfig
+from dmc.config.trainer import LoggerConfig, PlannerConfig, Precision, Strategy, TrainerConfig
+from dmc.config.training import DistillationConfig, RatioControlConfig, StageConfig, StageName, TrainingConfig
+
+__all__ = [
+    "DataConfig",
+    "DistillationConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "PlannerConfig",
+    "Precision",
+    "RatioControlConfig",
+    "RunConfig",
+    "StageConfig",
+    "StageName",
+    "Strategy",
+    "TokenizerConfig",
+    "TrainerConfig",
+    "TrainingConfig",
+    "build_config",
+]

@@ -1,0 +1,76 @@
+"""Plain nested values, as YAML or JSON gives them, become validated dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal
+
+
+def build_config(config_class: type, values: Any, name: str = "") -> Any:
+    """Build a dataclass from plain nested values.
+
+    Args:
+        config_class: the dataclass.
+        values: mapping of its fields, as YAML or JSON gives it.
+        name: where the values stand, for messages.
+    Raises:
+        ValueError: a key is unknown or missing, or a value has another type; the message names the key and what was
+            expected.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{name or 'the configuration'} is {values!r}: expected a mapping of settings")
+    fields = {item.name: item for item in dataclasses.fields(config_class)}
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(fields)}"
+            raise ValueError(f"unknown setting {_join(name, key)}: {hint}")
+    hints = typing.get_type_hints(config_class)
+    for key, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and key not in values:
+            raise ValueError(f"setting {_join(name, key)} is missing")
+    return config_class(**{key: _convert(hints[key], value, _join(name, key)) for key, value in values.items()})
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Check `value` against a type hint and convert what YAML cannot say (tuples, whole floats, nested classes)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _convert(option, value, name)
+            except ValueError:
+                continue
+        return _convert(options[-1], value, name)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, arguments))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return build_config(typing.cast(type, hint), value, name)
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}={value!r}: expected a list")
+        return origin(_convert(arguments[0], item, f"{name}[{index}]") for index, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value!r}: expected a mapping")
+        return dict(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{name}={value!r}: expected {hint.__name__}")
+    return value

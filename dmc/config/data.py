@@ -1,0 +1,53 @@
+"""Text and tokenizer of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A pretrained tokenizer, or a byte-level BPE trained on the training text."""
+
+    path: str | None = None
+    """Folder or hub name; None: the model's."""
+    train_vocab_size: int | None = None
+    """Train one of this size and keep it in `folder`."""
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
+            raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from. Sources are mappings with a `_target_`, see `dmc.data`."""
+
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    calibration: list[dict[str, Any]] | None = None
+    """Held-out text for calibration; None: the validation text."""
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+    streaming: bool = False
+    """Tokenise the training text on the fly."""
+    streaming_lanes: int = 16
+    """Parts that a stream is read in, one sample of each in turn: a multiple of the ranks of all starts of the run."""
+    num_workers: int = 0
+    """Processes that read cached text for a rank, or threads that read streams; they change no sample."""
+    num_processes: int | None = None
+    """Processes that tokenise; None: the cores that the process may use."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("train", "validation"):
+            if not getattr(self, name):
+                raise ValueError(f"data.{name} is empty: name at least one source")
+        if self.streaming_lanes < 1:
+            raise ValueError(f"data.streaming_lanes={self.streaming_lanes}: expected a whole number >= 1")
+        if self.num_workers < 0:
+            raise ValueError(f"data.num_workers={self.num_workers}: expected a whole number >= 0")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise ValueError(f"data.num_processes={self.num_processes}: expected a whole number >= 1, or null")

@@ -1,0 +1,110 @@
+"""One training run: its groups, and what they rule out together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from dmc.compression import CompressionConfig
+from dmc.config.data import DataConfig
+from dmc.config.model import ModelConfig
+from dmc.config.trainer import LoggerConfig, TrainerConfig
+from dmc.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Raises:
+        ValueError: a value is out of range or two contradict each other.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    compression: CompressionConfig | None = None
+    """None: train a base, without gates."""
+    control: bool = False
+    """Train for the steps that `compression` asks for, on the same text, without gates: the fair comparison."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    output_dir: str = "outputs/run"
+    use_previous_checkpoint: bool = False
+    """Go on from `previous.ckpt` where `last.ckpt` is damaged; False: refuse."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trainer.uses_deepspeed and self.model.dtype != "float32":
+            raise ValueError(
+                f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
+                "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
+            )
+        if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
+            raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
+        if self.training.gates_only and self.trainer.strategy not in ("auto", "ddp"):
+            raise ValueError(
+                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
+                "where each rank has it whole; use ddp"
+            )
+        self._check_delays()
+        self._check_variants()
+        if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
+            raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
+        if self.compression is not None:
+            high = [ratio for ratio in self.training.snapshot_ratios if ratio > self.compression.target_ratio]
+            if high:
+                raise ValueError(
+                    f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
+                )
+
+    def _check_delays(self) -> None:
+        delays, compression = self.training.delays, self.compression
+        if not delays or compression is None:
+            return
+        if delays[-1] != compression.delay:
+            raise ValueError(f"training.delays={delays} must end with compression.delay={compression.delay}")
+        for delay in delays:
+            dataclasses.replace(compression, delay=delay)
+
+    def _check_variants(self) -> None:
+        if self.training.head_agreement_weight > 0 and self.has_gates and self.decisions != "per_head":
+            raise ValueError(
+                f"training.head_agreement_weight={self.training.head_agreement_weight} with "
+                f"compression.decisions={self.decisions}: heads that share decisions always agree; use weight 0"
+            )
+        if self.has_gates and self.decisions == "fixed":
+            for name in ("gates_only", "ratio_control"):
+                if getattr(self.training, name):
+                    raise ValueError(f"training.{name} with compression.decisions=fixed: there are no gates to train")
+        if self.training.snapshot_ratios and self.compression is not None and not self._climbs:
+            raise ValueError(
+                f"training.snapshot_ratios={self.training.snapshot_ratios} need a target that climbs through them: "
+                "empty them, or give the retrofit stage a ramp_fraction > 0"
+            )
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the model learns to compress."""
+        return self.compression is not None and not self.control
+
+    @property
+    def distils(self) -> bool:
+        """Whether the run learns from a teacher."""
+        return self.has_gates and self.training.distillation is not None
+
+    @property
+    def decisions(self) -> str:
+        """Who decides in the run's gates; those of a control are not at work."""
+        return "per_head" if self.compression is None else self.compression.decisions
+
+    @property
+    def _climbs(self) -> bool:
+        """Whether no retrofit stage starts at the target."""
+        stages = [stage for stage in self.training.stages if stage.name == "retrofit"]
+        return all(stage.ramp_share(self.decisions) > 0 for stage in stages)
+
+    @property
+    def target_ratio(self) -> float:
+        """Compression ratio the stages lead to; 1 for a base."""
+        return 1.0 if self.compression is None else self.compression.target_ratio

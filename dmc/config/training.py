@@ -1,0 +1,205 @@
+"""What a run trains for: its stages, losses, recipe and bookkeeping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dmc.budget import check_ratio
+from dmc.compression import HeadAgreement
+
+StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio.
+
+    Raises:
+        ValueError: not exactly one length is given, or a value is out of range.
+    """
+
+    name: StageName
+    """pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify: CR at its target."""
+    steps: int | None = None
+    """Optimizer steps."""
+    tokens: float | None = None
+    """Tokens; rounded to whole steps."""
+    tokens_per_ratio: float | None = None
+    """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
+    learning_rate: float | None = None
+    """None: the run's."""
+    warmup_steps: int = 0
+    """Steps of a linear rise from 0."""
+    final_fraction: float = 1.0
+    """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
+    ramp_fraction: float | None = None
+    """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
+    (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
+        if len(given) != 1 or given[0] <= 0:
+            raise ValueError(
+                f"stage {self.name}: steps={self.steps}, tokens={self.tokens}, "
+                f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0"
+            )
+        if not 0 <= self.final_fraction <= 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"stage {self.name}: final_fraction={self.final_fraction} (expected 0..1), "
+                f"warmup_steps={self.warmup_steps} (expected >= 0)"
+            )
+        if self.ramp_fraction is not None and not (self.name == "retrofit" and 0 <= self.ramp_fraction <= 1):
+            raise ValueError(
+                f"stage {self.name}: ramp_fraction={self.ramp_fraction}; expected 0..1, and of a retrofit stage only"
+            )
+
+    def ramp_share(self, decisions: str) -> float:
+        """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
+        if self.ramp_fraction is None:
+            return 0.0 if decisions == "fixed" else 1.0
+        return self.ramp_fraction
+
+    def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
+        """Optimizer steps of this stage."""
+        if self.steps is not None:
+            return self.steps
+        tokens = self.tokens if self.tokens is not None else (self.tokens_per_ratio or 0) * (target_ratio - 1)
+        return max(1, round(tokens / tokens_per_step))
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    weight: float = 1.0
+    """Share of the divergence; the rest is cross-entropy."""
+    temperature: float = 1.0
+    """Both distributions are softened by it."""
+    path: str | None = None
+    """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"training.distillation.weight={self.weight}: expected a share > 0 and <= 1")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"training.distillation.temperature={self.temperature}: expected a number > 0")
+
+
+@dataclass(frozen=True)
+class RatioControlConfig:
+    """Integral control of the ratio loss's weight: log(weight) grows by gain * (CR asked for * share held - 1) a step.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    gain: float = 0.05
+    """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
+    max_weight: float = 100.0
+    """The weight stays between 1 / max_weight and max_weight."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain < math.inf:
+            raise ValueError(f"training.ratio_control.gain={self.gain}: expected a number > 0")
+        if not 1 < self.max_weight < math.inf:
+            raise ValueError(f"training.ratio_control.max_weight={self.max_weight}: expected a number > 1")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
+
+    stages: list[StageConfig]
+    sequence_length: int = 4096
+    """Tokens per sequence."""
+    batch_size: int = 1024
+    """Sequences per optimizer step, over all devices."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass on one device; the rest is accumulated."""
+    learning_rate: float = 3e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-5
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    gradient_clip: float = 1.0
+    """Largest gradient norm."""
+    ratio_weight: float = 1.0
+    """Weight of the compression-ratio loss."""
+    ratio_control: RatioControlConfig | None = None
+    """Let the weight follow the error, from `ratio_weight` on; None: constant."""
+    distillation: DistillationConfig | None = None
+    """Learn from the logits of a frozen teacher; None: from the text alone."""
+    gates_only: bool = False
+    """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
+    delays: list[int] = field(default_factory=list)
+    """Delays of equal parts of the retrofit stage, the last one the model's own; empty: the model's own throughout."""
+    soft_ratio_loss: bool = False
+    """Relaxed decisions in the ratio loss; False: straight-through."""
+    ratio_prior: Literal["global", "local"] = "global"
+    """What the ratio loss holds to the target: the mean over all layers, or each layer by itself."""
+    head_agreement_weight: float = 0.0
+    """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
+    head_agreement: HeadAgreement = "mean"
+    """Form of that loss, see `dmc.compression.head_agreement_loss`."""
+    reset_at_documents: bool = False
+    """Decisions and attention start anew at each document of a packed sequence."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward (non-reentrant)."""
+    snapshot_ratios: list[float] = field(default_factory=list)
+    """Target CRs at which a ready-to-use model is exported along the run."""
+    calibrate: bool = True
+    """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
+    calibration_sequences: int = 64
+    """Held-out sequences used to calibrate."""
+    validation_sequences: int = 64
+    """Held-out sequences in each validation."""
+    validate_every_steps: int = 1000
+    checkpoint_every_steps: int = 100
+    log_every_steps: int = 10
+    max_nonfinite_steps: int = 10
+    """Steps in a row skipped for a loss or gradient that is not finite, after which the run ends."""
+    hang_timeout_minutes: float = 30.0
+    """Without a micro-batch for so long, the stacks of all threads are written down; 0: never."""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("training.stages is empty: give at least one stage")
+        for name in (
+            "sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps",
+            "max_nonfinite_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")
+        if not 0 <= self.head_agreement_weight < math.inf:
+            raise ValueError(f"training.head_agreement_weight={self.head_agreement_weight}: expected a number >= 0")
+        if not 0 <= self.hang_timeout_minutes < math.inf:
+            raise ValueError(
+                f"training.hang_timeout_minutes={self.hang_timeout_minutes}: expected minutes, 0 for never"
+            )
+        for ratio in self.snapshot_ratios:
+            check_ratio(ratio, "training.snapshot_ratios")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.sequence_length
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each of `world_size` devices.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        per_pass = self.micro_batch_size * world_size
+        if self.batch_size % per_pass:
+            raise ValueError(
+                f"training.batch_size={self.batch_size} is not a multiple of micro_batch_size * devices = "
+                f"{self.micro_batch_size} * {world_size}"
+            )
+        return self.batch_size // per_pass
