@@ -55,10 +55,12 @@ def test_every_run_of_the_study_composes(name, arguments):
     [f"{group}={name}" for group in ("model", "compression", "training", "trainer", "logger") for name in names(group)],
 )
 def test_every_option_composes(override):
-    extra = ["model.path=somewhere"] if override == "model=pretrained" else []
-    if override == "compression=none":
-        extra = ["training=pretrain"]
-    assert isinstance(composed(override, *extra), RunConfig)
+    needed = {
+        "model=pretrained": ["model.path=somewhere"],
+        "compression=none": ["training=pretrain"],
+        "training=short_measured": ["model=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
+    }
+    assert isinstance(composed(override, *needed.get(override, [])), RunConfig)
 
 
 @pytest.mark.parametrize("name", names("data"))

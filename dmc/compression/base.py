@@ -133,6 +133,9 @@ class GateMode:
     """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
     fixed_ratio: float | None = None
     """Compression ratio of fixed decisions in this pass, >= 1; None: the configuration's target."""
+    compressed_heads: tuple[tuple[int, int], ...] | None = None
+    """Layer and KV head of those that merge (or drop) every token they can, where all others append all; None: the
+    gates decide. Not for layers whose heads are spread over ranks."""
 
 
 @dataclass

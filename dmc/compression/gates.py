@@ -68,6 +68,11 @@ class Compressor:
         if self.config.decisions == "fixed":
             return self._gate_by_position(query, key, mode, starts)
         logits, importance = self._read(query, key, adapted)
+        if mode is not None and mode.compressed_heads is not None:
+            logits = torch.full_like(logits, -torch.inf)
+            for layer, head in mode.compressed_heads:
+                if layer == layer_index:
+                    logits[:, head] = torch.inf
         if mode is not None and mode.noise_seeds is None:
             alpha = is_merged(logits).float()
             log_append = hard_log_append(alpha)

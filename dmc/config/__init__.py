@@ -5,12 +5,20 @@ from dmc.config.data import DataConfig, TokenizerConfig
 from dmc.config.model import ModelConfig
 from dmc.config.run import RunConfig
 from dmc.config.trainer import LoggerConfig, PlannerConfig, Precision, Strategy, TrainerConfig
-from dmc.config.training import DistillationConfig, RatioControlConfig, StageConfig, StageName, TrainingConfig
+from dmc.config.training import (
+    DistillationConfig,
+    MeasuredStartConfig,
+    RatioControlConfig,
+    StageConfig,
+    StageName,
+    TrainingConfig,
+)
 
 __all__ = [
     "DataConfig",
     "DistillationConfig",
     "LoggerConfig",
+    "MeasuredStartConfig",
     "ModelConfig",
     "PlannerConfig",
     "Precision",

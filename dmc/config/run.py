@@ -47,6 +47,7 @@ class RunConfig:
                 f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
                 "where each rank has it whole; use ddp"
             )
+        self._check_measured_start()
         self._check_delays()
         self._check_variants()
         if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
@@ -57,6 +58,22 @@ class RunConfig:
                 raise ValueError(
                     f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
                 )
+
+    def _check_measured_start(self) -> None:
+        compression = self.compression
+        if self.training.measured_start is None or compression is None:
+            return
+        if not compression.has_adapter or compression.decisions != "per_head":
+            raise ValueError(
+                f"training.measured_start with compression.gate_input={compression.gate_input}, "
+                f"compression.decisions={compression.decisions}: only adapters that decide for each head can start "
+                "from what is measured; set compression.gate_input=hidden (or both) and decisions=per_head"
+            )
+        if self.trainer.tensor_parallel_size > 1:
+            raise ValueError(
+                f"training.measured_start with trainer.tensor_parallel_size={self.trainer.tensor_parallel_size}: heads "
+                "are compressed one by one where each rank has whole layers; use tensor_parallel_size=1"
+            )
 
     def _check_delays(self) -> None:
         delays, compression = self.training.delays, self.compression

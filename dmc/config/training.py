@@ -112,6 +112,34 @@ class RatioControlConfig:
 
 
 @dataclass(frozen=True)
+class MeasuredStartConfig:
+    """Adapters that start from what compressing each head alone costs, so that cheap heads are compressed first.
+
+    With d_h the loss that held-out text gains when head h merges (or drops) every token it can and all others none,
+    and z_h = log(max(d_h, floor * max d)) over its standard deviation, the decision bias of head h is
+    spread * (max z - z_h).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    sequences: int = 16
+    """Held-out sequences, read once for every KV head of the model."""
+    spread: float = 1.5
+    """Logits for each standard deviation of the log cost."""
+    floor: float = 0.01
+    """Costs below this share of the largest count as equal: they are noise."""
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise ValueError(f"training.measured_start.sequences={self.sequences}: expected a whole number >= 1")
+        if not 0 < self.spread < math.inf:
+            raise ValueError(f"training.measured_start.spread={self.spread}: expected a number > 0")
+        if not 0 < self.floor < 1:
+            raise ValueError(f"training.measured_start.floor={self.floor}: expected a share > 0 and < 1")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
 
@@ -135,6 +163,8 @@ class TrainingConfig:
     """Let the weight follow the error, from `ratio_weight` on; None: constant."""
     distillation: DistillationConfig | None = None
     """Learn from the logits of a frozen teacher; None: from the text alone."""
+    measured_start: MeasuredStartConfig | None = None
+    """Start adapters from the cost of compressing each head; None: from zero."""
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
     delays: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Gates that see the hidden state: a linear map from a layer's input to decision and importance."""
+"""Gates that see the hidden state: an affine map from a layer's input to decision and importance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 class GateAdapter(nn.Linear):
     """Two rows for each KV head, decision and importance, side by side so that the heads can be cut.
 
-    Zero at first: every decision logit is then -c and all tokens weigh the same, as with a removed neuron.
+    Zero at first, but for a measured start: every decision logit is then -c and all tokens weigh the same, as with a
+    removed neuron.
 
     Args:
         hidden_size: channels of the layer's input.
@@ -16,11 +17,17 @@ class GateAdapter(nn.Linear):
     """
 
     def __init__(self, hidden_size: int, kv_heads: int) -> None:
-        super().__init__(hidden_size, 2 * kv_heads, bias=False)
+        super().__init__(hidden_size, 2 * kv_heads)
 
     def reset_parameters(self) -> None:
         """Start from zero."""
         nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    @property
+    def decision_rows(self) -> slice:
+        """Rows of weight and bias that decide, one for each KV head."""
+        return slice(0, None, 2)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Map [B, T, hidden] to decision and importance logits, [B, 2, H, T].

@@ -97,7 +97,7 @@ class RetrofitModule(LightningModule):
             return
         if self.plan.neuron_removed_at(step):
             for parameter, rows in self.model.neuron_rows():
-                self.strategy.zero_rows(parameter, rows)
+                self.strategy.set_rows(parameter, rows, 0.0)
         delay = self.plan.at(step).delay
         if delay is not None and delay != self.model.compression.delay:
             self.model.compression = dataclasses.replace(self.model.compression, delay=delay)

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 
+from dmc.training.callbacks.measured_start import MeasuredStart
 from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.snapshots import Snapshots
@@ -76,9 +77,11 @@ def _watching_callbacks(
 ) -> list[Callback]:
     """Make what acts after a step, in its order; saving comes after all of it."""
     training, folder = module.config.training, Path(module.config.output_dir)
+    start = training.measured_start if module.has_gates else None
     ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
     guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
     return [
+        *([] if start is None else [MeasuredStart(exporter.data.calibration_batches, start, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
         TQDMProgressBar(refresh_rate=training.log_every_steps),
         StepMetrics(guard, training.gradient_clip),

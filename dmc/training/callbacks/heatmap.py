@@ -1,4 +1,4 @@
-"""Pictures of layers and KV heads: their compression ratios, at a step and along a run, and the entries they hold."""
+"""Pictures of layers and KV heads: ratios, at a step and along a run, entries held, and what compressing costs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def draw_ratio_heatmap(ratios: Tensor, path: Path, title: str) -> None:
 def draw_entry_heatmap(entries: Tensor, path: Path, title: str) -> None:
     """Draw how many entries each head holds, [L, H], as a PNG."""
     _draw_heads(entries, path, title, "entries", lowest=0.0)
+
+
+def draw_cost_heatmap(costs: Tensor, path: Path) -> None:
+    """Draw what compressing each head alone costs, [L, H] in nats per token, as a PNG."""
+    _draw_heads(1000 * costs, path, "cost of compressing one head", "nats per 1,000 tokens", lowest=0.0)
 
 
 def _draw_heads(values: Tensor, path: Path, title: str, label: str, lowest: float) -> None:

@@ -114,10 +114,10 @@ class Fsdp2(WholeModel):
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()
 
-    def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
+    def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
         """See `WholeModel`."""
         whole = _whole(parameter)
-        whole[rows] = 0
+        whole[rows] = torch.as_tensor(values).to(whole)
         _set_whole(parameter, whole)
 
     def gather(self, model: Any) -> Any:

@@ -63,9 +63,9 @@ class WholeModel:
         """Hub revision of a model: the run's own where it is the model that the run starts from."""
         return self.config.model.revision if path == self.config.model.path else None
 
-    def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
-        """Set rows of a weight or bias, counted over all ranks, to exactly zero, for good."""
-        parameter.data[rows] = 0
+    def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
+        """Set rows of a weight or bias, counted over all ranks; the optimizer goes on from there."""
+        parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
         """Norm over all gradients before clipping, a scalar; with `owns_gradients` that of the step just done."""

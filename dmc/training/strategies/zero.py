@@ -92,14 +92,14 @@ class Zero(WholeModel):
             model.to(torch.bfloat16)
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
 
-    def zero_rows(self, parameter: nn.Parameter, rows: slice) -> None:
+    def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
         """See `WholeModel`."""
         master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
         if master is not None:
-            master[rows] = 0
+            master[rows] = torch.as_tensor(values).to(master)
             safe_set_full_fp32_param(parameter, master)
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
-            parameter.data[rows] = 0
+            parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
         """See `WholeModel`."""
