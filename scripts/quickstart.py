@@ -1,4 +1,4 @@
-"""The main job on the embedded default: python scripts/quickstart.py [retrofit settings, e.g. compression=dmc].
+"""The main job on the embedded default: python scripts/quickstart.py [settings of the retrofit, e.g. seed=1].
 
 Settings after --base go to the base's pretraining, those after --retrofit (the default) to retrofit and control.
 """

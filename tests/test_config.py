@@ -33,6 +33,11 @@ def test_plain_values_become_dataclasses():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
+        (
+            "compression.delay",
+            1024,
+            "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least",
+        ),
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
         ("trainer", {"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs trainer.strategy=fsdp2, not auto"),
         ("trainer", {"offload_optimizer": True}, "needs one of the deepspeed strategies, not auto"),

@@ -20,6 +20,7 @@ training.calibration_sequences=4
 training.checkpoint_every_steps=1
 training.log_every_steps=1
 """.strip().splitlines()
+RETROFIT = [*TINY, "compression.delay=8", "training.measured_start.sequences=2"]
 
 
 def run_script(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +45,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     base[0] = "training.stages=[{name: pretrain, steps: 3}]"
     trained = run_script(tmp_path, "train.py", "experiment=quickstart_base", *base)
     assert trained.returncode == 0, trained.stderr[-2000:]
-    first = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *TINY)
+    first = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
     assert first.returncode == 0, first.stderr[-2000:]
     results = json.loads((tmp_path / "outputs/quickstart/results.json").read_text())
     assert set(results) >= {"base", "control", "final", "snapshots", "seconds", "command", "versions"}
@@ -60,7 +61,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path):
     assert "outputs/quickstart/report/report.html" in first.stdout
     assert "retrofit" in (tmp_path / "outputs/quickstart/report/report.html").read_text()
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
-    second = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *TINY)
+    second = run_script(tmp_path, "quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
     assert second.returncode == 0, second.stderr[-2000:]
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
 

@@ -47,6 +47,7 @@ class RunConfig:
                 f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
                 "where each rank has it whole; use ddp"
             )
+        self._check_reach()
         self._check_measured_start()
         self._check_delays()
         self._check_variants()
@@ -58,6 +59,17 @@ class RunConfig:
                 raise ValueError(
                     f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
                 )
+
+    def _check_reach(self) -> None:
+        if self.compression is None or not self.has_gates:
+            return
+        held, length = self.compression.delay + 1, self.training.sequence_length
+        if held * self.target_ratio > length:
+            raise ValueError(
+                f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
+                f"tokens every head holds at least {held} (compression.delay={self.compression.delay} and one slot); "
+                "use a smaller delay or longer sequences"
+            )
 
     def _check_measured_start(self) -> None:
         compression = self.compression
