@@ -83,7 +83,8 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
 @pytest.mark.parametrize(
     "trainer",
     [
-        {"strategy": "ddp"}, {"strategy": "fsdp2", "tensor_parallel_size": 2}, {"strategy": "deepspeed_zero3"},
+        {"strategy": "ddp"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2", "tensor_parallel_size": 2},
+        {"strategy": "deepspeed_zero3"},
         {"strategy": "deepspeed_zero1", "precision": "bf16-mixed"},
     ],
     ids=lambda trainer: "-".join(map(str, trainer.values())),
