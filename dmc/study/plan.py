@@ -30,6 +30,8 @@ class StudyConfig:
     """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
     budgets: list[Any]
     tasks: list[Any]
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
     seeds: list[int] = field(default_factory=lambda: [0])
     processes: int = 1
     """Runs that train at the same time, each with its share of the cores."""
@@ -78,14 +80,16 @@ class StudyRun:
 def plan_bases(config: StudyConfig) -> list[StudyRun]:
     """List the bases in their order."""
     folder = Path(config.output)
-    return [_run(folder / name, name, None, arguments) for name, arguments in config.bases.items()]
+    return [
+        _run(folder / name, name, None, [*arguments, *config.arguments]) for name, arguments in config.bases.items()
+    ]
 
 
 def plan_runs(config: StudyConfig) -> list[StudyRun]:
     """List the runs of all seeds, the first seed of each before the second of any."""
     folder = Path(config.output)
     return [
-        _run(folder / f"{name}-s{seed}", name, seed, config.runs[name])
+        _run(folder / f"{name}-s{seed}", name, seed, [*config.runs[name], *config.arguments])
         for seed in config.seeds
         for name in config.runs
         if config.only is None or name in (*config.only, CONTROL)

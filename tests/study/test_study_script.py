@@ -31,15 +31,16 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path):
     ]  # fmt: skip
     study = tmp_path / "study"
     stages = "training.stages=[{name: zero_out, steps: 1}, {name: retrofit, steps: 2}]"
-    start = [f"model=pretrained model.path={study}/base/final".split(), ["training=short", stages], text]
-    retrofit = [*start[0], *start[1], *start[2], "compression=dmc_delayed", "compression.delay=2"]
-    base = ["training=pretrain", "training.stages=[{name: pretrain, steps: 2}]", "compression=none", *TINY, *text]
+    retrofit = ["model=pretrained", f"model.path={study}/base/final", "training=short", stages,
+                "compression=dmc_delayed", "compression.delay=2"]  # fmt: skip
+    base = ["training=pretrain", "training.stages=[{name: pretrain, steps: 2}]", "compression=none", *TINY]
     source = {"_target_": "dmc.data.TextSource", "name": f"{corpus}/held_out.txt"}
     task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2,
             "repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}  # fmt: skip
     settings = {
         "bases": {"base": base}, "runs": {"control": [*retrofit, "control=true"], "merge": retrofit}, "tasks": [task],
-        "policies": ["full", "tova"], "budgets": [4], "seeds": [0], "output": str(study), "processes": 2,
+        "policies": ["full", "tova"], "budgets": [4], "arguments": text, "seeds": [0], "output": str(study),
+        "processes": 2,
     }  # fmt: skip
     (tmp_path / "study.yaml").write_text(json.dumps(settings))
     command = [sys.executable, str(ROOT / "scripts" / "study.py"), f"--config-path={tmp_path}", "--config-name=study"]
