@@ -125,7 +125,7 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class GateMode:
-    """What the gates shall do in one forward pass. Both None: thresholded decisions, as at inference."""
+    """What the gates shall do in one forward pass. All None: thresholded decisions, as at inference."""
 
     noise_seeds: list[int] | None = None
     """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""

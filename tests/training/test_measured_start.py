@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dmc.compression import CompressionConfig
+from dmc.compression import CompressionConfig, GateMode, GateTrace
 from dmc.config import MeasuredStartConfig, RunConfig, build_config
 from dmc.measure import next_token_loss
 from dmc.models import load_model, retrofit
@@ -67,11 +67,15 @@ def test_the_cost_of_a_head_is_what_masking_its_past_costs() -> None:
     assert compressed.training
 
 
-def test_merging_heads_hold_one_slot_and_the_others_all() -> None:
+def test_a_compressed_head_merges_all_but_the_first_token_and_the_others_none() -> None:
     model = retrofit(stock(), CompressionConfig(delay=2, gate_input="both"))
-    ids = torch.randint(0, 50, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    costs = measure_head_costs(model, [ids])
-    assert costs.shape == (2, 3) and costs.abs().min() > 0  # merging tells, on random weights
+    ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    trace = GateTrace()
+    with torch.no_grad():
+        model(ids, use_cache=False, gate_mode=GateMode(compressed_heads=((1, 2),)), gate_trace=trace)
+    expected = torch.zeros(2, 2, 3, LENGTH)  # [L, B, H, T]
+    expected[1, :, 2, 1:] = 1
+    assert torch.equal(trace.stacked_alpha(), expected)
 
 
 def test_cheap_heads_start_nearer_to_compression() -> None:
