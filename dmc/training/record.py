@@ -45,9 +45,11 @@ def claim(folder: Path, config: RunConfig) -> None:
     if record.is_file():
         try:
             known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
-        except ValueError:  # what this version does not know is told below
+            compared = set(known) | set(values)
+        except ValueError:  # a setting this version does not know: told with the others that were recorded
             known = _flat(json.loads(record.read_text())["config"])
-        differing = {key for key in set(known) | set(values) if known.get(key) != values.get(key)}
+            compared = set(known)
+        differing = {key for key in compared if known.get(key) != values.get(key)}
         changed = sorted(key for key in differing if not key.startswith(PLACES))
         if changed:
             shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])

@@ -14,6 +14,7 @@ from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
 from dmc.training.checkpoints.reading import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
+from dmc.training.record import claim
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text
@@ -49,6 +50,16 @@ def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
     run_values["training"]["learning_rate"] = 5e-4
     with pytest.raises(ValueError, match=r"training.learning_rate: 0.001 then, 0.0005 now"):
         train(build_config(RunConfig, run_values))
+
+
+def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config, tmp_path):
+    claim(tmp_path, run_config)
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["config"]["training"] |= {"rate_control": 0.5}
+    del record["config"]["training"]["ratio_control"], record["config"]["training"]["gates_only"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"\(training.rate_control: 0.5 then, None now\): choose another"):
+        claim(tmp_path, run_config)
 
 
 def test_control_trains_the_stock_model_for_as_many_steps(run_values):
