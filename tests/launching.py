@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +136,42 @@ def hang_at(rank: int, step: int) -> None:
     def loss_at(self: Any, at: int, batch: Any) -> Any:
         while at == step:
             time.sleep(0.1)
+        return plain(self, at, batch)
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
+def hold_interpreter_at(rank: int, step: int) -> None:
+    """Never return from the forward pass of one step, nor let another thread of Python run."""
+    from dmc.training.module import RetrofitModule
+
+    plain = RetrofitModule.loss_at
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        if at == step:
+            ctypes.PyDLL(None).sleep(600)
+        return plain(self, at, batch)
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
+def crowd_steps(rank: int, seconds: float) -> None:
+    """Make every forward pass slow, and full of threads that come and go."""
+    from dmc.training.module import RetrofitModule
+
+    plain = RetrofitModule.loss_at
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            thread = threading.Thread(target=deep, args=(30,))
+            thread.start()
+            deep(50)
+            thread.join()
         return plain(self, at, batch)
 
     RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]

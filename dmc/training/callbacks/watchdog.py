@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from lightning import Callback, LightningModule, Trainer
 
 DUMP_SIGNAL = signal.SIGQUIT
 """Dumps the stacks and lets the run go on."""
+SLACK = 5.0
+"""Seconds after which a thread of Python that wants to run is taken to be kept from it for good."""
 logger = logging.getLogger(__name__)
 
 
 class HangWatchdog(Callback):
     """Writes the stacks of all threads to a file when no micro-batch begins or ends for too long, and on `DUMP_SIGNAL`.
 
-    The dump needs no Python to run, so that it also comes from inside a collective or a kernel that never returns.
+    A thread of its own dumps them while it holds the interpreter, so that no stack changes while it is read: reading
+    the stacks of threads that run can end the process. Where a collective or a kernel holds the interpreter and never
+    returns, no stack changes either, and a dump that needs no Python follows after at most twice the time.
     Nothing is killed: a slow validation or export costs a dump.
 
     Args:
@@ -31,22 +36,28 @@ class HangWatchdog(Callback):
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder, seconds
         self._file: Any = None
-        self._warning: threading.Timer | None = None
+        self._moved = 0.0
+        self._over = threading.Event()
+        self._watch: threading.Thread | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Watch from here: waiting for the first batch counts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = (self.folder / f"rank{trainer.global_rank}.txt").open("a")
         faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)
-        self._arm(trainer)
+        self._moved = time.monotonic()
+        if self.seconds:
+            self._over.clear()
+            self._watch = threading.Thread(target=self._watch_steps, args=(trainer,), name="hang-watchdog", daemon=True)
+            self._watch.start()
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         """Start counting anew."""
-        self._arm(trainer)
+        self._moved = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         """Start counting anew."""
-        self._arm(trainer)
+        self._moved = time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop watching."""
@@ -56,26 +67,31 @@ class HangWatchdog(Callback):
         """Stop watching a run that failed."""
         self._close()
 
-    def _arm(self, trainer: Trainer) -> None:
-        if not self.seconds:
-            return
-        faulthandler.dump_traceback_later(self.seconds, repeat=True, file=self._file)
-        if self._warning is not None:
-            self._warning.cancel()
-        message = "nothing has moved for %g s in step %d: stacks of all threads are in %s"
-        details = [message, self.seconds, trainer.global_step, self._file.name]
-        self._warning = threading.Timer(self.seconds, logger.warning, details)
-        self._warning.daemon = True
-        self._warning.start()
+    def _watch_steps(self, trainer: Trainer) -> None:
+        due = self._moved + self.seconds
+        while True:
+            # As long as this thread runs, it puts off the dump that needs no Python.
+            faulthandler.dump_traceback_later(2 * self.seconds + SLACK, repeat=True, file=self._file)
+            if self._over.wait(max(due - time.monotonic(), 0.0)):
+                return
+            if (now := time.monotonic()) >= self._moved + self.seconds:
+                faulthandler.dump_traceback(self._file, all_threads=True)
+                message = "nothing has moved for %g s in step %d: stacks of all threads are in %s"
+                logger.warning(message, self.seconds, trainer.global_step, self._file.name)
+                due = now + self.seconds
+            else:
+                due = self._moved + self.seconds
 
     def _close(self) -> None:
         """Stop watching; leave no empty file behind."""
         if self._file is None:
             return
-        faulthandler.cancel_dump_traceback_later()
+        if self._watch is not None:
+            self._over.set()
+            self._watch.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._watch = None
         faulthandler.unregister(DUMP_SIGNAL)
-        if self._warning is not None:
-            self._warning.cancel()
         path, self._file = Path(self._file.name), self._file.close()
         if path.stat().st_size == 0:
             path.unlink()
