@@ -1,4 +1,4 @@
-"""Settings as people write them, `model=DIR` and `tasks=mmlu,cs_qa`, turned into what Hydra reads."""
+"""What every script does: settings as people write them turned into what Hydra reads, and a process set up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 
 LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "seeds", "only")
 """Settings that are lists in every script that has them."""
@@ -29,12 +30,22 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def main() -> None:
+            flush_denormals()
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
             run()
 
         return main
 
     return decorate
+
+
+def flush_denormals() -> None:
+    """Count numbers below 1e-38 as 0 in this process, for a CPU computes with them up to 15 times as slowly.
+
+    Attention to what a sure gate has closed is full of them. Call it before the first product: a thread keeps what was
+    set when it started.
+    """
+    torch.set_flush_denormal(True)
 
 
 def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[str]:

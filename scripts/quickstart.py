@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra import compose, initialize
 from train import run_config
 
+from dmc.command_line import flush_denormals
 from dmc.config import RunConfig
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError
@@ -22,6 +23,7 @@ def experiment(name: str, overrides: list[str]) -> RunConfig:
 
 
 def main(arguments: list[str]) -> None:
+    flush_denormals()
     overrides: dict[str, list[str]] = {"--base": [], "--retrofit": []}
     chosen = "--retrofit"
     for argument in arguments:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -12,9 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmc.command_line import script
 from dmc.config import PlannerConfig, RunConfig, build_config
-
-# Below 1e-38 a CPU computes up to 15 times as slowly, and gates that have made up their mind bring many such numbers.
-torch.set_flush_denormal(True)  # before the first product: every thread starts with what is set then
 
 
 def run_config(settings: DictConfig) -> RunConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,10 @@ def test_a_choice_of_settings_stays_one(name: str, tmp_path: Path, monkeypatch: 
 )
 def test_lists_and_sweeps(arguments: str, expected: str) -> None:
     assert plain_settings("evaluate", arguments.split("|"), CONFIGS) == expected.split("|")
+
+
+def test_no_thread_computes_with_denormal_numbers() -> None:
+    code = "import torch; from dmc.command_line import flush_denormals; torch.set_num_threads(2); flush_denormals();"
+    code += "print((torch.full((1 << 20,), 1e-37) * 0.01).count_nonzero().item())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0"
