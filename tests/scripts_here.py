@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -29,5 +30,6 @@ def run_script(name: str, *arguments: str) -> str:
     finally:
         sys.argv, root.handlers[:] = argv, handlers
         root.setLevel(level)
+        torch.set_flush_denormal(False)  # a script's process is its own
         GlobalHydra.instance().clear()
     return ""
