@@ -1,14 +1,10 @@
 """The study's own command, on a model and a text small enough for a test."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts_here import run_script
 
-ROOT = Path(__file__).parents[2]
 TINY = [
     "model.fresh.hidden_size=32", "model.fresh.intermediate_size=32", "model.fresh.num_hidden_layers=1",
     "model.fresh.num_attention_heads=2", "model.fresh.num_key_value_heads=2",
@@ -16,7 +12,7 @@ TINY = [
 
 
 @pytest.mark.slow
-def test_a_study_is_trained_measured_and_goes_on(tmp_path):
+def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name in ("train", "held_out"):
@@ -43,15 +39,17 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path):
         "processes": 2,
     }  # fmt: skip
     (tmp_path / "study.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, str(ROOT / "scripts" / "study.py"), f"--config-path={tmp_path}", "--config-name=study"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-3000:] + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
+    settings_file = [f"--config-path={tmp_path}", "--config-name=study"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    error = run_script("study.py", *settings_file)
+    assert not error, error + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
+    shown = capsys.readouterr().out
     costs = json.loads((study / "study.json").read_text())
     assert {(cost["run"], cost["metric"]) for cost in costs} == {
         (name, metric) for name in ("merge", "tova, budget 4") for metric in ("loss", "far_repeat_loss")
     }
-    assert (study / "study.md").read_text().strip() == run.stdout.strip()
-    again = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert again.stdout == run.stdout
+    assert (study / "study.md").read_text().strip() == shown.strip()
+    assert not run_script("study.py", *settings_file)
+    assert capsys.readouterr().out == shown
     assert len((study / "compare" / "cells.jsonl").read_text().splitlines()) == 3
