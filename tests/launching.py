@@ -1,4 +1,4 @@
-"""Runs trained by several processes, as torchrun would start them, but forked from one that has imported everything."""
+"""Several processes, as torchrun would start them, but forked from one that has imported everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,29 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-class Ranks:
-    """The processes of one start of a run; what they print goes to `log`.
+class Processes:
+    """Processes that find each other as those of torchrun do; what they print goes to `log`.
 
     Args:
-        values: plain values of the run's configuration.
+        function: called in each process with its rank and the arguments; it must lie in a module of `tests/` itself.
+        arguments: of the function.
         count: processes.
         log: file that is appended to.
-        sabotage: called with the rank in each process before it trains.
     """
 
-    def __init__(
-        self, values: dict[str, Any], count: int, log: Path, sabotage: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., None], arguments: Sequence[Any], count: int, log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log = log
         self.processes = [
-            CONTEXT.Process(target=_train, args=(values, rank, count, port, str(log), sabotage))
+            CONTEXT.Process(target=_become_rank, args=(rank, count, port, str(log), function, *arguments))
             for rank in range(count)
         ]
         for process in self.processes:
             process.start()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,6 +82,22 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+class Ranks(Processes):
+    """The processes of one start of a run.
+
+    Args:
+        values: plain values of the run's configuration.
+        count: processes.
+        log: file that is appended to.
+        sabotage: called with the rank in each process before it trains.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], count: int, log: Path, sabotage: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(_train, (values, sabotage), count, log)
 
 
 def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
@@ -198,7 +212,7 @@ def logged_losses(folder: Path) -> dict[int, float]:
     return logged(folder, "train/loss")
 
 
-def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str, sabotage: Any) -> None:
+def _become_rank(rank: int, count: int, port: int, log: str, function: Callable[..., None], *arguments: Any) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -209,10 +223,14 @@ def _train(values: dict[str, Any], rank: int, count: int, port: int, log: str, s
     os.dup2(output, sys.stderr.fileno())
     import torch
 
+    torch.set_num_threads(1)
+    function(rank, *arguments)
+
+
+def _train(rank: int, values: dict[str, Any], sabotage: Callable[[int], None] | None) -> None:
     from dmc.config import RunConfig, build_config
     from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 
-    torch.set_num_threads(1)
     if values["trainer"].get("strategy", "").startswith("deepspeed"):
         allow_cpu()
     if sabotage is not None:

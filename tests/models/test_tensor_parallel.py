@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from launching import Processes
+from serving import report, serve_shard
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
@@ -24,46 +26,30 @@ PARAMS = [
     SamplingParams(max_new_tokens=20, temperature=1.0, top_k=5, seed=4),
 ]
 WORKER = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import torch
-from dmc import Engine
-from dmc.models.tensor_parallel import load_shard
-from test_tensor_parallel import PARAMS, PROMPTS, report
+from serving import serve_shard
+from test_tensor_parallel import PARAMS, PROMPTS
 
 torch.set_num_threads(1)
-folder, memory, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-model = load_shard(folder)
-engine = Engine(model, memory=memory, max_batch_size=3)
-found = report(engine, engine.generate(PROMPTS, PARAMS))
-found["shape"] = list(model.model.layers[0].self_attn.k_proj.weight.shape)
-rank = torch.distributed.get_rank()
-with open(f"{out}.{rank}", "w") as file:
-    json.dump(found, file)
-torch.distributed.destroy_process_group()
+folder, memory, out = sys.argv[1:]
+serve_shard(int(os.environ["RANK"]), Path(folder), json.loads(memory), PROMPTS, PARAMS, Path(out))
 """
 
 
-def report(engine: Engine, generations: list[Any]) -> dict[str, Any]:
-    return {
-        "tokens": [generation.token_ids for generation in generations],
-        "logprobs": [generation.logprobs for generation in generations],
-        "slots": [generation.stats.slots.tolist() for generation in generations],
-        "bytes_used": [generation.stats.bytes_used for generation in generations],
-        "ratios": [generation.stats.achieved_ratio for generation in generations],
-        "preemptions": sum(generation.stats.num_preemptions for generation in generations),
-        "blocks": engine.blocks_in_use,
-    }
-
-
-def torchrun(folder: Path, memory: int | None, tmp_path: Path) -> list[dict[str, Any]]:
-    (tmp_path / "worker.py").write_text(WORKER)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "models")])
+def serve_with_torchrun(folder: Path, memory: int | None, out: Path) -> None:
+    (out.parent / "worker.py").write_text(WORKER)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "worker.py"), str(folder), json.dumps(memory), str(tmp_path / "out")]
+    command += [str(out.parent / "worker.py"), str(folder), json.dumps(memory), str(out)]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[:3000]
-    return [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+
+
+def answers(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +70,10 @@ def test_two_ranks_give_the_tokens_of_one(
     model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
     engine = Engine(model, max_batch_size=3)
     alone = report(engine, engine.generate(PROMPTS, PARAMS))
-    for found in torchrun(tmp_path / "model", None, tmp_path):
+    arguments = (tmp_path / "model", None, PROMPTS, PARAMS, tmp_path / "out")
+    with Processes(serve_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    for found in answers(tmp_path / "out"):
         shape = found.pop("shape")
         assert shape == [model.model.layers[0].self_attn.k_proj.weight.shape[0] // 2, model.config.hidden_size]
         torch.testing.assert_close(found.pop("logprobs"), alone["logprobs"], rtol=0, atol=1e-4)
@@ -96,7 +85,8 @@ def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     engine = Engine(model, max_batch_size=3)
     alone = report(engine, engine.generate(PROMPTS, PARAMS))
-    first, second = torchrun(tmp_path / "model", 2 * 6 * 16 * 2 * 16 * 4, tmp_path)
+    serve_with_torchrun(tmp_path / "model", 2 * 6 * 16 * 2 * 16 * 4, tmp_path / "out")
+    first, second = answers(tmp_path / "out")
     assert first["preemptions"] > 0
     assert first == second
     assert (first["tokens"], first["slots"]) == (alone["tokens"], alone["slots"])

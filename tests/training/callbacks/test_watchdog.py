@@ -36,7 +36,7 @@ def test_run_that_hangs_where_no_python_runs_writes_its_stacks(run_values, tmp_p
 
 def test_run_that_is_only_slow_survives_its_dumps(run_values, tmp_path):
     run_values["training"]["hang_timeout_minutes"] = 0.01 / 60
-    with Ranks(run_values, 1, tmp_path / "log", functools.partial(crowd_steps, seconds=0.3)) as ranks:
+    with Ranks(run_values, 1, tmp_path / "log", functools.partial(crowd_steps, seconds=0.1)) as ranks:
         assert ranks.join() == [0], (tmp_path / "log").read_text()[-4000:]
     stacks = (Path(run_values["output_dir"]) / "stacks" / "rank0.txt").read_text()
     assert stacks.count("training_step") > 5

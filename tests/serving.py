@@ -1,0 +1,37 @@
+"""What an engine answers, as plain values, and a rank that serves its part of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmc import Engine, SamplingParams
+from dmc.models.tensor_parallel import load_shard
+
+
+def report(engine: Engine, generations: list[Any]) -> dict[str, Any]:
+    """Give all that must not depend on how a model is served."""
+    return {
+        "tokens": [generation.token_ids for generation in generations],
+        "logprobs": [generation.logprobs for generation in generations],
+        "slots": [generation.stats.slots.tolist() for generation in generations],
+        "bytes_used": [generation.stats.bytes_used for generation in generations],
+        "ratios": [generation.stats.achieved_ratio for generation in generations],
+        "preemptions": sum(generation.stats.num_preemptions for generation in generations),
+        "blocks": engine.blocks_in_use,
+    }
+
+
+def serve_shard(
+    rank: int, folder: Path, memory: int | None, prompts: list[list[int]], params: list[SamplingParams], out: Path
+) -> None:
+    """Answer with one rank's part of a model and write the report to `out`, its suffix the rank."""
+    model = load_shard(folder)
+    engine = Engine(model, memory=memory, max_batch_size=len(prompts))
+    found = report(engine, engine.generate(prompts, params))
+    found["shape"] = list(model.model.layers[0].self_attn.k_proj.weight.shape)
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
