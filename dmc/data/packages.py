@@ -26,7 +26,7 @@ class PackageSource:
     packages: Sequence[str]
     """Names as in `import`: torch, sympy."""
     split: Split = "train"
-    """train, validation or calibration: about 90, 5 and 5 % of the files, by a hash of their path."""
+    """train, validation, calibration or test (for reports only): about 90, 5, 2 and 3 %, by a hash of the path."""
     weight: float = 1.0
     """Share in a blend, relative to the other sources, > 0."""
 

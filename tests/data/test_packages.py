@@ -6,7 +6,7 @@ import pytest
 
 from dmc.data import PackageSource
 
-SPLITS = ("train", "validation", "calibration")
+SPLITS = ("train", "validation", "calibration", "test")
 
 
 @pytest.fixture
