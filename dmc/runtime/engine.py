@@ -191,6 +191,30 @@ class Engine:
         """
         return self._events(self._request(prompt, params or SamplingParams(), session, streams_text=True))
 
+    def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
+        """Take a prompt into a session's cache and generate nothing; `Session.feed` calls it.
+
+        Raises:
+            ValueError: see `submit`; nothing has run.
+        """
+        self._check_is_free(session)
+        sequence = session.sequence
+        tokens = self._encode(prompt, begins_text=not sequence.tokens)
+        self._check_fits(len(sequence.tokens) + len(tokens))
+        sequence.add_prompt(tokens)
+        sequence.wanted = len(sequence.tokens)
+        forced = self._forced[sequence] = Forced([], of_all_tokens)
+        try:
+            self._scheduler.submit(sequence)
+            while forced.stats is None:
+                self.step()
+            sequence.next_prompt = len(sequence.tokens)
+            return forced.stats
+        finally:
+            self._forced.pop(sequence, None)
+            self._scheduler.finish(sequence)
+            sequence.num_preemptions = 0
+
     def session(self) -> Session:
         """Start a conversation whose cache stays between turns."""
         return Session(self)
@@ -255,8 +279,8 @@ class Engine:
         """Check a request and put it together; nothing is queued or appended yet."""
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
-        if session is not None and session.is_closed:
-            raise ValueError("the session is closed: start another one")
+        if session is not None:
+            self._check_is_free(session)
         sequence = Sequence([], wanted=0) if session is None else session.sequence
         needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
         request = Request(
@@ -286,9 +310,18 @@ class Engine:
     def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
         return encode(text, self.tokenizer, self.model.get_input_embeddings().num_embeddings, begins_text)
 
-    def _check_can_start(self, request: Request) -> None:
-        if request.sequence in self._requests:
+    def _check_is_free(self, session: Session) -> None:
+        """Refuse a session that is closed, or of which a turn runs."""
+        if session.is_closed:
+            raise ValueError("the session is closed: start another one")
+        self._check_has_no_turn(session.sequence)
+
+    def _check_has_no_turn(self, sequence: Sequence) -> None:
+        if sequence in self._requests:
             raise ValueError("the session's last turn has not finished: run it to its end, or abort it")
+
+    def _check_can_start(self, request: Request) -> None:
+        self._check_has_no_turn(request.sequence)
         self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
 
     def _check_fits(self, num_tokens: int) -> None:

@@ -47,19 +47,13 @@ class Request:
     generation: Generation | None = None
 
     def begin(self) -> None:
-        """Append the prompt to the sequence; the token that ended the turn before was not fed and comes with it.
-
-        A prompt that was aborted before its answer began is a part of this one.
-        """
-        prompts, begin = self.sequence.prompts, max(len(self.sequence.tokens) - 1, 0)
-        if prompts and prompts[-1][1] > begin:
-            begin, _ = prompts.pop()
-        self.sequence.tokens += self.prompt
-        prompts.append((begin, len(self.sequence.tokens)))
+        """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
+        self.sequence.add_prompt(self.prompt)
         self.sequence.wanted = len(self.sequence.tokens) - 1
 
     def accept(self, token: int, logprob: float) -> TokenEvent:
         """Append a generated token and tell what it means."""
+        self.sequence.next_prompt = len(self.sequence.tokens)
         self.sequence.tokens.append(token)
         self.sequence.wanted += 1
         self.logprobs.append(logprob)

@@ -32,6 +32,8 @@ class Sequence:
     """Stays in the cache when it has nothing to feed, for a session's next turn."""
     prompts: list[tuple[int, int]] = field(default_factory=list)
     """Where each turn's prompt begins and ends; a policy treats all others as generated, one after the other."""
+    next_prompt: int = 0
+    """Where the next turn's prompt begins: with the last token generated, which is not fed, or behind what is."""
     row: int | None = None
     """Place in the cache; None: nothing is cached."""
     num_fed: int = 0
@@ -48,6 +50,13 @@ class Sequence:
     def prompt_end(self) -> int:
         """Where the prompt ends that is being fed, or was fed last; 0 before any."""
         return max((end for begin, end in self.prompts if begin <= self.num_fed), default=0)
+
+    def add_prompt(self, tokens: list[int]) -> None:
+        """Append a turn's prompt; one before it that was taken off unanswered becomes a part of it."""
+        if self.prompts and self.prompts[-1][1] > self.next_prompt:
+            self.prompts.pop()
+        self.tokens += tokens
+        self.prompts.append((self.next_prompt, len(self.tokens)))
 
     def stretch(self) -> tuple[int, Phase]:
         """Say how many of the tokens to feed next belong together, and what they are."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dmc.runtime.generation import Generation
+from dmc.runtime.generation import Generation, GenerationStats
 from dmc.runtime.policy.entry_notes import positions_held
 from dmc.runtime.request import TokenEvent
 from dmc.runtime.sampling import SamplingParams
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Session:
     """A conversation whose cache stays between turns: `with engine.session() as session: ...`.
 
-    A further turn feeds its prompt and the last token generated before it, nothing else. While the session rests, the
+    A further turn feeds its prompt and the last token generated before it, nothing else; `feed` takes a context without
+    generating. While the session rests, the
     engine may take its blocks for others; the next turn then computes them again from the tokens.
 
     Args:
@@ -62,6 +63,21 @@ class Session:
         self._engine.run([request])
         assert request.generation is not None
         return request.generation
+
+    def feed(self, prompt: str | list[int]) -> GenerationStats:
+        """Take a context into the cache and generate nothing; no logits are computed.
+
+        The next turn goes on as if its prompt began here: with the whole cache, or gates that decide token by token,
+        both prompts make what one of both would. A policy compresses when a prompt ends, so it does after this one.
+
+        Args:
+            prompt: as of `generate`.
+        Returns:
+            Those of the whole conversation.
+        Raises:
+            ValueError: see `Engine.submit`.
+        """
+        return self._engine.feed(prompt, self)
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Continue the conversation, token by token: see `Engine.stream`."""

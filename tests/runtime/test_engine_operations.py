@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,12 +51,15 @@ ENGINES = [
 ]
 
 
-Turns = tuple[tuple[tuple[int, ...], SamplingParams], ...]
-"""Prompt and parameters of each turn of a conversation."""
+Turns = tuple[tuple[tuple[int, ...], SamplingParams | None], ...]
+"""Prompt and parameters of each turn of a conversation; None: it was fed and not answered."""
 
 
 class Alone:
-    """The naive model: what the last turn of a conversation brings on an engine of its own, remembered."""
+    """The naive model: what the last turn of a conversation brings on an engine of its own, remembered.
+
+    A generation, or the stats of what was fed.
+    """
 
     def __init__(self, model: Any, policy: Any) -> None:
         self.model, self.policy = model, policy
@@ -64,8 +69,8 @@ class Alone:
         if turns not in self.known:
             with Engine(self.model, policy=self.policy, max_batch_size=1).session() as session:
                 for prompt, params in turns:
-                    generation = session.generate(list(prompt), params)
-            self.known[turns] = generation
+                    brought = session.feed(list(prompt)) if params is None else session.generate(list(prompt), params)
+            self.known[turns] = brought
         return self.known[turns]
 
 
@@ -105,6 +110,20 @@ class Operations(RuleBasedStateMachine):
         options = {"max_batch_size": 4, "memory": memory, **options}
         self.engine = Engine(self.model, policy=self.alone.policy, **options)
 
+    @property
+    def busy(self) -> set[Session | None]:
+        return {turn.session for turn in self.turns}
+
+    @contextmanager
+    def events_of_others(self) -> Iterator[None]:
+        """Check what comes for the turns in flight while the engine steps by itself."""
+        engine, accepted = self.engine, []
+        step = engine.step
+        engine.step = lambda: accepted.extend(step())
+        yield
+        del engine.step
+        self.check_events(accepted)
+
     def begin(self, prompt: list[int], params: SamplingParams, session: Session | None) -> None:
         history = Conversation() if session is None else self.histories[session]
         too_long = len(history.tokens) + len(prompt) + params.max_new_tokens - 1 > MOST_TOKENS
@@ -143,6 +162,27 @@ class Operations(RuleBasedStateMachine):
                 self.engine.submit(self.prompts[length], params, session)
         else:
             self.begin(self.prompts[length], params, session)
+
+    @precondition(lambda self: any(session not in self.busy for session in self.histories))
+    @rule(which=st.integers(0, 2), length=LENGTH)
+    def feed(self, which: int, length: int) -> None:
+        """A session takes a context without an answer; the tokens of others come all the same."""
+        free = [session for session in self.histories if session not in self.busy]
+        session, prompt = free[which % len(free)], self.prompts[length]
+        history = self.histories[session]
+        if len(history.tokens) + length > MOST_TOKENS and not self.engine.cache.grows:
+            self.count["refused"] += 1
+            with pytest.raises(ValueError, match="worst case"):
+                session.feed(prompt)
+            return
+        self.count["feed"] += 1
+        history.turns = (*history.turns, ((*history.unanswered, *prompt), None))
+        history.unanswered, history.tokens = (), history.tokens + prompt
+        with self.events_of_others():
+            stats = session.feed(prompt)
+        expected = self.alone(history.turns)
+        assert torch.equal(stats.slots, expected.slots)
+        assert stats.tokens_seen == expected.tokens_seen == len(history.tokens) == len(session.tokens)
 
     @precondition(lambda self: len(self.histories) > 1)
     @rule(which=st.integers(0, 2))
@@ -196,13 +236,9 @@ class Operations(RuleBasedStateMachine):
         """Scoring runs beside the requests; their tokens come all the same."""
         self.count["score"] += 1
         generation = self.alone(((tuple(self.prompts[length]), PARAMS[1]),))
-        engine, accepted = self.engine, []
-        step = engine.step
-        engine.step = lambda: accepted.extend(step())
-        (scores,) = engine.score([self.prompts[length]], [generation.token_ids])
-        del engine.step
+        with self.events_of_others():
+            (scores,) = self.engine.score([self.prompts[length]], [generation.token_ids])
         assert scores.argmax(-1).tolist() == generation.token_ids
-        self.check_events(accepted)
 
     @precondition(lambda self: self.turns and len(self.turns) % 4 == 3)
     @rule()

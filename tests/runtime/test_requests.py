@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmc import Engine, SamplingParams
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 BLOCK_BYTES = 16 * 2 * 16 * 4  # block size, key and value, head_dim, float32
@@ -211,6 +212,102 @@ def test_a_further_turn_feeds_the_prompt_and_one_token(
     for prompt in make_prompts(20, 6):
         session.generate(prompt, SamplingParams(max_new_tokens=3, temperature=0))
     assert fed == [20, 1, 1, 7, 1, 1]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("gates", METHODS, ids=str)
+def test_contexts_that_are_fed_equal_one_prompt_of_all(
+    gates: dict | None, evicted: bool, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    model = build(gates, make_stock, make_compressed)
+    engine, rows = Engine(model, prefill_chunk_size=7, max_batch_size=1), []
+    contexts, fed = make_prompts(20, 1, 33), []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    session = engine.session()
+    for context in contexts[:2]:
+        fed += context
+        stats = session.feed(context)
+        assert stats.tokens_seen == len(fed)
+        assert session.tokens == fed
+    assert sum(rows) == 0
+    if evicted:
+        engine.generate(contexts[:1], GREEDY)
+    rows.clear()
+    generation = session.generate(contexts[2], GREEDY)
+    assert sum(rows) == 12
+    fed += contexts[2]
+    (expected,) = Engine(model).generate([fed], GREEDY)
+    assert generation.token_ids == expected.token_ids
+    assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert torch.equal(generation.stats.slots, expected.stats.slots)
+    assert generation.stats.tokens_seen == expected.stats.tokens_seen
+    assert generation.stats.num_preemptions == evicted
+
+    stats = session.feed(contexts[0])  # after an answer, whose last token comes with it
+    (expected,) = Engine(model).generate([session.tokens], SamplingParams(max_new_tokens=1))
+    assert stats.tokens_seen == len(session.tokens) == 54 + 12 + 20
+    assert torch.equal(stats.slots, expected.stats.slots)
+    assert stats.num_preemptions == 0
+    session.close()
+    assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(
+    "policy",
+    [policies.SnapKV(budget=Budget(ratio=2), window=4), policies.H2O(budget=Budget(ratio=2))],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_policy_takes_the_end_of_what_is_fed_for_a_prompts_end(
+    policy: Any, chunk: int | None, make_stock: Any, make_prompts: Any
+) -> None:
+    engine, (context, question) = Engine(make_stock(), policy=policy, prefill_chunk_size=chunk), make_prompts(40, 5)
+    session, other = engine.session(), engine.session()
+    stats = session.feed(context)
+    expected = other.generate(context, SamplingParams(max_new_tokens=1, temperature=0))
+    assert torch.equal(stats.slots, expected.stats.slots)
+    assert stats.achieved_ratio == expected.stats.achieved_ratio == 2
+    for mine, theirs in zip(session.positions_held(), other.positions_held(), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
+    # the other's token is fed with the next prompt: the same text in the same pieces
+    question[0] = expected.token_ids[0]
+    answer, expected = session.generate(question, GREEDY), other.generate(question[1:], GREEDY)
+    assert answer.token_ids == expected.token_ids
+    assert torch.equal(answer.stats.slots, expected.stats.slots)
+
+
+def test_a_context_that_was_cut_short_is_a_part_of_the_next(make_compressed: Any, make_prompts: Any) -> None:
+    model, prompts = make_compressed(), make_prompts(20, 9, 5)
+    engine = Engine(model, memory=4 * 4 * BLOCK_BYTES)
+    session = engine.session()
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        session.feed(prompts[0])
+    hook.remove()
+    assert engine.blocks_in_use == 0
+    assert session.tokens == prompts[0]
+    assert session.feed(prompts[1]).tokens_seen == 29
+    assert session.sequence.prompts == [(0, 29)]
+    with pytest.raises(ValueError, match="a prompt or continuation is empty"):
+        session.feed([])
+    with pytest.raises(ValueError, match="a sequence of 69 tokens may need 20 blocks"):
+        session.feed([1] * 40)
+    stream = session.stream(prompts[2], GREEDY)
+    next(stream)
+    with pytest.raises(ValueError, match="last turn has not finished"):
+        session.feed([1])
+    stream.close()
+    session.close()
+    with pytest.raises(ValueError, match="the session is closed"):
+        session.feed([1])
+    assert engine.blocks_in_use == 0
+
+
+def test_text_that_is_fed_begins_a_conversation(make_compressed: Any) -> None:
+    session = Engine(make_compressed(), tokenizer=Letters()).session()
+    session.feed("HI")
+    session.feed("BYE")
+    assert session.tokens == Letters()("HIBYE", True)["input_ids"]
 
 
 @pytest.mark.parametrize("gates", METHODS, ids=str)
