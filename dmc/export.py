@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from dmc.compression import GateMode
 from dmc.measure import evaluating
 from dmc.models import CompressedCausalLM, load_model
 from dmc.provenance import provenance
+from dmc.replacement import replacement
 
 METRICS_NAME = "retrofit.json"
 TOLERANCE = 1e-5
@@ -56,7 +55,15 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def export(model: Any, folder: Path | str, *, tokenizer: Any, card: ModelCard, overwrite: bool = False) -> Path:
+def export(
+    model: Any,
+    folder: Path | str,
+    *,
+    tokenizer: Any,
+    card: ModelCard,
+    overwrite: bool = False,
+    inputs: Iterable[Path] = (),
+) -> Path:
     """Write a model as safetensors, configuration, tokenizer and model card; done only once it reads back equal.
 
     Args:
@@ -64,39 +71,20 @@ def export(model: Any, folder: Path | str, *, tokenizer: Any, card: ModelCard, o
         folder: new or empty folder.
         tokenizer: saved beside the weights; None: none.
         card: for the reader.
-        overwrite: replace a folder that holds something; it stays until the new one is complete.
+        overwrite: replace a folder that was exported here; it stays until the new one is complete.
+        inputs: what the model was read from, never replaced.
     Returns:
         The folder.
     Raises:
-        FileExistsError: the folder is not empty and `overwrite` is False; nothing is written.
+        FileExistsError: the folder may not be written or replaced, see `refuse_occupied`; nothing is written.
         RuntimeError: the folder does not give the logits of the model; nothing is replaced.
     """
-    with replacement(Path(folder), overwrite) as partial:
+    with replacement(Path(folder), overwrite, inputs) as partial:
         model.save_pretrained(partial)
         compression = model.config.compression if isinstance(model, CompressedCausalLM) else None
         describe(partial, tokenizer, card, compression)
         _compare(model, partial)
     return Path(folder)
-
-
-@contextmanager
-def replacement(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder to write into that takes the place of `folder` once all is written; after an error nothing does.
-
-    Raises:
-        FileExistsError: `folder` is not empty and `overwrite` is False; nothing is written.
-    """
-    refuse_occupied(folder, overwrite)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    retired = folder.with_name(f".{folder.name}.retired")
-    shutil.rmtree(retired, ignore_errors=True)
-    if folder.exists():
-        folder.rename(retired)
-    partial.rename(folder)
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:
@@ -107,12 +95,6 @@ def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[st
     (folder / "README.md").write_text(card.text(compression, origin))
     record = {"metrics": card.metrics, "compression": compression, "base": card.base, "data": card.data, **origin}
     (folder / METRICS_NAME).write_text(json.dumps(record, indent=2, default=str) + "\n")
-
-
-def refuse_occupied(folder: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if `folder` holds something that may not be replaced."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
-        raise FileExistsError(f"{folder} is not empty: choose another folder, or pass overwrite=true to replace it")
 
 
 def _compare(model: Any, folder: Path) -> None:

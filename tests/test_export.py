@@ -34,6 +34,86 @@ def test_folder_with_content_is_refused_and_left_alone(make_compressed, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def add_thesis(folder):
+    (folder / "thesis.txt").write_text("years of work")
+
+
+def add_thesis_below(folder):
+    (folder / "chapters" / "one").mkdir(parents=True)
+    add_thesis(folder / "chapters" / "one")
+
+
+def train_on_in_place(folder):
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)  # as many bytes as before
+
+
+def link_to_elsewhere(folder):
+    (folder / "data").symlink_to(folder.parent)
+
+
+def link_instead_of_file(folder):
+    (folder / "README.md").rename(folder.parent / "notes.md")
+    (folder / "README.md").symlink_to(folder.parent / "notes.md")
+
+
+def forget_the_record(folder):
+    (folder / "files.json").unlink(missing_ok=True)  # as an earlier version left it
+
+
+def list_no_files(folder):
+    (folder / "files.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_thesis, add_thesis_below, train_on_in_place, link_to_elsewhere, link_instead_of_file, forget_the_record,
+        list_no_files,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_overwrite_replaces_nothing_but_an_export(change, through_a_link, make_compressed, tmp_path):
+    folder = export(make_compressed(seed=0), tmp_path / "place" / "out", tokenizer=None, card=CARD)
+    change(folder)
+    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
+    output = folder
+    if through_a_link:
+        output = tmp_path / "link"
+        output.symlink_to(folder)
+    with pytest.raises(FileExistsError, match="is not replaced: give another output, or remove it by hand"):
+        export(make_compressed(seed=1), output, tokenizer=None, card=CARD, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
+
+
+def test_what_lies_where_an_export_is_written_aside_is_left_alone(make_compressed, tmp_path):
+    for kind in ("partial", "retired"):
+        place = tmp_path / f".{kind}.{kind}"
+        place.mkdir()
+        add_thesis(place)
+        with pytest.raises(FileExistsError, match="is in the way"):
+            export(make_compressed(), tmp_path / kind, tokenizer=None, card=CARD, overwrite=True)
+        assert (place / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_export_that_fails_leaves_nothing_beside_it(make_compressed, tmp_path, monkeypatch):
+    monkeypatch.setattr(dmc.export, "describe", lambda *_: (_ for _ in ()).throw(OSError("no space left on device")))
+    with pytest.raises(OSError, match="no space left"):
+        export(make_compressed(), tmp_path / "out", tokenizer=None, card=CARD)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_linked_output_is_replaced_where_it_lies(make_compressed, tmp_path):
+    folder = export(make_compressed(seed=0), tmp_path / "place" / "out", tokenizer=None, card=CARD)
+    before = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "link").symlink_to(folder)
+    export(make_compressed(seed=1), tmp_path / "link", tokenizer=None, card=CARD, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (folder / "model.safetensors").read_bytes() != before
+
+
 def test_overwrite_replaces_only_after_the_comparison(make_compressed, tmp_path, monkeypatch):
     folder = export(make_compressed(seed=0), tmp_path / "out", tokenizer=None, card=CARD)
     before = (folder / "model.safetensors").read_bytes()

@@ -7,7 +7,6 @@ A folder holds `00000.bin`, `00001.bin`, ... (token ids one behind the other), `
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from dmc.checksums import file_damage
+
 INDEX_NAME = "index.json"
 _CHECKED_BYTES = 2**28  # read at most to verify a folder at every opening; beyond it, of evenly spread shards
-_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,13 @@ def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"{shard:05d}.bin"
 
 
-def file_checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            value = zlib.crc32(block, value)
-    return value
-
-
 def damage_of(path: Path, record: ShardRecord) -> str | None:
     """Say what is wrong with a shard's file, None if it is what its record says.
 
     Raises:
         OSError: the file cannot be read.
     """
-    num_bytes = path.stat().st_size
-    if num_bytes != record.num_bytes:
-        return f"has {num_bytes} bytes, expected {record.num_bytes}"
-    return None if file_checksum(path) == record.checksum else "has a wrong checksum"
+    return file_damage(path, record.num_bytes, record.checksum)
 
 
 def is_whole(folder: Path, index: ShardIndex) -> bool:

@@ -156,6 +156,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
             meanwhile = _load_trained(folder, record)  # another process was faster: others may be reading it
             if meanwhile is not None:
                 return meanwhile
+            foreign = {path.name for path in folder.iterdir()} - {path.name for path in temporary.iterdir()}
+            if foreign:
+                raise ValueError(
+                    f"{folder} holds a tokenizer trained otherwise, and {min(foreign)} beside it: give a new or empty "
+                    "folder"
+                )
             logger.warning("%s holds a tokenizer trained otherwise or damaged; it is replaced.", folder)
             shutil.rmtree(folder)
         try:

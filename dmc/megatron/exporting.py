@@ -10,11 +10,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from dmc.export import refuse_occupied, replacement
 from dmc.megatron.arguments import arguments_of
 from dmc.megatron.layout import parts_of
 from dmc.megatron.reading import FILE_NAMES, TRACKER
 from dmc.models.weights import check_weights, weight_files
+from dmc.replacement import refuse_occupied, replacement
 
 CHECKPOINT_VERSION = 3.0
 TRANSFORMER_ENGINE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -34,14 +34,14 @@ def export_checkpoint(
         output: new or empty folder.
         tensor_size: tensor-parallel ranks.
         vocab_multiple: the rows of each rank's embedding are a multiple of this (--make-vocab-size-divisible-by).
-        overwrite: replace a folder that holds something.
+        overwrite: replace a folder that was exported here.
     Returns:
         The output folder.
     Raises:
         FileNotFoundError, ValueError: see `check_weights` and `arguments_of`; or the model does not divide.
-        FileExistsError: the folder is not empty and `overwrite` is False.
+        FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
-    refuse_occupied(output, overwrite)
+    refuse_occupied(output, overwrite, [folder])
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if tensor_size < 1 or vocab_multiple < 1:
@@ -52,7 +52,7 @@ def export_checkpoint(
     arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"].dtype)
     parts = list(parts_of(config, tensor_size, padded))
     scale = decision_scale(config)
-    with replacement(output, overwrite) as partial:
+    with replacement(output, overwrite, [folder]) as partial:
         (partial / TRACKER).write_text("release")
         for rank in range(tensor_size):
             model: dict[str, Tensor | None] = {}

@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from dmc.export import ModelCard, describe, refuse_occupied, replacement
+from dmc.export import ModelCard, describe
 from dmc.megatron.arguments import configuration_of
 from dmc.megatron.layout import EMBEDDING, OUTPUT, Part, parts_of
 from dmc.megatron.reading import LAYER, Checkpoint, read_checkpoint
 from dmc.models.weights import INDEX_NAME, check_weights
+from dmc.replacement import refuse_occupied, replacement
 
 FILE_SIZE = 2 * 10**9
 """Bytes of weights in one file, and in memory at once."""
@@ -41,14 +42,15 @@ def import_checkpoint(
         arguments: Megatron's arguments that it lacks, or has wrong; `dmc_init_val: None` leaves the gates out.
         tokenizer: folder or hub name, saved beside the weights.
         vocab_size: tokens without padding; None: the tokenizer's, Megatron's own, or with padding where none is known.
-        overwrite: replace a folder that holds something.
+        overwrite: replace a folder that was exported here.
     Returns:
         The folder.
     Raises:
         FileNotFoundError, ValueError: see `read_checkpoint` and `plan_of`.
-        FileExistsError: the folder is not empty and `overwrite` is False.
+        FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
-    refuse_occupied(output, overwrite)
+    inputs = [checkpoint] if tokenizer is None else [checkpoint, Path(tokenizer)]
+    refuse_occupied(output, overwrite, inputs)
     source = read_checkpoint(checkpoint, arguments or {})
     own_tokenizer = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     if vocab_size is None:
@@ -58,7 +60,7 @@ def import_checkpoint(
         config.bos_token_id, config.eos_token_id = own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
     gates = getattr(config, "compression", None)
     card = ModelCard("A Llama from Megatron-LM", base=str(checkpoint), data="not known here")
-    with replacement(output, overwrite) as partial:
+    with replacement(output, overwrite, inputs) as partial:
         write_weights(partial, parts, source.shards)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)

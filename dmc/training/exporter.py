@@ -9,9 +9,10 @@ from typing import Any
 
 from dmc.calibrate import calibrate_offset
 from dmc.config import RunConfig
-from dmc.export import ModelCard, export, refuse_occupied
+from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
+from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import latest
 from dmc.training.checkpoints.reading import load_checkpoint_model
 from dmc.training.record import is_rank_zero, read_config
@@ -86,12 +87,12 @@ def export_checkpoint(
         run_folder: output folder of the run.
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
-        overwrite: replace what `output` holds.
+        overwrite: replace a folder that was exported here.
     Raises:
         FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
-        FileExistsError: `output` holds something and `overwrite` is False.
+        FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
-    refuse_occupied(output, overwrite)
+    refuse_occupied(output, overwrite, [run_folder])
     config = read_config(run_folder)
     model = load_checkpoint_model(latest(run_folder / "checkpoints"))
     tokenizer = build_tokenizer(config.data, config.model.path)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from dmc.checksums import file_checksum
 from dmc.data import PackedTokens, TokenShards
-from dmc.data.token_shards import ShardIndex, ShardRecord, damage_of, file_checksum, is_whole, shard_path
+from dmc.data.token_shards import ShardIndex, ShardRecord, damage_of, is_whole, shard_path
 
 
 @pytest.fixture

@@ -108,6 +108,15 @@ def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrai
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_what_lies_beside_a_tokenizer_is_not_removed_with_it(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 300, tmp_path / "bpe")
+    (tmp_path / "bpe" / "model.safetensors").write_text("weeks of training")
+    with pytest.raises(ValueError, match=r"trained otherwise, and model.safetensors beside it"):
+        train_tokenizer(TEXTS, 280, tmp_path / "bpe")
+    assert (tmp_path / "bpe" / "model.safetensors").read_text() == "weeks of training"
+    assert [path.name for path in tmp_path.iterdir()] == ["bpe"]
+
+
 def test_a_process_that_was_slower_leaves_the_folder_of_the_faster_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

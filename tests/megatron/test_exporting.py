@@ -9,6 +9,7 @@ from scripts_here import run_script
 
 from dmc import load_model, retrofit
 from dmc.compression import CompressionConfig
+from dmc.export import ModelCard, export
 from dmc.megatron import export_checkpoint, import_checkpoint
 
 VOCAB_SIZE = 21
@@ -145,6 +146,18 @@ def test_missing_source_and_occupied_output_are_named(make_stock, tmp_path):
         export_checkpoint(tmp_path / "folder", tmp_path / "out", tensor_size=2)
     export_checkpoint(tmp_path / "folder", tmp_path / "out", tensor_size=2, overwrite=True)
     assert len(list((tmp_path / "out").rglob("*.pt"))) == 2
+
+
+def test_the_model_that_is_read_is_never_replaced(make_stock, tmp_path):
+    model = tmp_path / "models" / "folder"
+    export(make_stock(), model, tokenizer=None, card=ModelCard("tiny", "none", "none"))
+    (tmp_path / "link").symlink_to(model)
+    for source, output in ((model, model), (tmp_path / "link", model), (model, tmp_path / "link")):
+        with pytest.raises(FileExistsError, match=r"is or holds .* which is read: give another output"):
+            export_checkpoint(source, output, overwrite=True)
+    with pytest.raises(FileExistsError, match=r"is or holds .* which is read"):
+        export_checkpoint(model, tmp_path / "models", overwrite=True)
+    load_model(model)
 
 
 def test_scripts_import_export_and_end_with_one_error(tmp_path, capsys):

@@ -294,5 +294,10 @@ def test_output_with_content_is_left_alone_without_overwrite(tmp_path):
     with pytest.raises(FileExistsError, match="is not empty"):
         import_checkpoint(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-    import_checkpoint(source, tmp_path / "out", overwrite=True)
+    with pytest.raises(FileExistsError, match=r"holds files but no files.json"):
+        import_checkpoint(source, tmp_path / "out", overwrite=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+    (tmp_path / "out" / "thesis.txt").unlink()
+    for _ in range(2):
+        import_checkpoint(source, tmp_path / "out", overwrite=True)
     load_model(tmp_path / "out")

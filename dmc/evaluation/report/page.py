@@ -53,18 +53,28 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         script=Markup((Path(__file__).parent / "page.js").read_text()),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    _write_plots([each for drawings in sections.values() for each in drawings], folder / PLOTS)
+    plots = [each for drawings in sections.values() for each in drawings]
+    _write_plots(plots, folder / PLOTS, _plots_of(folder / JSON))
     replace_file(folder / CSV, _format_csv(findings.results).encode())
-    data = {"verdict": asdict(verdict), **asdict(findings)}
+    data = {"verdict": asdict(verdict), **asdict(findings), "plots": [each.file_name for each in plots]}
     replace_file(folder / JSON, json.dumps(data, indent=1, default=str).encode())
     replace_file(folder / PAGE, page.encode())
     return folder / PAGE
 
 
-def _write_plots(drawings: list[Drawing], folder: Path) -> None:
+def _plots_of(data: Path) -> list[str]:
+    """Name the plots of the page before, by its own list: other pictures in their folder are somebody's."""
+    try:
+        names = json.loads(data.read_text())["plots"]
+        return [Path(name).name for name in names if name.endswith(".png")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _write_plots(drawings: list[Drawing], folder: Path, earlier: list[str]) -> None:
     folder.mkdir(exist_ok=True)
-    for earlier in folder.glob("[0-9][0-9]*-*.png"):
-        earlier.unlink()
+    for name in earlier:
+        (folder / name).unlink(missing_ok=True)
     for each in drawings:
         replace_file(folder / each.file_name, each.png)
 

@@ -1,0 +1,112 @@
+"""A folder written aside takes the place of an empty one, or of what was written here before: never of other files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dmc.checksums import file_checksums, file_damage
+
+RECORD_NAME = "files.json"
+"""Lists every other file of a folder written here, with its bytes and its CRC-32."""
+
+
+@contextmanager
+def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> Iterator[Path]:
+    """Yield a folder to write into that takes the place of `folder` once all is written; after an error nothing does.
+
+    Raises:
+        FileExistsError: see `refuse_occupied`; nothing is written.
+    """
+    refuse_occupied(folder, overwrite, inputs)
+    folder = folder.resolve()  # the folder that a link names is replaced, not the link
+    partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_record(partial, {})  # what a kill leaves is known as ours
+    try:
+        yield partial
+        _write_record(partial, _contents(partial))
+        refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
+    if folder.exists():
+        folder.rename(retired)
+    partial.rename(folder)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), thoroughly: bool = True) -> None:
+    """Check that `folder` may be written, or replaced.
+
+    Args:
+        folder: new, empty, or with `overwrite` one whose files are all as its own record lists them.
+        overwrite: whether it may be replaced.
+        inputs: what is read to write it; neither these nor what holds them is ever replaced.
+        thoroughly: whether to compare checksums too; False: names and sizes.
+    Raises:
+        FileExistsError: it holds something else; the message says what.
+    """
+    named, folder = folder, folder.resolve()
+    for source in inputs:
+        if folder == source.resolve() or folder in source.resolve().parents:
+            raise FileExistsError(f"{named} is or holds {source}, which is read: give another output")
+    for place in (_beside(folder, "partial"), _beside(folder, "retired")):
+        if _occupied(place) and not (place / RECORD_NAME).is_file():
+            raise FileExistsError(f"{place} is in the way of writing {named}: move it, or give another output")
+    if not _occupied(folder):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{named} is not empty: give another output, or overwrite=true to replace an export")
+    foreign = _foreign(folder, thoroughly)
+    if foreign is not None:
+        raise FileExistsError(f"{named} {foreign}, and is not replaced: give another output, or remove it by hand")
+
+
+def _occupied(folder: Path) -> bool:
+    return os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()))
+
+
+def _foreign(folder: Path, thoroughly: bool) -> str | None:
+    """Say what a folder holds that its record does not list; None: nothing."""
+    if not folder.is_dir():
+        return "is a file"
+    try:
+        listed = json.loads((folder / RECORD_NAME).read_text())["files"]
+        listed = {str(name): (int(num_bytes), int(checksum)) for name, (num_bytes, checksum) in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"holds files but no {RECORD_NAME}, the list of its files that an export of this version writes"
+    for path in _files(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in listed or path.is_symlink():
+            return f"holds {name}, which its {RECORD_NAME} does not list"
+        num_bytes, checksum = listed[name]
+        if file_damage(path, num_bytes, checksum if thoroughly else None):
+            return f"holds {name}, which has changed since it was exported"
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """List what a folder and its folders hold, links among it, but for the record."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted(path for path in found if path != folder / RECORD_NAME)
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return bytes and checksum of each file."""
+    checksums = file_checksums(_files(folder))
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, each) for path, each in checksums.items()}
+
+
+def _write_record(folder: Path, files: dict[str, tuple[int, int]]) -> None:
+    (folder / RECORD_NAME).write_text(json.dumps({"files": files}, indent=1) + "\n")
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")
