@@ -43,7 +43,7 @@ def compare_row(
         "key": f"{model} {policy} {budget} {task}",
         "method": f"{model}, {'own gates' if own_gates else policy}",
         **{"model": model, "own_gates": own_gates, "policy": policy, "budget": budget, "task": task},
-        **{"model_key": model, "task_key": task, "requested_ratio": ratio, "samples_key": task},
+        **{"model_key": model, "policy_key": policy, "task_key": task, "requested_ratio": ratio, "samples_key": task},
         **{"main_metric": "exact_match" if higher else "loss", "higher_is_better": higher},
         **{"settings": {"task": {}}, "device": "cpu", "provenance": PROVENANCE, "status": "done"},
         "metrics": {"exact_match" if higher else "loss": sum(values) / 32},
@@ -99,7 +99,12 @@ def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: fl
         del row[name]
     row.pop("by_length_and_depth", None)
     row.pop("by_position", None)
-    row |= {"benchmark": benchmark, "members": [f"{benchmark}_a", f"{benchmark}_b"], "main_metric": "acc"}
+    row |= {
+        "benchmark": benchmark,
+        "task_key": benchmark,
+        "members": [f"{benchmark}_a", f"{benchmark}_b"],
+        "main_metric": "acc",
+    }
     row |= {"metrics": {"acc": value}, "errors": {"acc": 0.01}, "num_fewshot": [5], "prompts_cut": 0}
     return {**row, **changes}
 

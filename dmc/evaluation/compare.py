@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
-from dmc.evaluation.grid import Cell, CompareConfig, ComparedModel, Grid, digest
+from dmc.evaluation.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.evaluation.speed import measure_speed
 from dmc.evaluation.tasks import Sample, SampleResult, Task, by_place
@@ -100,11 +100,13 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
         "settings": {
-            "model": asdict(grid.models[cell.model]),
-            "policy": cell.method.settings,
+            "model": model_settings(grid.models[cell.model]),
+            "policy": cell.method.options,
             "task": grid.task_settings[cell.task],
             "engine": asdict(config.engine),
+            "speed_tokens": config.speed_tokens,
             "seed": config.seed,
+            "format": FORMAT,
         },
     }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from dmc.evaluation.compare import DONE, FAILED
 from dmc.evaluation.quality_plot import plot_quality
+from dmc.evaluation.row_names import told_apart
 from dmc.evaluation.row_store import Row
 
 TABLE, CSV, PLACES, PLOT = "table.md", "results.csv", "results_by_place.csv", "quality_over_bytes.png"
@@ -36,11 +37,9 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     Returns:
         The table.
     """
-    current = comparable(rows)
-    done = [row | over_full_cache(row, current, reference) for row in current if row["status"] == DONE]
-    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in current if row["status"] == FAILED]
-    if len(current) < len(rows):
-        notes.append(f"left out: {len(rows) - len(current)} rows of other settings or earlier versions of a model")
+    rows = told_apart(rows)
+    done = [row | over_full_cache(row, rows, reference) for row in rows if row["status"] == DONE]
+    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in rows if row["status"] == FAILED]
     table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, format_csv(done).encode())
@@ -52,18 +51,6 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     return table
 
 
-def comparable(rows: list[Row]) -> list[Row]:
-    """Keep the newest row of every cell, and of them those with the newest settings of their task and model."""
-    newest = {(row["model"], row["policy"], row["budget"], row["task"]): row for row in rows}
-    task_keys = {row["task"]: row["task_key"] for row in rows}
-    model_keys = {row["model"]: row["model_key"] for row in rows}
-    return [
-        row
-        for row in newest.values()
-        if row["task_key"] == task_keys[row["task"]] and row["model_key"] == model_keys[row["model"]]
-    ]
-
-
 def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> dict[str, Any]:
     """Compare a row with the full cache of its model, or of the reference for a compressed model.
 
@@ -73,18 +60,17 @@ def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> 
     """
     found: dict[str, Any] = {"quality": row["metrics"][row["main_metric"]]}
     model = reference if row["own_gates"] else row["model"]
-    full = next(
-        (
-            other
-            for other in rows
-            if other["status"] == DONE
-            and other["budget"] is None
-            and not other["own_gates"]
-            and model in (None, other["model"])
-            and (other["task"], other["samples_key"]) == (row["task"], row["samples_key"])
-        ),
-        None,
-    )
+    same = [
+        other
+        for other in rows
+        if other["status"] == DONE
+        and other["budget"] is None
+        and not other["own_gates"]
+        and model in (None, other["model"], other.get("named"))
+        and all(other[name] == row[name] for name in ("task", "task_key", "samples_key"))
+    ]
+    first = [other for other in same if other.get("named", other["model"]) == same[0].get("named", same[0]["model"])]
+    full = first[-1] if first else None  # the newest of what has that name
     if full is None or full["key"] == row["key"]:
         return found | {"over_full_cache": None, "over_full_cache_error": None}
     differences = [own - other for own, other in zip(row["sample_values"], full["sample_values"], strict=True)]

@@ -29,6 +29,7 @@ from dmc.evaluation.grid import (
     check_fits,
     describe_model,
     digest,
+    model_settings,
     named_settings,
     plan_methods,
 )
@@ -38,8 +39,8 @@ from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
 from dmc.runtime import Engine
 
-FORMAT = 1
-"""Raise it when what a cell measures changes: finished cells then run again."""
+FORMAT = 2
+"""Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def plan_evaluation(config: EvaluateConfig, configs: Path) -> Evaluation:
     if (policy := method.build()) is not None:
         check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {model.path}")
     elif target_ratio is not None:
-        method = Method(FULL, {}, None, target_ratio, [FULL])
+        method = Method(FULL, {}, None, target_ratio)
     folder = configs / "evaluation"
     benchmarks = read_benchmarks(config.tasks, folder)
     name, known = config.name or model.path, [path.stem for path in folder.glob("*.yaml")]
@@ -206,8 +207,8 @@ def describe(cell: Cell, evaluation: Evaluation, config: EvaluateConfig) -> Row:
         "benchmark": benchmark.name,
         "members": benchmark.tasks,
         "settings": {
-            "model": asdict(evaluation.model),
-            "policy": cell.method.settings,
+            "model": model_settings(evaluation.model),
+            "policy": cell.method.options,
             "task": asdict(benchmark),
             "engine": asdict(config.engine),
             "task_settings": config.task_settings,
@@ -215,6 +216,7 @@ def describe(cell: Cell, evaluation: Evaluation, config: EvaluateConfig) -> Row:
             "chat_template": config.chat_template,
             "system_instruction": config.system_instruction,
             "seed": config.seed,
+            "format": FORMAT,
         },
     }
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.compare import DONE, FAILED
-from dmc.evaluation.compare_report import CSV, TABLE, comparable, replace_file, requested
+from dmc.evaluation.compare_report import CSV, TABLE, replace_file, requested
+from dmc.evaluation.row_names import told_apart
 from dmc.evaluation.row_store import Row
 
 JSON = "results.json"
@@ -31,12 +32,10 @@ def write_evaluation_report(rows: list[Row], folder: Path) -> str:
     Returns:
         The table.
     """
-    current = comparable(rows)
-    done = [row for row in current if row["status"] == DONE]
+    rows = told_apart(rows)
+    done = [row for row in rows if row["status"] == DONE]
     figures = benchmark_figures(done)
-    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in current if row["status"] == FAILED]
-    if len(current) < len(rows):
-        notes.append(f"left out: {len(rows) - len(current)} rows of other settings or earlier versions of a model")
+    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in rows if row["status"] == FAILED]
     notes += [
         f"{row['method']}, {row['task']}: {row['prompts_cut']} prompts were longer than the model's positions and lost "
         "their beginning"

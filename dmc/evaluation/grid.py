@@ -6,8 +6,9 @@ import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from dmc.target import build_target, suggest
 
 FULL = "full"
 """The policy that keeps everything, or leaves it to the model's own gates."""
-MODEL_FILES = {".safetensors", ".json", ".model", ".txt"}
-"""Weights, configuration and tokenizer, but no README."""
-FORMAT = 2
-"""Raise it when what a cell measures changes: finished cells then run again."""
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
+"""Weights, configuration, tokenizer and its chat template, but no README."""
+FORMAT = 3
+"""Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Method:
     budget: Budget | None
     requested_ratio: float | None
     """None: the budget is a number of entries."""
-    identity: Any
-    """What defines it, as JSON has it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The settings with what they leave to defaults, see `complete`; empty for the full cache."""
 
     def build(self) -> Any | None:
         """Construct the policy, anew for every cell: what it remembers of one must not reach the next."""
@@ -125,7 +126,13 @@ class Cell:
     def key(self) -> str:
         """Hash of everything that defines the cell."""
         names = [self.model, self.method.name, self.task]
-        return digest([names, self.model_key, self.task_key, self.method.identity])
+        budget = None if self.method.budget is None else budget_name(self.method.budget)
+        return digest([names, self.model_key, self.policy_key, self.task_key, budget])
+
+    @property
+    def policy_key(self) -> str:
+        """Hash of the policy's options and, where it is a user's own, of its code."""
+        return digest(self.method.options)
 
     def identity(self) -> dict[str, Any]:
         """Return the columns of a row that say what it measures."""
@@ -139,6 +146,7 @@ class Cell:
             "budget": None if method.budget is None else budget_name(method.budget),
             "task": self.task,
             "model_key": self.model_key,
+            "policy_key": self.policy_key,
             "task_key": self.task_key,
             "requested_ratio": method.requested_ratio,
         }
@@ -176,12 +184,13 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
     task_settings = named_settings(config.tasks, configs / "task", "tasks")
     tasks: dict[str, Task] = {name: build_target(each, f"tasks.{name}") for name, each in task_settings.items()}
+    task_settings = {name: complete(each, tasks[name]) for name, each in task_settings.items()}
     shared = [FORMAT, asdict(config.engine), config.speed_tokens, config.seed]
     task_keys = {name: digest([shared, task_settings[name], task.identity()]) for name, task in tasks.items()}
     cells = []
     for name, model in models.items():
         identity, values, target_ratio = describe_model(model, f"models.{name}")
-        own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio, [FULL])]
+        own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio)]
         for method in () if own else methods:
             if (policy := method.build()) is not None:
                 check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
@@ -243,11 +252,51 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     methods = []
     for name, settings in policies.items():
         if not settings:
-            methods.append(Method(name, {}, None, 1.0, [FULL]))
-        for label, budget in parsed.items() if settings else ():
-            identity = [settings, label, _own_code(policy_from_config(settings, budget))]
-            methods.append(Method(name, settings, budget, budget.ratio, identity))
+            methods.append(Method(name, {}, None, 1.0))
+        for budget in parsed.values() if settings else ():
+            options = complete(settings, policy_from_config(settings, budget), "budget")
+            methods.append(Method(name, settings, budget, budget.ratio, options))
     return methods
+
+
+def complete(settings: Mapping[str, Any], built: Any, *given: str) -> dict[str, Any]:
+    """Write out what settings leave to defaults, so that the same object has the same settings.
+
+    Args:
+        settings: `_target_` and options.
+        built: what was built of them.
+        given: options that do not come from the settings.
+    Returns:
+        Every option; under `_code_` a hash of the source files of a user's own class, which change more often than its
+        name.
+    """
+    found = dict(settings)
+    for each in fields(built) if is_dataclass(built) else ():
+        if each.init and each.name not in given:
+            found[each.name] = _plain(getattr(built, each.name), settings.get(each.name))
+    sources = [_source_of(kind) for kind in type(built).__mro__]
+    code = [Path(source).read_bytes() for source in sources if source is not None]
+    return found | ({"_code_": hashlib.sha256(b"".join(code)).hexdigest()[:8]} if code else {})
+
+
+def _plain(value: Any, settings: Any) -> Any:
+    if is_dataclass(value):
+        kind = type(value)
+        own = settings if isinstance(settings, Mapping) else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        return complete(own, value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, None) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str, Mapping)):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}" if settings is None else settings
+
+
+def _source_of(kind: type) -> str | None:
+    """Find the file of a user's own class."""
+    package = kind.__module__.partition(".")[0]
+    if package == "dmc" or package in sys.stdlib_module_names:
+        return None
+    return getattr(sys.modules[kind.__module__], "__file__", None)
 
 
 def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
@@ -256,15 +305,6 @@ def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> Non
         policy.fitted(num_layers, block_size)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _own_code(policy: Any) -> str | None:
-    """Hash the source file of a user's own policy, which changes more often than its name."""
-    module = type(policy).__module__
-    source = getattr(sys.modules[module], "__file__", None)
-    if module.startswith("dmc.") or source is None:
-        return None
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 
 def build_model(value: Any, name: str) -> ComparedModel:
@@ -296,7 +336,15 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any]
     files = [path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES] if folder.is_dir() else []
     compressed = str(values.get("model_type")).startswith("dmc_")
     target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
-    return [model.dtype, file_stamps(files) or asdict(model), values], values, target_ratio
+    return [model.dtype, model.revision, file_stamps(files) or model.path, values], values, target_ratio
+
+
+def model_settings(model: ComparedModel) -> dict[str, Any]:
+    """Write which model it is, and of a folder when it was written last."""
+    files = Path(model.path).expanduser().glob("*")
+    times = [path.stat().st_mtime for path in files if path.suffix in MODEL_FILES]
+    written = datetime.fromtimestamp(max(times)).isoformat(sep=" ", timespec="seconds") if times else None
+    return asdict(model) | {"written": written}
 
 
 def digest(content: Any) -> str:

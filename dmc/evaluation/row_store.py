@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -11,6 +13,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "task_key")
+"""Texts that every row has."""
+FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
+"""What a finished row has beside them."""
 
 
 class RowStore:
@@ -18,12 +24,16 @@ class RowStore:
 
     Args:
         path: of the file; it need not exist yet, its folder is made.
+    Raises:
+        OSError: the folder is a file, or may not be written to.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
         self.path = path
         self._reported: set[int] = set()
+        self._told_earlier = False
 
     def append(self, row: Row) -> None:
         """Write a row so that it is there whole or not at all, also beside other processes' rows.
@@ -34,6 +44,7 @@ class RowStore:
         line = json.dumps(row).encode() + b"\n"
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            lock(handle)
             size = os.fstat(handle).st_size
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a line that a crash has torn must not swallow this one
@@ -52,17 +63,44 @@ class RowStore:
                 continue
             try:
                 row = json.loads(line)
-                key = row["key"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, RecursionError):
+                row = None
+            if not is_row(row):
                 if number not in self._reported:
                     logger.warning("%s, line %d is damaged: it is left out, its cell runs again", self.path, number)
                 self._reported.add(number)
                 continue
-            rows.pop(key, None)
-            rows[key] = row
+            rows.pop(row["key"], None)
+            rows[row["key"]] = row
+        earlier = sum("policy_key" not in row for row in rows.values())
+        if earlier and not self._told_earlier:
+            logger.warning(
+                "%s: %d rows are of an earlier version: they are shown, but stand for no cell of this one",
+                self.path,
+                earlier,
+            )
+            self._told_earlier = True
         return list(rows.values())
 
     @property
     def num_damaged(self) -> int:
         """Lines that `rows` has left out so far."""
         return len(self._reported)
+
+
+def is_row(row: Any) -> bool:
+    """Whether a line of JSON is a row: it says what it measures, how that ended, and if well, the figures."""
+    if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
+        return False
+    named = all(name in row for name in ("budget", "own_gates"))
+    return named and (row["status"] != "done" or all(name in row for name in FIGURES))
+
+
+def lock(handle: int) -> None:
+    """Keep other processes that append from writing, until the file is closed.
+
+    Of a disk that machines share, each of them knows the end of a file only so; one without locks is appended to as it
+    is.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.lockf(handle, fcntl.LOCK_EX)

@@ -29,22 +29,25 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
         runs: finished ones.
         configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
     Returns:
-        All rows.
+        The rows of these runs under these settings; the folder may hold others.
     Raises:
         ValueError, FileNotFoundError: see `plan_grid`.
     """
     store = RowStore(Path(config.output) / "compare" / "cells.jsonl")
     controls = {run.label: str(run.final) for run in runs if run.name == CONTROL}
     others = {run.label: str(run.final) for run in runs if run.name != CONTROL}
+    keys: list[str] = []
     for models, policies, budgets in ((controls, config.policies, config.budgets), (others, [FULL], [])):
         if models:
             settings = CompareConfig(
                 models, policies, config.tasks, budgets, config.engine, speed_tokens=0, output=config.output
             )
             grid = plan_grid(settings, configs)
+            keys += [cell.key for cell in grid.cells]
             cells = unfinished(grid.cells, store.rows())
             run_cells(cells, grid, settings, store, lambda model: load_with_tokenizer(**asdict(model)))
-    return store.rows()
+    rows = {row["key"]: row for row in store.rows()}
+    return [rows[key] for key in keys if key in rows]
 
 
 def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]) -> str:
@@ -59,5 +62,5 @@ def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]
         writer = csv.DictWriter(file, list(columns[0]) if columns else [])
         writer.writeheader()
         writer.writerows(columns)
-    write_report(rows, folder / "compare")
+    write_report(RowStore(folder / "compare" / "cells.jsonl").rows(), folder / "compare")
     return table

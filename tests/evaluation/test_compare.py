@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from dmc import Engine, load_model
 from dmc.config import build_config
 from dmc.evaluation.compare import run_cells, unfinished
-from dmc.evaluation.compare_report import comparable, over_full_cache, write_report
+from dmc.evaluation.compare_report import over_full_cache, write_report
 from dmc.evaluation.grid import CompareConfig, named_settings, plan_grid
 from dmc.evaluation.row_store import RowStore
 
@@ -121,7 +121,7 @@ def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) ->
     assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
     assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
-    assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep"}
+    assert keep["settings"]["policy"].items() >= {"_target_": "users_keep.Keep", "fails": False}.items()
     assert keep["settings"]["task"]["sequence_length"] == 40
     assert "versions" in full["provenance"]
 
@@ -287,7 +287,8 @@ def test_every_shipped_task_can_be_built(path: Path, make_config: Any) -> None:
 def make_row(policy: str, budget: str | None, values: list[float], **changes: Any) -> dict[str, Any]:
     row = {
         "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
-        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "task_key": "t", "samples_key": "s",
+        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
+        "samples_key": "s",
         "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
         "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
         "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
@@ -338,13 +339,11 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
 
 
 def test_nothing_is_compared_across_settings_samples_or_models() -> None:
-    old = make_row("h2o", "4", [9.0], task_key="old", key="1")
     new = make_row("h2o", "4", [2.0], key="2")
-    other = make_row("tova", "4", [2.0], task_key="old", key="3")
     full = make_row("full", None, [1.0], key="4")
-    assert comparable([old, other, new, full]) == [new, full]
     assert over_full_cache(new, [full])["over_full_cache"] == 1.0
     assert over_full_cache(new, [{**full, "model": "another"}])["over_full_cache"] is None
+    assert over_full_cache(new, [{**full, "task_key": "old"}])["over_full_cache"] is None
     assert over_full_cache(new, [{**full, "samples_key": "others"}])["over_full_cache"] is None
     gates = make_row("full", None, [3.0], own_gates=True, model="small", key="5")
     control = {**full, "model": "control", "sample_values": [1.5]}

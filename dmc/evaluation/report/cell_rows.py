@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import replace
 from typing import Any
 
 from dmc.evaluation.compare import DONE, FAILED
-from dmc.evaluation.compare_report import comparable, over_full_cache
+from dmc.evaluation.compare_report import over_full_cache
 from dmc.evaluation.evaluate_report import benchmark_figures
 from dmc.evaluation.report.findings import Failure, Findings, Result
 from dmc.evaluation.report.names import budget_of, short_names
 from dmc.evaluation.report.place_rows import add_places
+from dmc.evaluation.row_names import told_apart
 from dmc.evaluation.row_store import Row
 
 
-def add_cells(rows: list[Row], folder: str, findings: Findings) -> None:
-    """Add the newest row of every cell; the tasks of a benchmark become their mean.
+def add_cells(rows_by_folder: dict[str, list[Row]], findings: Findings) -> None:
+    """Add the row of every cell; the tasks of a benchmark become their mean.
 
     Args:
-        rows: in the order in which they were written.
-        folder: where they lie.
+        rows_by_folder: in the order in which they were written; all of them, since the same name may stand for other
+            settings in another folder.
         findings: to add to.
     """
-    current = comparable(rows)
-    sources = [findings.add_source(folder, row["provenance"], row.get("device", "")) for row in current]
-    if len(current) < len(rows):
-        findings.notes.append(
-            f"{folder}: {len(rows) - len(current)} rows of other settings or earlier versions of a model are left out"
-        )
-    names = short_names(current)
-    done = [(row, source) for row, source in zip(current, sources, strict=True) if row["status"] == DONE]
-    results = [_compared(row, current, names, source) for row, source in done if "benchmark" not in row]
-    results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
-    taken = set(findings.tasks)
-    findings.results += [
-        replace(result, task=f"{result.task} ({folder})") if result.task in taken else result for result in results
-    ]
-    for row, source in zip(current, sources, strict=True):
+    folders = [folder for folder, rows in rows_by_folder.items() for _ in rows]
+    rows = told_apart([row for rows in rows_by_folder.values() for row in rows])
+    found = {
+        folder: [row for each, row in zip(folders, rows, strict=True) if each == folder] for folder in rows_by_folder
+    }
+    names, taken = short_names(list(found.values())), set(findings.tasks)
+    for folder, own in found.items():
+        tasks = {str(row.get("benchmark", row["task"])) for row in own}
+        renamed = [
+            _rename_task(row, f" ({folder})") if row.get("benchmark", row["task"]) in taken else row for row in own
+        ]
+        _add_folder(renamed, folder, names, findings)
+        taken |= tasks
+
+
+def _rename_task(row: Row, suffix: str) -> Row:
+    column = "benchmark" if "benchmark" in row else "task"
+    return row | {column: row[column] + suffix}
+
+
+def _add_folder(rows: list[Row], folder: str, names: dict[str, str], findings: Findings) -> None:
+    sources = [findings.add_source(folder, row["provenance"], row.get("device", "")) for row in rows]
+    done = [(row, source) for row, source in zip(rows, sources, strict=True) if row["status"] == DONE]
+    findings.results += [_compared(row, rows, names, source) for row, source in done if "benchmark" not in row]
+    findings.results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
+    for row, source in zip(rows, sources, strict=True):
         if row["status"] == FAILED:
             error = f"{row['task']}: {row['error']}" if "benchmark" in row else row["error"]
             findings.failures.append(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dmc.evaluation.compare_report import requested
 from dmc.evaluation.row_store import Row
 
 FULL_CACHE = "full cache"
 
 
-def short_names(rows: list[Row]) -> dict[str, str]:
-    """Name methods without their model where there is one stock model only."""
-    several = len({row["model"] for row in rows if not row["own_gates"]}) > 1
-    return {row["method"]: _short_name(row, several) for row in rows}
+def short_names(folders: Sequence[Sequence[Row]]) -> dict[str, str]:
+    """Name methods without their model where the rows of all folders are of one stock model."""
+    stock = [[row for row in rows if not row["own_gates"]] for rows in folders]
+    several = any(len({row["model"] for row in rows}) > 1 for rows in stock)
+    several |= len({row["model_key"] for rows in stock for row in rows}) > 1
+    return {row["method"]: _short_name(row, several) for rows in folders for row in rows}
 
 
 def _short_name(row: Row, several_models: bool) -> str:

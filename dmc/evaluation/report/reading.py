@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dmc.evaluation.report.benchmark_rows import add_benchmark
 from dmc.evaluation.report.cell_rows import add_cells
 from dmc.evaluation.report.findings import Findings
 from dmc.evaluation.report.quickstart_rows import add_quickstart
-from dmc.evaluation.row_store import RowStore
+from dmc.evaluation.row_store import Row, RowStore
 
 EXPECTED = (
     "expected a folder written by compare.py or evaluate.py (cells.jsonl), benchmark.py (results.jsonl), analyse.py "
@@ -31,26 +32,38 @@ def read_folders(folders: Sequence[Path]) -> Findings:
     if not folders:
         raise ValueError("folders is empty: give folders=outputs/compare, one or several")
     findings = Findings()
+    cells: dict[str, list[Row]] = {}
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: {EXPECTED}")
         before = len(findings.sources)
-        try:
-            _read(folder, findings)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise ValueError(f"{folder}: a row is not of this project ({error!r}): {EXPECTED}") from error
-        if len(findings.sources) == before:
+        with _telling(str(folder)):
+            rows = _read(folder, findings)
+        if len(findings.sources) == before and not rows:
             raise ValueError(f"{folder} holds no results: {EXPECTED}")
+        if rows:
+            cells[str(folder)] = rows
+    with _telling(", ".join(cells)):
+        add_cells(cells, findings)
     return findings
 
 
-def _read(folder: Path, findings: Findings) -> None:
+@contextmanager
+def _telling(folders: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"{folders}: a row is not of this project ({error!r}): {EXPECTED}") from error
+
+
+def _read(folder: Path, findings: Findings) -> list[Row]:
+    """Add what a folder holds; return the rows of its cells."""
     names = ("cells.jsonl", "results.jsonl", "results.json", "analysis.json")
     cells, speeds, quickstart, analysis = (folder / name for name in names)
-    damaged = 0
+    damaged, found = 0, []
     if cells.is_file():
         store = RowStore(cells)
-        add_cells(store.rows(), str(folder), findings)
+        found = store.rows()
         damaged += store.num_damaged
     elif quickstart.is_file():
         add_quickstart(json.loads(quickstart.read_text()), folder, findings)
@@ -62,6 +75,7 @@ def _read(folder: Path, findings: Findings) -> None:
         add_analysis(json.loads(analysis.read_text()), folder, findings)
     if damaged:
         findings.notes.append(f"{folder}: {damaged} damaged lines are left out")
+    return found
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
