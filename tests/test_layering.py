@@ -19,6 +19,7 @@ ALLOWED = {
     "checksums": set(),
     "claims": set(),
     "command_line": set(),
+    "full_attention": set(),
     "provenance": set(),
     "ranks": set(),
     "replacement": {"checksums"},
@@ -26,9 +27,9 @@ ALLOWED = {
     "compression": {"budget", "ranks"},
     "config": {"compression", "budget"},
     "kernels": {"compression"},
-    "models": {"compression", "budget", "ranks"},
+    "models": {"compression", "budget", "ranks", "full_attention"},
     "policies": {"compression", "budget", "config", "target"},
-    "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
+    "runtime": {"kernels", "compression", "policies", "budget", "ranks", "full_attention"},
     "data": {"config", "checksums"},
     "measure": {"compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget"},
@@ -63,7 +64,18 @@ ALLOWED = {
     },
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
-CORE = ("budget", "ranks", "target", "compression", "models", "kernels", "policies", "runtime", "__init__")
+CORE = (
+    "budget",
+    "ranks",
+    "target",
+    "full_attention",
+    "compression",
+    "models",
+    "kernels",
+    "policies",
+    "runtime",
+    "__init__",
+)
 FORBIDDEN_IN_CORE = (
     "lightning",
     "pytorch_lightning",

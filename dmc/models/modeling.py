@@ -15,20 +15,18 @@ from transformers import (
     AutoModelForCausalLM,
     Cache,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.masking_utils import AttentionMaskInterface
 
 from dmc.compression import CompressionConfig, Compressor
+from dmc.full_attention import refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
-POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles do not depend on how long the sequence has become."""
 
 
 def padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
@@ -64,7 +62,7 @@ class CompressedCausalLM(PreTrainedModel):
     """Mixed in before a stock `*ForCausalLM`: every `self_attn` becomes the family's compressed attention.
 
     Raises:
-        NotImplementedError: a layer has a sliding window, or RoPE depends on the sequence length.
+        NotImplementedError: see `refuse_other_attention`.
         ValueError: the head cannot lend a neuron.
     """
 
@@ -75,7 +73,7 @@ class CompressedCausalLM(PreTrainedModel):
     _ranks = ALONE
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        refuse_unsupported(config)
+        refuse_other_attention(config)
         config._attn_implementation = ATTENTION_NAME
         super().__init__(config, *args, **kwargs)
         compression = CompressionConfig.from_dict(config.compression)
@@ -234,24 +232,6 @@ def pad_on_the_left(input_ids: Tensor, attention_mask: Tensor, num_seen: int) ->
     return torch.cat((fed, tokens.gather(-1, order)), dim=-1), torch.cat((seen, new.gather(-1, order)), dim=-1)
 
 
-def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Raise for architectures on which compression would be silently wrong."""
-    sliding = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    for index, layer_type in enumerate(layer_types):
-        if sliding is not None and layer_type == "sliding_attention":
-            raise NotImplementedError(
-                f"layer {index} of this {config.model_type} model has a sliding window of {sliding} tokens; "
-                "compressed attention needs full attention in every layer (sliding_window=None)"
-            )
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in POSITION_FREE_ROPE:
-        raise NotImplementedError(
-            f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot follow; "
-            f"expected one of {', '.join(POSITION_FREE_ROPE)}"
-        )
-
-
 def families() -> dict[str, type[CompressedCausalLM]]:
     """Return the compressed model class of each stock `model_type`, discovered from the files of this package."""
     package = importlib.import_module("dmc.models")
@@ -282,7 +262,7 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
         The family's compressed class, in the mode (train or eval) of `model`.
     Raises:
         ValueError: the family is not supported.
-        NotImplementedError: the architecture is not (sliding window, RoPE that depends on the length).
+        NotImplementedError: see `refuse_other_attention`.
     """
     if isinstance(model, CompressedCausalLM):
         model.compression = compression

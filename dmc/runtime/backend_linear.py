@@ -6,24 +6,36 @@ import functools
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
-def use_linear_of(backend: ModuleType, model: nn.Module) -> None:
-    """Let the model's linear layers ask `backend.linear`, if it has one, wherever no gradient is wanted.
+class BackendLinear:
+    """Lets a model's linear layers ask `backend.linear`, if it has one, while a pass runs; after it they are as before.
 
-    Their parameters, and what they compute, stay as they are.
+    Their parameters, and what they compute, stay as they are. A layer with a `forward` of its own, as offloading and
+    adapters give it, is left alone.
+
+    Args:
+        backend: kernel module.
+        model: whose layers are meant, as they are now.
     """
-    linear = getattr(backend, "linear", None)
-    if linear is None:
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = functools.partial(_forward, linear, module)  # type: ignore[method-assign]
+
+    def __init__(self, backend: ModuleType, model: nn.Module) -> None:
+        linear = getattr(backend, "linear", None)
+        self._layers = [module for module in model.modules() if linear is not None and type(module) is nn.Linear]
+        self._forwards = [functools.partial(_forward, linear, layer) for layer in self._layers]
+        self._lent: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        for layer, forward in zip(self._layers, self._forwards, strict=True):
+            if "forward" not in layer.__dict__:
+                layer.__dict__["forward"] = forward
+                self._lent.append(layer)
+
+    def __exit__(self, *_: object) -> None:
+        while self._lent:
+            del self._lent.pop().__dict__["forward"]
 
 
 def _forward(linear: Any, module: nn.Linear, states: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        return nn.functional.linear(states, module.weight, module.bias)
     return linear(states, module.weight, module.bias)

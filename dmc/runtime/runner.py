@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmc.compression import CompressionConfig
+from dmc.compression import CompressionConfig, rotate
+from dmc.full_attention import refuse_other_attention
 from dmc.kernels import choose_backend
 from dmc.policies import CachePolicy
 from dmc.ranks import ALONE
-from dmc.runtime.backend_linear import use_linear_of
+from dmc.runtime.backend_linear import BackendLinear
 from dmc.runtime.cache_attention import CacheAttention
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.policy.dispatch import policy_attention, side_layout
 from dmc.runtime.scheduler import Segment
 from dmc.runtime.step import RotaryTables, Step
-from dmc.runtime.stock_attention import use_stock_attention
+from dmc.runtime.stock_attention import StockAttention
 
 
 def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
-    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy asks for notes."""
+    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy asks for notes.
+
+    Raises:
+        NotImplementedError: a stock model's attention is not full causal attention.
+    """
     config = model.config
     compression = getattr(config, "compression", None)
+    if compression is None:
+        refuse_other_attention(config)
     parameter = next(model.parameters())
     ranks = getattr(model, "ranks", ALONE)
     num_kv_heads = config.num_key_value_heads // ranks.size
@@ -70,9 +79,18 @@ def fit_policy(
 
 
 def rotary_of(model: Any) -> RotaryTables:
-    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D]."""
+    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D].
+
+    It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
+    the policies that ask for tables would turn its keys wrongly.
+    """
+    is_checked = False
 
     def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal is_checked
+        if not is_checked:
+            _check_rotates_by_halves(model)
+            is_checked = True
         rotary = model.model.rotary_emb
         cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
         return cos / rotary.attention_scaling, sin / rotary.attention_scaling
@@ -80,28 +98,47 @@ def rotary_of(model: Any) -> RotaryTables:
     return tables
 
 
+def _check_rotates_by_halves(model: Any) -> None:
+    attention = next(module for module in model.modules() if hasattr(module, "q_proj"))
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    layout = layout_of(model)
+    states = torch.linspace(-1, 1, 2 * layout.head_dim, device=layout.device).view(1, 1, 2, -1)
+    angles = torch.linspace(0, 1, layout.head_dim // 2, device=layout.device).view(1, 1, -1).expand(1, 2, -1)
+    cos, sin = (each.repeat(1, 1, 2) for each in (angles.cos(), angles.sin()))
+    turned = rotate(states, cos, sin)
+    partly = getattr(model.config, "partial_rotary_factor", None) or (model.config.rope_parameters or {}).get(
+        "partial_rotary_factor", 1.0
+    )
+    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1])
+    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, cos, sin)[1], turned):
+        raise NotImplementedError(
+            "the policy turns keys further by RoPE, which is written for models that rotate all channels of all "
+            f"layers by halves, as Llama does; this {model.config.model_type} model does not"
+        )
+
+
 class Runner:
     """Feeds segments to a model, compressed or stock, in one row without padding.
 
     Args:
-        model: causal LM; its linear layers are made to ask the backend, a stock one's attention the paged cache.
+        model: causal LM; while a pass runs its linear layers ask the backend, a stock one's attention the paged cache.
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
         policy: what a stock model's cache keeps, or reads; None: all, or what a compressed model's gates decide.
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
+        NotImplementedError: a stock model's attention is not full causal attention.
     """
 
     def __init__(self, model: Any, cache: PagedCache, kernels: str, policy: CachePolicy | None = None) -> None:
         self.model, self.cache = model, cache
         layout = cache.layout
         backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
-        use_linear_of(backend, model)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
-        if is_stock:
-            use_stock_attention(model)
+        self._linear = BackendLinear(backend, model)
+        self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
         self._attention = CacheAttention(cache, backend)
         if policy is not None:
             self._attention = policy_attention(policy, cache, backend, self._rotary or rotary_of(model))
@@ -112,7 +149,10 @@ class Runner:
 
         Raises:
             OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
+            RuntimeError: the model has moved to another device or dtype than the cache's; nothing has changed.
+            NotImplementedError: a stock model's attention turns out to be another than the cache serves.
         """
+        self._check_place()
         rows = [segment.sequence.row for segment in segments if segment.sequence.row is not None]
         num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
         prompt_ends = [segment.sequence.prompt_end for segment in segments]
@@ -123,14 +163,23 @@ class Runner:
             wanted += range(len(tokens) + segment.first_wanted, len(tokens) + len(segment.tokens))
             tokens += segment.tokens
         device = self.cache.layout.device
-        output = self.model(
-            torch.tensor([tokens], device=device),
-            position_ids=step.position_ids,
-            paged_cache=step,
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
-        )
+        with self._linear, self._stock:
+            output = self.model(
+                torch.tensor([tokens], device=device),
+                position_ids=step.position_ids,
+                paged_cache=step,
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
+            )
         step.finish()
         for segment in segments:
             segment.sequence.num_fed += len(segment.tokens)
         return output.logits[0]
+
+    def _check_place(self) -> None:
+        layout, parameter = self.cache.layout, next(self.model.parameters())
+        if parameter.device != layout.device or parameter.dtype != layout.dtype:
+            raise RuntimeError(
+                f"the model is now {parameter.dtype} on {parameter.device}, this engine's cache is {layout.dtype} on "
+                f"{layout.device}: make a new Engine after model.to(...)"
+            )

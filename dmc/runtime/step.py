@@ -42,7 +42,9 @@ class Step:
         self.cache = attention.cache
         self.cache.reserve(rows, num_new)
         self._attention, self._rows, self._num_new = attention, rows, num_new
+        self._num_attended = 0
         device, delay = self.cache.layout.device, self.cache.layout.delay
+        self._rotary = rotary
         begins, ends = self.cache.tokens_seen[rows].tolist(), prompt_ends or [0] * len(rows)
         places = [Place(*each) for each in zip(rows, begins, ends, strict=True)]
         self.groups = []
@@ -66,7 +68,16 @@ class Step:
         return flat[None]
 
     def finish(self) -> None:
-        """Count the new tokens as seen, after the last layer."""
+        """Count the new tokens as seen, after the last layer.
+
+        Raises:
+            NotImplementedError: layers of a stock model have not asked this cache.
+        """
+        if self._rotary is None and self._num_attended < self.cache.layout.num_layers:
+            raise NotImplementedError(
+                f"{self._num_attended} of the model's {self.cache.layout.num_layers} layers have asked the paged "
+                "cache; the others keep another state, or attend in a way of their own, which it does not serve"
+            )
         self.cache.tokens_seen[self._rows] += torch.tensor(self._num_new)
 
     def attend(
@@ -101,10 +112,32 @@ class Step:
         return fixed_decisions(group.positions, compression.target_ratio)[:, None].expand_as(decided)
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Append every token and attend to all of them; query and key already rotated, [1, heads, N, D]."""
+        """Append every token and attend to all of them; query and key already rotated, [1, heads, N, D].
+
+        Raises:
+            NotImplementedError: layers do not come one after the other, or their heads are not the cache's.
+        """
+        self._check_plain(layer_index, query, key, value)
         attended = torch.empty_like(query)
         for group in self.groups:
             tokens = NewTokens(group.rows, group.positions, group.pick(key), group.pick(value))
             picked = group.pick(query)
             attended = group.put(attended, self._attention.attend(layer_index, group, picked, tokens, scaling))
         return attended
+
+    def _check_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse a layer of a model whose code is not ours unless it is what its configuration promised."""
+        layout = self.cache.layout
+        if layer_index != self._num_attended:
+            raise NotImplementedError(
+                f"layer {layer_index} asks the paged cache where layer {self._num_attended} was due: expected every "
+                "layer once, one after the other"
+            )
+        self._num_attended += 1
+        heads = (layout.num_kv_heads, layout.head_dim)
+        if key.shape[1::2] != heads or value.shape[1::2] != heads or query.shape[-1] != layout.head_dim:
+            raise NotImplementedError(
+                f"layer {layer_index} has key heads {tuple(key.shape[1::2])}, value heads {tuple(value.shape[1::2])} "
+                f"(number, size) and queries of {query.shape[-1]} channels; the cache holds {heads} as the model's "
+                "configuration says"
+            )

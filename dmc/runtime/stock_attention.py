@@ -5,13 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AttentionInterface, PreTrainedConfig
 
 from dmc.runtime.step import Step
 
 STOCK_ATTENTION = "dmc_paged"
+HARMLESS = {
+    "position_ids": "queries and keys are rotated already",
+    "output_attentions": "a wish to see the weights, which the engine never has",
+    "output_router_logits": "of the model, not of attention",
+    "use_cache": "the engine says no: its cache is not the model's",
+}
+"""Keywords that do not change what attention computes, and why."""
+
+
+class StockAttention:
+    """Lets a stock model ask the paged cache while a pass runs; before and after, its attention is its own.
+
+    No mask function is registered beside the attention function, so transformers builds no mask: of sequences that
+    share a pass it would be as large as the square of their tokens.
+
+    Args:
+        model: causal LM.
+    Raises:
+        NotImplementedError: it has attention sinks, of which configurations do not tell.
+    """
+
+    def __init__(self, model: Any) -> None:
+        for name, _ in model.named_parameters():
+            if name.rpartition(".")[2] in ("sink", "sinks"):
+                layer = next(filter(str.isdigit, name.split(".")), "?")
+                raise NotImplementedError(
+                    f"layer {layer} of this {model.config.model_type} model has attention sinks ({name}), which the "
+                    "paged cache does not serve"
+                )
+        every = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self._configs = [config for config in every.values() if isinstance(config, PreTrainedConfig)]
+        self._own: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._own = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = STOCK_ATTENTION
+
+    def __exit__(self, *_: object) -> None:
+        for config, own in zip(self._configs, self._own, strict=True):
+            config._attn_implementation = own
 
 
 def stock_attention(
@@ -20,31 +59,43 @@ def stock_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
     paged_cache: Step | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend through the engine's cache where there is one, else as `sdpa`; query and key are rotated already."""
+) -> tuple[Tensor, None]:
+    """Attend through the engine's cache; query and key are rotated already.
+
+    Raises:
+        NotImplementedError: the model asks for more than full causal attention, or does not hand on the cache.
+    """
+    config: Any = module.config
+    if sliding_window is not None and sliding_window >= config.max_position_embeddings:
+        sliding_window = None
+    asked = {
+        "attention_mask": attention_mask,
+        "dropout": dropout or None,
+        "is_causal": False if is_causal is False else None,
+        "sliding_window": sliding_window,
+        **{name: value for name, value in kwargs.items() if name not in HARMLESS},
+    }
+    for name, wish in asked.items():
+        if wish is not None:
+            shown = tuple(wish.shape) if isinstance(wish, Tensor) else wish
+            raise NotImplementedError(
+                f"layer {module.layer_idx} of this {config.model_type} model asks its attention for {name}={shown}, "
+                "which the paged cache does not serve"
+            )
     if paged_cache is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if getattr(module, "sliding_window", None) is not None:
         raise NotImplementedError(
-            f"layer {module.layer_idx} has a sliding window, which the paged cache does not serve"
+            f"this {config.model_type} model does not hand keywords on to its attention, so that its layers cannot "
+            "find the paged cache"
         )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attended = paged_cache.attend_plain(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
     return attended.transpose(1, 2).contiguous(), None
 
 
-def paged_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Build the mask of `sdpa`; the engine's flat rows need none and pass a 1-token shape through unused."""
-    return sdpa_mask(attention_mask=attention_mask, **kwargs)
-
-
-def use_stock_attention(model: Any) -> None:
-    """Make a stock model ask the paged cache; without the engine's keyword it behaves as before, on `sdpa`."""
-    if model.config._attn_implementation != STOCK_ATTENTION:
-        model.set_attn_implementation(STOCK_ATTENTION)
-
-
 AttentionInterface.register(STOCK_ATTENTION, stock_attention)
-AttentionMaskInterface.register(STOCK_ATTENTION, paged_mask)
