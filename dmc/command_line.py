@@ -1,24 +1,48 @@
-"""What every script does: settings as people write them turned into what Hydra reads, and a process set up."""
+"""What every script does: settings as people write them turned into what Hydra reads, errors told in one line."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "seeds", "only")
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
+_SHOW_STACK = "HYDRA_FULL_ERROR"
+INPUT_ERRORS = (
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
+    NotImplementedError,
+    ArithmeticError,  # a run whose steps are not finite, numbers too large
+    RecursionError,  # a file with brackets in thousands of brackets
+    HydraException,
+    OmegaConfBaseException,
+    SafetensorError,
+)
+"""What wrong settings and damaged files end in; anything else is a defect, and shows its stack."""
 
 
 def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Make a script's main function, which takes composed settings, read the command line.
+
+    Wrong input ends the process with one line on stderr and status 1; HYDRA_FULL_ERROR=1 shows the stack.
 
     Args:
         name: of its file in `configs/`, which lies beside the script's folder.
@@ -26,17 +50,58 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
     def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
         configs = Path(function.__code__.co_filename).resolve().parent.parent / "configs"
-        run = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(function)
+        told = nullcontext if os.environ.get(_SHOW_STACK) == "1" else errors_in_one_line
+
+        @functools.wraps(function)
+        def task(settings: DictConfig) -> None:
+            # A launcher waits for ever for the result of a run that just exits: runs of a sweep raise.
+            with told() if HydraConfig.get().mode is RunMode.RUN else nullcontext():
+                if missing := sorted(OmegaConf.missing_keys(settings)):
+                    raise ValueError(f"give a value for {', '.join(missing)}")
+                function(settings)
+
+        run = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(task)
 
         @functools.wraps(function)
         def main() -> None:
             flush_denormals()
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
-            run()
+            with told(), _raised_by_hydra():
+                run()
 
         return main
 
     return decorate
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """End the process with one line on stderr and status 1 where the input was wrong."""
+    try:
+        yield
+    except INPUT_ERRORS as error:
+        sys.exit(f"error: {_in_one_line(error)}")
+
+
+@contextmanager
+def _raised_by_hydra() -> Iterator[None]:
+    """Let Hydra raise what is wrong with a command line, of which it would write several lines."""
+    before = os.environ.get(_SHOW_STACK)
+    os.environ[_SHOW_STACK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SHOW_STACK]
+        else:
+            os.environ[_SHOW_STACK] = before
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Write an error's message without line breaks, of an OmegaConf error what it says of the value alone."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
+    return " ".join(told) or type(error).__name__
 
 
 def flush_denormals() -> None:

@@ -5,7 +5,6 @@ A stock model with a training-free policy: policy=h2o budget=4. The ratios along
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -19,14 +18,11 @@ from dmc.loading import load_with_tokenizer
 
 @script("analyse")
 def main(settings: DictConfig) -> None:
-    try:
-        values: Any = OmegaConf.to_container(settings, resolve=True)
-        if values["model"]["path"] is None:
-            values["model"] = None
-        config = build_config(AnalyseConfig, values)
-        paths = run_analysis(plan_analysis(config), config, lambda model: load_with_tokenizer(**asdict(model)))
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    if values["model"]["path"] is None:
+        values["model"] = None
+    config = build_config(AnalyseConfig, values)
+    paths = run_analysis(plan_analysis(config), config, lambda model: load_with_tokenizer(**asdict(model)))
     print("\n".join(map(str, paths)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,16 @@ def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]
 
 @script("benchmark")
 def main(settings: DictConfig) -> None:
-    try:
-        config = build_config(BenchmarkConfig, OmegaConf.to_container(settings, resolve=True))  # type: ignore[arg-type]
-        folder = Path(config.output)
+    config = build_config(BenchmarkConfig, OmegaConf.to_container(settings, resolve=True))  # type: ignore[arg-type]
+    folder = Path(config.output)
+    models = build_models(config)
+
+    def store(row: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps({**row, **provenance()}) + "\n")
 
-            def store(row: dict[str, Any]) -> None:
-                file.write(json.dumps({**row, **provenance()}) + "\n")
-                file.flush()
-
-            rows = run_benchmark(config, *build_models(config), store)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    rows = run_benchmark(config, *models, store)
     table = format_table(rows)
     (folder / "table.md").write_text(table + "\n")
     plot_pareto(rows, folder / "pareto.png")

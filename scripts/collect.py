@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,10 +13,7 @@ from dmc.training.collect import collect, format_table, write_results
 @script("collect")
 def main(settings: DictConfig) -> None:
     folder = Path(settings.folder)
-    try:
-        results, unfinished = collect(folder)
-    except FileNotFoundError as error:
-        sys.exit(f"error: {error}")
+    results, unfinished = collect(folder)
     write_results(results, folder)
     print(format_table(results))
     if unfinished:

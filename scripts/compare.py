@@ -25,19 +25,14 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 @script("compare")
 def main(settings: DictConfig) -> None:
-    try:
-        if OmegaConf.is_missing(settings, "models"):
-            raise ValueError("give a value for models: 'models={base: DIR}', a name and a folder or hub name for each")
-        values: Any = OmegaConf.to_container(settings, resolve=True)
-        config = build_config(CompareConfig, values)
-        grid = plan_grid(config, CONFIGS)
-        folder = Path(config.output)
-        store = RowStore(folder / "cells.jsonl")
-        cells = unfinished(grid.cells, store.rows())
-        print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
-        run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(**asdict(model)))
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    config = build_config(CompareConfig, values)
+    grid = plan_grid(config, CONFIGS)
+    folder = Path(config.output)
+    store = RowStore(folder / "cells.jsonl")
+    cells = unfinished(grid.cells, store.rows())
+    print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
+    run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     table = write_report(store.rows(), folder, config.reference)
     files = ", ".join(str(folder / name) for name in (TABLE, CSV, PLACES, PLOT))
     print(f"\n{table}\n\n{store.path}, {files}")

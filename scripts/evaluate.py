@@ -27,22 +27,17 @@ def main(settings: DictConfig) -> None:
     try:
         from dmc.evaluation.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
         from dmc.evaluation.evaluate_report import write_evaluation_report
-
-        if missing := sorted(OmegaConf.missing_keys(settings)):
-            raise ValueError(f"give a value for {', '.join(missing)}: model=DIR tasks=cs_qa")
-        values: Any = OmegaConf.to_container(settings, resolve=True)
-        policy = HydraConfig.get().runtime.choices["policy"]
-        values["policy"] = {"name": policy, **values["policy"]} if values["policy"] else policy
-        config = build_config(EvaluateConfig, values)
-        evaluation = plan_evaluation(config, CONFIGS)
-        store = RowStore(Path(config.output) / "cells.jsonl")
-        cells = unfinished(evaluation.cells, store.rows())
-        print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
-        run_evaluation(evaluation, cells, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: pip install '.[eval]'")
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+        raise ImportError(f"{error}: pip install '.[eval]'") from error
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    policy = HydraConfig.get().runtime.choices["policy"]
+    values["policy"] = {"name": policy, **values["policy"]} if values["policy"] else policy
+    config = build_config(EvaluateConfig, values)
+    evaluation = plan_evaluation(config, CONFIGS)
+    store = RowStore(Path(config.output) / "cells.jsonl")
+    cells = unfinished(evaluation.cells, store.rows())
+    print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
+    run_evaluation(evaluation, cells, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     print(f"\n{write_evaluation_report(store.rows(), store.path.parent)}\n\nall of it: {store.path.parent}")
 
 

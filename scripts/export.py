@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -13,12 +12,9 @@ from dmc.training import export_checkpoint
 
 @script("export")
 def main(settings: DictConfig) -> None:
-    try:
-        folder = export_checkpoint(
-            Path(settings.run), Path(settings.output), target_ratio=settings.target_ratio, overwrite=settings.overwrite
-        )
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        sys.exit(f"error: {error}")
+    folder = export_checkpoint(
+        Path(settings.run), Path(settings.output), target_ratio=settings.target_ratio, overwrite=settings.overwrite
+    )
     print(f"exported {folder}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,16 +13,13 @@ from dmc.command_line import script
 def main(settings: DictConfig) -> None:
     from dmc.megatron import export_checkpoint
 
-    try:
-        folder = export_checkpoint(
-            Path(settings.model.path),
-            Path(settings.output),
-            tensor_size=settings.tensor_size,
-            vocab_multiple=settings.vocab_multiple,
-            overwrite=settings.overwrite,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    folder = export_checkpoint(
+        Path(settings.model.path),
+        Path(settings.output),
+        tensor_size=settings.tensor_size,
+        vocab_multiple=settings.vocab_multiple,
+        overwrite=settings.overwrite,
+    )
     print(f"exported {folder}")
 
 

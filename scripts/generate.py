@@ -31,23 +31,20 @@ def load(settings: DictConfig) -> Any:
 
 @script("generate")
 def main(settings: DictConfig) -> None:
-    try:
-        policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]
-        engine = Engine(
-            load(settings),
-            AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False),
-            policy,
-            block_size=settings.block_size,
-            memory=settings.memory,
-            kernels=settings.kernels,
-        )
-        params = SamplingParams(**{name: settings[name] for name in SAMPLING}, stop=tuple(settings.stop))
-        speaks = engine.cache.layout.ranks.rank == 0
-        print(settings.prompt if speaks else "", end="")
-        for event in engine.stream(settings.prompt, params):
-            print(event.text if speaks else "", end="", flush=True)
-    except (ValueError, FileNotFoundError, NotImplementedError, ImportError) as error:
-        sys.exit(f"error: {error}")
+    policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]
+    engine = Engine(
+        load(settings),
+        AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False),
+        policy,
+        block_size=settings.block_size,
+        memory=settings.memory,
+        kernels=settings.kernels,
+    )
+    params = SamplingParams(**{name: settings[name] for name in SAMPLING}, stop=tuple(settings.stop))
+    speaks = engine.cache.layout.ranks.rank == 0
+    print(settings.prompt if speaks else "", end="")
+    for event in engine.stream(settings.prompt, params):
+        print(event.text if speaks else "", end="", flush=True)
     if speaks and event.request.generation:
         stats = event.request.generation.stats
         ratio, used = f"CR {stats.achieved_ratio:.2f}", f"{stats.bytes_used:,} bytes used"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,17 +13,14 @@ from dmc.command_line import script
 def main(settings: DictConfig) -> None:
     from dmc.megatron import import_checkpoint
 
-    try:
-        folder = import_checkpoint(
-            Path(settings.checkpoint),
-            Path(settings.output),
-            arguments=None if settings.args is None else OmegaConf.to_object(settings.args),
-            tokenizer=settings.tokenizer,
-            vocab_size=settings.vocab_size,
-            overwrite=settings.overwrite,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    folder = import_checkpoint(
+        Path(settings.checkpoint),
+        Path(settings.output),
+        arguments=None if settings.args is None else OmegaConf.to_object(settings.args),
+        tokenizer=settings.tokenizer,
+        vocab_size=settings.vocab_size,
+        overwrite=settings.overwrite,
+    )
     print(f"imported {folder}")
 
 

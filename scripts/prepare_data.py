@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -17,11 +16,8 @@ def main(settings: DictConfig) -> None:
     from dmc.data.report import REPORT_NAME
     from dmc.training import prepare_text
 
-    try:
-        config = run_config(settings)
-        reports = prepare_text(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    config = run_config(settings)
+    reports = prepare_text(config)
     print(f"{format_report(reports)}\n\n{Path(config.data.cache_folder) / REPORT_NAME}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra import compose, initialize
 from train import run_config
 
-from dmc.command_line import flush_denormals
+from dmc.command_line import errors_in_one_line, flush_denormals
 from dmc.config import RunConfig
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError
@@ -31,16 +31,15 @@ def main(arguments: list[str]) -> None:
             chosen = argument
         else:
             overrides[chosen].append(argument)
-    try:
+    with errors_in_one_line():
         with initialize(version_base="1.3", config_path="../configs"):
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
-        run_quickstart(base, control, retrofit, Path("outputs/quickstart"))
-    except PreemptedError as stop:
-        print(stop)
-        sys.exit(EXIT_PREEMPTED)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        try:
+            run_quickstart(base, control, retrofit, Path("outputs/quickstart"))
+        except PreemptedError as stop:
+            print(stop)
+            sys.exit(EXIT_PREEMPTED)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,11 +16,8 @@ def main(settings: DictConfig) -> None:
     from dmc.training.replay import replay
 
     file = Path(settings.file)
-    try:
-        found = replay(Path(settings.run), file)
-        file.with_suffix(".json").write_text(json.dumps(asdict(found), indent=1))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    found = replay(Path(settings.run), file)
+    file.with_suffix(".json").write_text(json.dumps(asdict(found), indent=1))
     print(f"{found}\n\n{file.with_suffix('.json')}")
 
 

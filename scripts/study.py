@@ -20,16 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 @script("study")
 def main(settings: DictConfig) -> None:
     values: Any = OmegaConf.to_container(settings, resolve=True)
-    try:
-        config = build_config(StudyConfig, values)
-        for base in plan_bases(config):  # each may start from the one before
-            if train_runs([base], ROOT / "scripts" / "train.py", processes=1):
-                sys.exit(f"error: {base.label} failed, see {log_of(base)}")
-        runs = plan_runs(config)
-        failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
-        rows = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    config = build_config(StudyConfig, values)
+    for base in plan_bases(config):  # each may start from the one before
+        if train_runs([base], ROOT / "scripts" / "train.py", processes=1):
+            sys.exit(f"error: {base.label} failed, see {log_of(base)}")
+    runs = plan_runs(config)
+    failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
+    rows = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
     print(write_results(config, rows, runs))
     if failed:
         sys.exit(f"error: failed: {', '.join(f'{run.label} ({log_of(run)})' for run in failed)}")

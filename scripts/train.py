@@ -34,27 +34,20 @@ def run_config(settings: DictConfig) -> RunConfig:
 
 @script("train")
 def main(settings: DictConfig) -> None:
-    from dmc.training import EXIT_PREEMPTED, NonFiniteError, PreemptedError, print_plan, train
+    from dmc.training import EXIT_PREEMPTED, PreemptedError, print_plan, train
 
-    sweeps = HydraConfig.get().mode is RunMode.MULTIRUN
-    if sweeps:
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
         settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
+    if settings.plan:
+        planner = build_config(PlannerConfig, dict(settings.planner), "planner")
+        return print_plan(run_config(settings), planner, as_json=settings.plan == "json")
     try:
-        if settings.plan:
-            planner = build_config(PlannerConfig, dict(settings.planner), "planner")
-            return print_plan(run_config(settings), planner, as_json=settings.plan == "json")
         run = train(run_config(settings))
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)
-    except (ValueError, OSError, NotImplementedError, NonFiniteError) as error:
-        if sweeps:
-            raise  # a launcher waits for a result for ever if the process just exits
-        sys.exit(f"error: {error}")
     print(f"exported {run.final}")
 
 
 if __name__ == "__main__":
-    if {"plan=true", "plan=json"} & set(sys.argv):
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]  # writes nothing
     main()

@@ -21,14 +21,15 @@ def run_script(name: str, *arguments: str) -> str:
         arguments: of the command line.
     """
     root = logging.getLogger()
-    argv, handlers, level = sys.argv, root.handlers[:], root.level
+    argv, handlers, level, path = sys.argv, root.handlers[:], root.level, sys.path[:]
     sys.argv = [str(SCRIPTS / name), *arguments]
+    sys.path.insert(0, str(SCRIPTS))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as stop:
         return str(stop.code or "")
     finally:
-        sys.argv, root.handlers[:] = argv, handlers
+        sys.argv, root.handlers[:], sys.path[:] = argv, handlers, path
         root.setLevel(level)
         torch.set_flush_denormal(False)  # a script's process is its own
         GlobalHydra.instance().clear()

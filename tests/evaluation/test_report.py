@@ -253,7 +253,7 @@ def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
         (["folders=[empty]"], "error: empty holds no results"),
         (["folders=[]"], "error: folders is empty"),
         (["folders=empty,other"], "error: empty holds no results"),
-        ([], "error: give folders=outputs/compare, one or several"),
+        ([], "error: give a value for folders"),
     ],
 )
 def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, says):
