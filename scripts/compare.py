@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.evaluation.compare import run_cells, unfinished
+from dmc.evaluation.compare import failed_cells, run_cells, unfinished
 from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
 from dmc.evaluation.grid import CompareConfig, plan_grid
 from dmc.evaluation.row_store import RowStore
@@ -36,6 +36,8 @@ def main(settings: DictConfig) -> None:
     table = write_report(store.rows(), folder, config.reference)
     files = ", ".join(str(folder / name) for name in (TABLE, CSV, PLACES, PLOT))
     print(f"\n{table}\n\n{store.path}, {files}")
+    if failed := failed_cells(grid.cells, store.rows()):
+        raise ValueError(failed)  # the other jobs of a sweep go on
 
 
 if __name__ == "__main__":

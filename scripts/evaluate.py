@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.evaluation.compare import unfinished
+from dmc.evaluation.compare import failed_cells, unfinished
 from dmc.evaluation.row_store import RowStore
 from dmc.loading import load_with_tokenizer
 
@@ -39,6 +39,8 @@ def main(settings: DictConfig) -> None:
     print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
     run_evaluation(evaluation, cells, config, store, lambda model: load_with_tokenizer(**asdict(model)))
     print(f"\n{write_evaluation_report(store.rows(), store.path.parent)}\n\nall of it: {store.path.parent}")
+    if failed := failed_cells(evaluation.cells, store.rows()):
+        raise ValueError(failed)  # the other jobs of a sweep go on
 
 
 if __name__ == "__main__":

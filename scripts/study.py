@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
+from dmc.evaluation.row_store import FAILED
 from dmc.study.evaluation import evaluate_runs, write_results
 from dmc.study.plan import StudyConfig, plan_bases, plan_runs
 from dmc.study.training import log_of, train_runs
@@ -28,8 +29,10 @@ def main(settings: DictConfig) -> None:
     failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
     rows = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
     print(write_results(config, rows, runs))
-    if failed:
-        sys.exit(f"error: failed: {', '.join(f'{run.label} ({log_of(run)})' for run in failed)}")
+    names = [f"{run.label} ({log_of(run)})" for run in failed]
+    names += [f"{row['method']} on {row['task']}" for row in rows if row["status"] == FAILED]
+    if names:
+        sys.exit(f"error: failed: {', '.join(names)}")
 
 
 if __name__ == "__main__":

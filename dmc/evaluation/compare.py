@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import math
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,16 +16,13 @@ import torch
 from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
+from dmc.evaluation.division import divide
 from dmc.evaluation.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings
-from dmc.evaluation.row_store import Row, RowStore
+from dmc.evaluation.row_store import DONE, FAILED, FINISHED, NOT_FINITE, Row, RowStore
 from dmc.evaluation.speed import measure_speed
 from dmc.evaluation.tasks import Sample, SampleResult, Task, by_place
 from dmc.provenance import provenance
 from dmc.runtime import Engine, GenerationStats
-
-DONE, FAILED = "done", "failed"
-FAILURES = (ValueError, NotImplementedError, torch.OutOfMemoryError)
-"""What ends a cell but not the grid."""
 
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer, None where it has none."""
@@ -47,7 +46,7 @@ class Subject:
 
 def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
     """List the cells that have no row yet or have failed."""
-    finished = {row["key"] for row in rows if row["status"] == DONE}
+    finished = {row["key"] for row in rows if row["status"] in FINISHED}
     return [cell for cell in cells if cell.key not in finished]
 
 
@@ -73,24 +72,81 @@ def run_cells(
     """
     rows = []
     source = provenance()
-    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar:  # in a job's log too
-        for name, group in itertools.groupby(cells, key=lambda cell: cell.model):
-            subject = Subject(*load(grid.models[name]), samples={})
-            for cell in group:
-                bar.set_description(cell.title)
-                row = describe(cell, grid, config) | {"device": device_name(subject.model), "provenance": source}
-                try:
-                    row |= measure(cell, grid, config, subject, make_engine)
-                except FAILURES as error:
-                    row |= {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
-                    bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-                store.append(row)
-                rows.append(row)
-                bar.update()
-                release_memory()  # the cache of one cell, before the next
-            del subject
-            release_memory()
+    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
+        subjects = Subjects(grid, load)
+        for cell in own:
+            bar.set_description(cell.title)
+            row = describe(cell, grid, config) | {"device": "", "provenance": source}
+            try:
+                row["device"] = device_name(subjects.get(cell.model).model)
+                row |= checked(measure(cell, grid, config, subjects.get(cell.model), make_engine))
+            except Exception as error:  # of a model, a policy or a task, which others need not share
+                row |= failure(error)
+                bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
+            store.append(row)
+            rows.append(row)
+            bar.update()
+            release_memory()  # the cache of one cell, before the next
     return rows
+
+
+class Subjects:
+    """The model of the cell that is run, loaded when it is the first of its model.
+
+    Args:
+        grid: models by name.
+        load: gives one.
+    """
+
+    def __init__(self, grid: Grid, load: Load) -> None:
+        self._grid, self._load = grid, load
+        self._name: str | None = None
+        self._subject: Subject | None = None
+        self._errors: dict[str, Exception] = {}
+
+    def get(self, name: str) -> Subject:
+        """Return a model; the one before is given up.
+
+        Raises:
+            Exception: it cannot be loaded; it is tried once.
+        """
+        if name in self._errors:
+            raise self._errors[name]
+        if name != self._name or self._subject is None:
+            self._name, self._subject = name, None
+            release_memory()
+            try:
+                self._subject = Subject(*self._load(self._grid.models[name]), samples={})
+            except Exception as error:
+                self._errors[name] = error
+                raise
+        return self._subject
+
+
+def failure(error: Exception) -> Row:
+    """Say how a cell failed, in one line, and where; what its frames hold, such as a cache, is given up."""
+    text = " ".join(str(error).split())
+    where = traceback.format_exception(error, limit=-8)
+    traceback.clear_frames(error.__traceback__)
+    return {
+        "status": FAILED,
+        "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        "error_type": type(error).__name__,
+        "traceback": "".join(where)[-4000:],
+    }
+
+
+def checked(row: Row) -> Row:
+    """Mark a row of figures that are infinite or no numbers: no statistic can take them."""
+    wrong = [name for name, value in row["metrics"].items() if isinstance(value, float) and not math.isfinite(value)]
+    return row | ({"status": NOT_FINITE, "not_finite": wrong} if wrong else {})
+
+
+def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
+    """Say how many of the cells have failed; empty for none."""
+    failed = {row["key"] for row in rows if row["status"] == FAILED}
+    count = sum(cell.key in failed for cell in cells)
+    return f"{count} of {len(cells)} cells failed; start it again to try them again" if count else ""
 
 
 def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:

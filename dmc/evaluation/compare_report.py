@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -9,14 +10,14 @@ import itertools
 import math
 import operator
 import os
+import socket
 import statistics
 from pathlib import Path
 from typing import Any
 
-from dmc.evaluation.compare import DONE, FAILED
 from dmc.evaluation.quality_plot import plot_quality
 from dmc.evaluation.row_names import told_apart
-from dmc.evaluation.row_store import Row
+from dmc.evaluation.row_store import DONE, NOT_FINITE, Row
 
 TABLE, CSV, PLACES, PLOT = "table.md", "results.csv", "results_by_place.csv", "quality_over_bytes.png"
 COLUMNS = (
@@ -39,7 +40,7 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     """
     rows = told_apart(rows)
     done = [row | over_full_cache(row, rows, reference) for row in rows if row["status"] == DONE]
-    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in rows if row["status"] == FAILED]
+    notes = untold(rows)
     table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, format_csv(done).encode())
@@ -49,6 +50,26 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
         plot_quality({task: _ranked(task, done) for task in _tasks(done)}, picture)
         replace_file(folder / PLOT, picture.getvalue())
     return table
+
+
+def untold(rows: list[Row]) -> list[str]:
+    """Say which rows have no place among the figures, and why."""
+    notes = []
+    for row in rows:
+        if row["status"] != DONE:
+            where = ", ".join([row["method"], *([] if row["budget"] is None else [requested(row)]), row["task"]])
+            left = (
+                f"not finite, left out of the figures: {where}" if row["status"] == NOT_FINITE else f"failed: {where}"
+            )
+            notes.append(f"{left}: {reason(row)}")
+    return notes
+
+
+def reason(row: Row) -> str:
+    """Say why a row has no figures: its error, or the metrics that are infinite or no numbers."""
+    if row["status"] == NOT_FINITE:
+        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row["not_finite"])
+    return str(row.get("error", "unknown"))
 
 
 def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> dict[str, Any]:
@@ -165,7 +186,18 @@ def _speed(row: Row, phase: str) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole: jobs of a sweep write the same one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    """Write a file whole: jobs of a sweep write the same one.
+
+    Raises:
+        OSError: it cannot be written; an earlier one stays.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise type(error)(
+            error.errno, f"{error.strerror or error}, the file could not be written", str(path)
+        ) from error

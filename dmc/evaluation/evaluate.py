@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from dmc.budget import Budget
 from dmc.data.files import file_stamps
 from dmc.evaluation.benchmarks import Benchmark, check_tasks, list_tasks, read_benchmarks
 from dmc.evaluation.chat_form import check_chat_template
-from dmc.evaluation.compare import DONE, FAILED, FAILURES, Load, device_name, memory_of, release_memory
+from dmc.evaluation.compare import Load, checked, device_name, failure, memory_of, release_memory
+from dmc.evaluation.division import divide
 from dmc.evaluation.grid import (
     FULL,
     Cell,
@@ -34,7 +36,7 @@ from dmc.evaluation.grid import (
     plan_methods,
 )
 from dmc.evaluation.harness import EngineLM
-from dmc.evaluation.row_store import Row, RowStore
+from dmc.evaluation.row_store import DONE, Row, RowStore
 from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
 from dmc.runtime import Engine
@@ -182,21 +184,28 @@ def run_evaluation(
     """
     if not cells:
         return
-    model, tokenizer = load(evaluation.model)
+    try:
+        model, tokenizer = load(evaluation.model)
+    except Exception as error:
+        for cell in divide(cells, store):
+            row = describe(cell, evaluation, config) | {"device": "", "provenance": provenance()}
+            store.append(row | failure(error))
+        return
     if config.chat_template and tokenizer is not None:
         check_chat_template(tokenizer)
     source = provenance()
-    with tqdm(cells, unit="task", smoothing=0) as bar:  # in a job's log too
-        for cell in bar:
+    with tqdm(total=len(cells), unit="task", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
+        for cell in own:
             bar.set_description(cell.title)
             row = describe(cell, evaluation, config) | {"device": device_name(model), "provenance": source}
             try:
                 options = {"policy": cell.method.build(), **asdict(config.engine)}
-                row |= measure(cell, evaluation, config, make_engine(model, tokenizer, **options))
-            except (*FAILURES, OSError, ImportError) as error:  # the data, or a package of a task, cannot be had
-                row |= {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
+                row |= checked(measure(cell, evaluation, config, make_engine(model, tokenizer, **options)))
+            except Exception as error:  # of a policy, a task, its data or its packages, which others need not share
+                row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
             store.append(row)
+            bar.update()
             release_memory()  # the cache of one cell, before the next
 
 

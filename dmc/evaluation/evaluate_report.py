@@ -10,10 +10,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from dmc.evaluation.compare import DONE, FAILED
-from dmc.evaluation.compare_report import CSV, TABLE, replace_file, requested
+from dmc.evaluation.compare_report import CSV, TABLE, replace_file, requested, untold
 from dmc.evaluation.row_names import told_apart
-from dmc.evaluation.row_store import Row
+from dmc.evaluation.row_store import DONE, Row
 
 JSON = "results.json"
 COLUMNS = (
@@ -35,8 +34,7 @@ def write_evaluation_report(rows: list[Row], folder: Path) -> str:
     rows = told_apart(rows)
     done = [row for row in rows if row["status"] == DONE]
     figures = benchmark_figures(done)
-    notes = [f"failed: {row['method']}, {row['task']}: {row['error']}" for row in rows if row["status"] == FAILED]
-    notes += [
+    notes = untold(rows) + [
         f"{row['method']}, {row['task']}: {row['prompts_cut']} prompts were longer than the model's positions and lost "
         "their beginning"
         for row in done

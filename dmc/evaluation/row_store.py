@@ -13,6 +13,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+DONE, FAILED, NOT_FINITE = "done", "failed", "not finite"
+"""How a cell ends: with figures, an error, or figures that are infinite or no numbers."""
+FINISHED = (DONE, NOT_FINITE)
+"""What is not run again."""
 NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "task_key")
 """Texts that every row has."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
@@ -93,7 +97,7 @@ def is_row(row: Any) -> bool:
     if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
         return False
     named = all(name in row for name in ("budget", "own_gates"))
-    return named and (row["status"] != "done" or all(name in row for name in FIGURES))
+    return named and (row["status"] not in FINISHED or all(name in row for name in FIGURES))
 
 
 def lock(handle: int) -> None:

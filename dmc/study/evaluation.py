@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.compare import run_cells, unfinished
-from dmc.evaluation.compare_report import write_report
+from dmc.evaluation.compare_report import untold, write_report
 from dmc.evaluation.grid import FULL, CompareConfig, plan_grid
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.loading import load_with_tokenizer
@@ -54,7 +54,7 @@ def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]
     """Write `study.md`, `study.csv` and `study.json`, and the comparison's own table and files; return the first."""
     folder = Path(config.output)
     costs = study_costs(rows, runs, METRICS)
-    table = format_costs(costs)
+    table = "\n\n".join([format_costs(costs), *untold(rows)]).strip()
     columns: list[dict[str, Any]] = [cost.columns() for cost in costs]
     (folder / "study.md").write_text(table + "\n")
     (folder / "study.json").write_text(json.dumps(columns, indent=1) + "\n")

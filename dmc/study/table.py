@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmc.evaluation.grid import FULL
+from dmc.evaluation.row_store import DONE
 from dmc.study.plan import CONTROL, StudyRun
 
 Row = dict[str, Any]
@@ -74,7 +75,7 @@ def study_costs(rows: Sequence[Row], runs: Iterable[StudyRun], metrics: Sequence
     runs = list(runs)
     costs = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task and row["status"] == "done"]
+        of_task = [row for row in rows if row["task"] == task and row["status"] == DONE]
         for metric in metrics:
             table = _Table([row for row in of_task if metric in row["metrics"]], runs, metric)
             costs += [table.cost_of_run(name, task) for name in table.names]

@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts_here import run_script
 from transformers import AutoTokenizer
 
 from dmc import Engine, load_model
 from dmc.config import build_config
-from dmc.evaluation.compare import run_cells, unfinished
+from dmc.evaluation.compare import checked, run_cells, unfinished
 from dmc.evaluation.compare_report import over_full_cache, write_report
 from dmc.evaluation.grid import CompareConfig, named_settings, plan_grid
+from dmc.evaluation.report import read_folders, write_page
 from dmc.evaluation.row_store import RowStore
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 NEEDLE = {"name": "needle", "like": "needle", "num_samples": 3, "sequence_length": 40, "answer_length": 2}
+PROVENANCE = {"provenance": {"command": "compare.py", "git_commit": None, "versions": {}}}
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
 MODULE = """
 from dataclasses import dataclass
@@ -73,6 +76,7 @@ class Workshop:
     def __init__(self, stop_at: int | None = None) -> None:
         self.loaded: list[str] = []
         self.num_engines, self.stop_at = 0, stop_at
+        self.error: Exception = NotImplementedError("Keep does not serve this model")
 
     def load(self, model: Any) -> tuple[Any, Any]:
         self.loaded.append(model.path)
@@ -83,7 +87,7 @@ class Workshop:
             raise KeyboardInterrupt
         self.num_engines += 1
         if policy is not None and policy.fails:
-            raise NotImplementedError("Keep does not serve this model")
+            raise self.error
         return Engine(model, tokenizer, **options)
 
 
@@ -189,7 +193,113 @@ def test_a_cell_that_fails_is_recorded_and_tried_again(make_config: Any) -> None
     run(config, workshop)
     assert workshop.num_engines == 1
     table = write_report([full, failed], Path(config.output))
-    assert table.endswith("failed: base, keep, needle: NotImplementedError: Keep does not serve this model")
+    assert table.endswith("failed: base, keep, CR 2, needle: NotImplementedError: Keep does not serve this model")
+
+
+ERRORS = [
+    RuntimeError("CUDA error:\n  an illegal address"),
+    KeyError("eos"),
+    MemoryError(),
+    torch.OutOfMemoryError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_a_cell_fails_with_the_grid_goes_on(error: Exception, make_config: Any, tmp_path: Path) -> None:
+    workshop = Workshop()
+    workshop.error = error
+    failed, full = run(make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), workshop)
+    assert (failed["status"], failed["error_type"], full["status"]) == ("failed", type(error).__name__, "done")
+    assert "\n" not in failed["error"] and failed["error"].startswith(type(error).__name__)
+    assert "in make_engine" in failed["traceback"]
+
+
+def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
+    make_config: Any, folders: Any, tmp_path: Path
+) -> None:
+    config = make_config(
+        models={"bad": str(folders.compressed), "good": str(folders.stock)},
+        budgets=[2],
+        tasks=[NEEDLE, {**NEEDLE, "name": "n"}],
+    )
+    workshop, loaded = Workshop(), []
+
+    def load(model: Any) -> Any:
+        loaded.append(model.path)
+        if model.path == str(folders.compressed):
+            raise OSError("no file named model.safetensors")
+        return load_model(model.path), None
+
+    workshop.load = load  # type: ignore[method-assign]
+    rows = run(config, workshop)
+    assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 4
+    assert {row["error"] for row in rows[:2]} == {"OSError: no file named model.safetensors"}
+    assert loaded == [str(folders.compressed), str(folders.stock)]
+
+
+@pytest.fixture(scope="module")
+def broken(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are no numbers."""
+    folder = tmp_path_factory.mktemp("broken")
+    model, tokenizer = load_model(str(folders.stock)), AutoTokenizer.from_pretrained(folders.stock)
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_nans_leaves_the_others_their_table(make_config: Any, folders: Any, broken: Path) -> None:
+    config = make_config(models={"bad": str(broken), "base": str(folders.stock)}, policies=["full"])
+    bad, good = run(config, Workshop())
+    assert (bad["status"] in ("not finite", "failed"), good["status"]) == (True, "done")
+    table = write_report([bad, good], Path(config.output))
+    assert "| base, full |" in table and "| bad, full |" not in table and "bad, full, needle: " in table
+    with (Path(config.output) / "results.csv").open() as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["base"]
+
+
+@pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
+def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
+    models: list[str], folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders.stock, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+    paths = {"broken": tmp_path / "broken", "stock": folders.stock}
+    needle = json.dumps(NEEDLE).replace('"', "")
+    command = ["compare.py", "policies=full", f"tasks=[{needle}]", "speed_tokens=0", f"output={tmp_path / 'out'}"]
+    command.append(f"models={{{', '.join(f'{name}: {paths[name]}' for name in models)}}}")
+    assert run_script(*command)
+    told = capsys.readouterr()
+    assert "failed: broken, full, needle: " in told.out
+    assert ("| stock, full |" in told.out) == ("stock" in models)
+    statuses = [row["status"] for row in RowStore(tmp_path / "out" / "cells.jsonl").rows()]
+    assert statuses == ["failed", "done"][: len(models)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, tmp_path: Path) -> None:
+    rows = [checked(make_row(name, "4", [1.0, 2.0])) for name in ("h2o", "tova")]
+    rows.insert(1, checked(make_row("bad", "4", [1.0, value])))
+    assert [row["status"] for row in rows] == ["done", "not finite", "done"]
+    table = write_report(rows, tmp_path)
+    assert table.endswith(f"not finite, left out of the figures: base, bad, CR 4, text: loss is {value}")
+    assert "| base, bad |" not in table
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row | PROVENANCE) + "\n" for row in rows))
+    findings = read_folders([tmp_path])
+    assert [result.name for result in findings.results] == ["h2o", "tova"]
+    assert [each.error for each in findings.failures] == [f"not finite: loss is {value}"]
+    write_page(findings, tmp_path / "page")
+
+
+def test_a_row_that_is_not_finite_is_not_measured_again(make_config: Any) -> None:
+    config = make_config(policies=["full"])
+    (row,) = run(config, Workshop())
+    store = RowStore(Path(config.output) / "cells.jsonl")
+    store.append(row | {"status": "not finite", "not_finite": ["loss"]})
+    workshop = Workshop()
+    run(config, workshop)
+    assert workshop.num_engines == 0
 
 
 def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any) -> None:

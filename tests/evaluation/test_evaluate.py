@@ -180,6 +180,29 @@ def test_a_task_whose_data_is_missing_fails_alone(make_config: Any, tasks_folder
     assert "failed: " in write_evaluation_report([failed, done], Path(config.output))
 
 
+def test_a_model_that_does_not_load_fails_its_tasks(make_config: Any) -> None:
+    workshop = Workshop()
+    workshop.load = lambda model: {}["weights"]  # type: ignore[method-assign]
+    rows = run(make_config(), workshop)
+    assert [(row["status"], row["error"]) for row in rows] == [("failed", "KeyError: 'weights'")] * 2
+    assert "failed: " in write_evaluation_report(rows, Path(make_config().output))
+
+
+def test_a_task_that_another_process_has_finished_meanwhile_is_left_alone(make_config: Any) -> None:
+    config, workshop, load = make_config(), Workshop(), Workshop().load
+    first = plan_evaluation(config, CONFIGS).cells[0]
+    row = first.identity() | {"status": "not finite", "metrics": {}, "main_metric": "acc", "achieved_ratio": 1.0}
+    row["bytes_allocated_per_token"] = 1.0
+
+    def load_slowly(model: Any) -> Any:
+        RowStore(Path(config.output) / "cells.jsonl").append(row)
+        return load(model)
+
+    workshop.load = load_slowly  # type: ignore[method-assign]
+    assert [each["status"] for each in run(config, workshop)] == ["not finite", "done"]
+    assert workshop.num_engines == 1
+
+
 def keys(config: EvaluateConfig) -> list[str]:
     return [cell.key for cell in plan_evaluation(config, CONFIGS).cells]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dmc.study.evaluation import write_results
 from dmc.study.plan import StudyConfig, StudyRun, plan_bases, plan_runs
 from dmc.study.table import format_costs, study_costs
 
@@ -69,6 +70,20 @@ def test_a_metric_that_a_task_has_not_is_left_out():
     rows = [*ROWS, row("control-s0", "full", None, 1000, 2.0, far=1.0) | {"task": "answering"}]
     costs = study_costs(rows, runs_of(["control", "merge"]), ["loss", "far_repeat_loss"])
     assert {(cost.task, cost.metric) for cost in costs} == {("reading", "loss")}
+
+
+def test_a_row_without_finite_figures_is_left_out_and_told(tmp_path):
+    wrong = row("merge-s1", "full", None, 250, math.nan) | {
+        "status": "not finite", "not_finite": ["loss"], "method": "merge-s1, own gates", "own_gates": True, "key": "k",
+        "model_key": "m", "task_key": "t",
+    }  # fmt: skip
+    rows = [*ROWS[:-1], wrong]
+    (cost,) = (cost for cost in study_costs(rows, runs_of(["control", "merge"]), ["loss"]) if cost.name == "merge")
+    assert cost.increases == pytest.approx((0.05,))
+    config = StudyConfig(**SETTINGS | {"output": str(tmp_path)})
+    table = write_results(config, rows, runs_of(["control", "merge"]))
+    assert table.endswith("left out of the figures: merge-s1, own gates, reading: loss is nan")
+    assert (tmp_path / "study.md").read_text() == table + "\n"
 
 
 SETTINGS = {"bases": {"base": ["a=1"]}, "runs": {"control": ["b=1"], "merge": ["b=2"]}, "policies": ["full"],

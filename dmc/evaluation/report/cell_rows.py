@@ -6,14 +6,13 @@ import math
 import statistics
 from typing import Any
 
-from dmc.evaluation.compare import DONE, FAILED
-from dmc.evaluation.compare_report import over_full_cache
+from dmc.evaluation.compare_report import over_full_cache, reason
 from dmc.evaluation.evaluate_report import benchmark_figures
 from dmc.evaluation.report.findings import Failure, Findings, Result
 from dmc.evaluation.report.names import budget_of, short_names
 from dmc.evaluation.report.place_rows import add_places
 from dmc.evaluation.row_names import told_apart
-from dmc.evaluation.row_store import Row
+from dmc.evaluation.row_store import DONE, NOT_FINITE, Row
 
 
 def add_cells(rows_by_folder: dict[str, list[Row]], findings: Findings) -> None:
@@ -50,8 +49,9 @@ def _add_folder(rows: list[Row], folder: str, names: dict[str, str], findings: F
     findings.results += [_compared(row, rows, names, source) for row, source in done if "benchmark" not in row]
     findings.results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
     for row, source in zip(rows, sources, strict=True):
-        if row["status"] == FAILED:
-            error = f"{row['task']}: {row['error']}" if "benchmark" in row else row["error"]
+        if row["status"] != DONE:
+            error = f"not finite: {reason(row)}" if row["status"] == NOT_FINITE else reason(row)
+            error = f"{row['task']}: {error}" if "benchmark" in row else error
             findings.failures.append(
                 Failure(row["method"], budget_of(row), str(row.get("benchmark", row["task"])), error, source)
             )
