@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "se
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
+OUTPUTS = ("output", "output_dir")
+"""Settings that name a folder to write to in every script that has them."""
 _SHOW_STACK = "HYDRA_FULL_ERROR"
 INPUT_ERRORS = (
     ValueError,
@@ -58,6 +60,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
             with told() if HydraConfig.get().mode is RunMode.RUN else nullcontext():
                 if missing := sorted(OmegaConf.missing_keys(settings)):
                     raise ValueError(f"give a value for {', '.join(missing)}")
+                check_outputs(settings)
                 function(settings)
 
         run = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(task)
@@ -72,6 +75,15 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
         return main
 
     return decorate
+
+
+def check_outputs(settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if what shall be a folder to write to is a file, or lies in one."""
+    for name in OUTPUTS:
+        folder = settings.get(name)
+        for path in (Path(folder), *Path(folder).parents) if isinstance(folder, str) else ():
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"{name}={folder}: {path} is a file; give a folder, a new one or one that is there")
 
 
 @contextmanager

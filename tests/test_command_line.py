@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from scripts_here import run_script
 
 from dmc.command_line import plain_settings
 
@@ -74,3 +75,30 @@ def test_no_thread_computes_with_denormal_numbers() -> None:
     code += "print((torch.full((1 << 20,), 1e-37) * 0.01).count_nonzero().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"
+
+
+@pytest.mark.parametrize("inside", ["", "/new"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "analyse.py|model=model|output={file}",
+        "benchmark.py|model=model|output={file}",
+        "compare.py|models={{base: model}}|output={file}",
+        "evaluate.py|model=model|tasks=piqa|output={file}",
+        "export.py|run=model|output={file}",
+        "report.py|folders=model|output={file}",
+        "study.py|output={file}",
+        "train.py|output_dir={file}",
+    ],
+)
+def test_an_output_that_is_a_file_is_told_and_left_as_it_is(
+    command: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "notes").write_text("mine")
+    told = run_script(*command.format(file=f"notes{inside}").split("|"))
+    name = command.split("|")[-1].partition("=")[0]
+    assert told == f"error: {name}=notes{inside}: notes is a file; give a folder, a new one or one that is there"
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
