@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from dmc.claims import ClaimedError, claim
 from dmc.evaluation.grid import Cell
@@ -17,7 +17,7 @@ PAUSE = 1.0
 logger = logging.getLogger(__name__)
 
 
-def divide(cells: Sequence[Cell], store: RowStore) -> Iterator[Cell]:
+def divide(cells: Sequence[Cell], store: RowStore) -> Generator[Cell, None, None]:
     """Give the cells that no other process runs, one by one; each is claimed until the next is asked for.
 
     Cells that another process runs are passed over. At the end it is waited for: they are taken over if it dies, and
