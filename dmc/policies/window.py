@@ -56,7 +56,7 @@ class StreamingLLM(LocalWindow):
         """Age; +inf for the sinks."""
         if isinstance(budget, int) and budget - 1 < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
-        sinks = torch.as_tensor(budget - 1).clamp_max(self.sinks).view(-1, 1, 1)
+        sinks = torch.as_tensor(budget - 1, device=entries.ages.device).clamp_max(self.sinks).view(-1, 1, 1)
         return entries.ages.float().masked_fill(entries.ages < sinks, torch.inf).expand(entries.shape)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:

@@ -1,0 +1,161 @@
+"""A GPU that is none: tensors in main memory that claim to be on CUDA, so that an operation over two devices raises.
+
+Values are real, so whole engines run on it, `.item()` and data-dependent shapes included. What CUDA allows is allowed:
+numbers (0-d tensors) from the CPU, CPU tensors as indices, and copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+
+GPU = torch.device("cuda", 0)
+COPIES = ("copy_", "_to_copy", "_copy_from")
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index")
+
+
+class ClaimedTensor(torch.Tensor):
+    """A tensor of the CPU that says it is on the GPU."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> ClaimedTensor:
+        sizes = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        claimed = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=GPU, **sizes)
+        claimed.held = held
+        return claimed
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        return _run(function, arguments, keywords or {})
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing is reused while it is read."""
+
+    def tolist(self) -> Any:
+        """Read the values, as any GPU tensor's may be."""
+        return self.held.tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"ClaimedTensor({self.held!r})"
+
+
+class _Claim(TorchDispatchMode):
+    """Also catches what is made on the GPU from nothing, or from a tensor of the CPU."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        return _run(function, arguments, keywords or {})
+
+
+class _Stream:
+    """Stands for streams and their events: everything is done when it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Wait for nothing."""
+
+    wait_event = wait_stream
+
+    def record_event(self) -> _Stream:
+        """Return what has happened already."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+@contextmanager
+def claimed_gpu() -> Iterator[torch.device]:
+    """Let tensors be made on a GPU that is none; skips the test where no C++ compiler is there."""
+    _guard_devices()
+    before = torch._C._only_lift_cpu_tensors()
+    with pytest.MonkeyPatch.context() as patch, _Claim(), torch.no_grad():
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "Stream", _Stream)
+        patch.setattr(torch.cuda, "current_stream", _Stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device="cuda") is made where no mode sees it
+        try:
+            yield GPU
+        finally:
+            torch._C._set_only_lift_cpu_tensors(before)
+
+
+@functools.cache
+def _guard_devices() -> None:
+    """Give a torch that was built without CUDA something to ask for its current device."""
+    if torch.backends.cuda.is_built():
+        return
+    home, compiler = Path(torch.__file__).parent, shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(GUARD)
+        options = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
+        subprocess.run([compiler, str(source), *options, "-o", str(built)], check=True)
+        ctypes.CDLL(str(built))
+
+
+def claim_model(model: Any) -> Any:
+    """Put a model's parameters and buffers there, in place."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                held = ClaimedTensor(parameter.detach())
+                module._parameters[name] = torch.nn.Parameter(held, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = ClaimedTensor(buffer)
+    return model
+
+
+def _run(function: Any, arguments: Any, keywords: Any) -> Any:
+    name = function.overloadpacket.__name__
+    tensors = [each for each in tree_flatten((arguments, keywords))[0] if isinstance(each, torch.Tensor)]
+    goes_to = keywords.get("device")
+    claimed = any(isinstance(each, ClaimedTensor) for each in tensors)
+    if not claimed and goes_to is None:
+        return function(*arguments, **keywords)
+    if claimed and name not in COPIES:
+        decisive = tensors[:1] if name in INDEXING and isinstance(tensors[0], ClaimedTensor) else tensors
+        mixed = [each for each in decisive if not isinstance(each, ClaimedTensor) and each.dim() > 0]
+        if mixed:
+            raise RuntimeError(f"{function}: tensors on cuda:0 and on the cpu, {[tuple(each.shape) for each in mixed]}")
+    if goes_to is not None:
+        claimed = torch.device(goes_to).type == "cuda"
+        keywords = {**keywords, "device": torch.device("cpu")}
+    elif name == "copy_":
+        claimed = isinstance(arguments[0], ClaimedTensor)
+    keywords = {key: value for key, value in keywords.items() if key != "pin_memory"}
+    held = tree_map(lambda each: each.held if isinstance(each, ClaimedTensor) else each, (arguments, keywords))
+    out = function(*held[0], **held[1])
+    if not claimed:
+        return out
+    out = tree_map(lambda each: ClaimedTensor(each) if isinstance(each, torch.Tensor) else each, out)
+    return return_and_correct_aliasing(function, arguments, keywords, out) if _aliases(function) else out
+
+
+@functools.cache
+def _aliases(function: Any) -> bool:
+    return any(each.alias_info is not None for each in function._schema.returns)
