@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,15 @@ class Ranks:
 
     @classmethod
     def launched(cls) -> Ranks:
-        """Join the processes that `torchrun` started: NCCL where each has a GPU, else gloo.
+        """Join the processes that `torchrun` started: NCCL, each on a GPU of its own, or gloo.
 
         Raises:
             RuntimeError: the process was not started by torchrun.
         """
         if not dist.is_torchelastic_launched():
             raise RuntimeError("tensor parallel loading needs several processes: start them with torchrun")
+        if torch.cuda.is_available():  # collectives use the current device; a process may see its own GPU alone
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
@@ -46,6 +49,14 @@ class Ranks:
     def total(self, number: int) -> int:
         """Return the sum of the ranks' numbers."""
         return self._reduce(number, dist.ReduceOp.SUM)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return what the first rank gave, whatever the others did."""
+        if self.size == 1:
+            return tensor
+        shared = tensor.to(_device()).contiguous()
+        dist.broadcast(shared, group=self.group, group_src=0)
+        return shared.to(tensor.device)
 
     def join_heads(self, numbers: Tensor) -> Tensor:
         """Join the ranks' heads in the last dimension, int64 [..., H] -> [..., H * size]."""

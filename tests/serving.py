@@ -35,3 +35,21 @@ def serve_shard(
     found["shape"] = list(model.model.layers[0].self_attn.k_proj.weight.shape)
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def sample_with_noise(
+    rank: int, folder: Path, prompts: list[list[int]], params: list[SamplingParams], out: Path
+) -> None:
+    """Sample where ranks have random states of their own, and logits that differ as after another order of summing."""
+    model = load_shard(folder)
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
+
+    def disturb(module: torch.nn.Module, given: tuple, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 0.05 * torch.randn(logits.shape, generator=generator)
+
+    model.lm_head.register_forward_hook(disturb)
+    generations = Engine(model).generate(prompts, params)
+    found = [[each.token_ids, each.logprobs] for each in generations]
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

@@ -45,7 +45,9 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if device is None:
-        device = torch.device("cuda", ranks.rank % torch.cuda.device_count()) if torch.cuda.is_available() else "cpu"
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    elif torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)  # collectives use the current one
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     cuts = shard_model(model, ranks)

@@ -369,8 +369,10 @@ class Engine:
         tokens, logprobs = choose_tokens(
             logits, [request.params for request in requests], [request.generator for request in requests]
         )
+        # ranks may have summed in another order, and a token of their own would part them for good
+        drawn = self.cache.layout.ranks.of_first(torch.stack((tokens.double(), logprobs.double())))
         events = []
-        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+        for request, token, logprob in zip(requests, drawn[0].long().tolist(), drawn[1].tolist(), strict=True):
             events.append(request.accept(token, logprob))
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launching import Processes
-from serving import report, serve_shard
+from serving import report, sample_with_noise, serve_shard
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
@@ -90,6 +90,39 @@ def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) ->
     assert first["preemptions"] > 0
     assert first == second
     assert (first["tokens"], first["slots"]) == (alone["tokens"], alone["slots"])
+
+
+def test_ranks_share_the_tokens_that_the_first_one_draws(make_stock: Any, tmp_path: Path) -> None:
+    make_stock().save_pretrained(tmp_path / "model")
+    params = [
+        SamplingParams(max_new_tokens=30, temperature=1.0),
+        SamplingParams(max_new_tokens=30, temperature=0.7, top_k=9, seed=3),
+        SamplingParams(max_new_tokens=30, temperature=0.0),
+    ]
+    arguments = (tmp_path / "model", PROMPTS, params, tmp_path / "out")
+    with Processes(sample_with_noise, arguments, 2, tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    first, second = answers(tmp_path / "out")
+    assert first == second
+    assert [len(tokens) for tokens, _ in first] == [30, 30, 30]
+
+
+@pytest.mark.parametrize(("local_rank", "num_devices", "expected"), [(1, 2, 1), (0, 2, 0), (3, 1, 0)])
+def test_every_rank_works_on_a_gpu_of_its_own(
+    local_rank: int, num_devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    for name, value in {"is_available": True, "device_count": num_devices}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(f"device {device}"))
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", chosen.append)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: local_rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    Ranks.launched()
+    assert chosen == [f"device {expected}", "nccl"]
 
 
 def test_heads_that_cannot_be_divided_are_refused(make_stock: Any) -> None:
