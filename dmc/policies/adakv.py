@@ -44,12 +44,12 @@ class AdaKV(SnapKV):
         if not self.beta >= 1:
             raise ValueError(f"beta={self.beta}: expected a number >= 1")
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Uniform, or the pyramid beside the window."""
         if self.layer_budget == "uniform":
             return [limit] * len(weights)
         window = effective_window(self.window, limit)
-        budgets = pyramid(limit - window, num_layers, self.beta, length - window)
+        budgets = pyramid(limit - window, num_layers, self.beta, tokens_seen - window)
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:

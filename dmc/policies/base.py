@@ -191,14 +191,16 @@ class EvictionPolicy(CachePolicy):
         """Say how much of the total this layer deserves."""
         return 1.0
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Divide `limit * num_layers` entries per head among the layers seen so far.
+
+        Of a later turn a layer may hold fewer entries than this says: others then get what it cannot use.
 
         Args:
             weights: one for each layer seen.
             limit: entries per head, on average.
             num_layers: of the model.
-            length: entries per head before compression.
+            tokens_seen: of all turns, as many as a layer would hold if nothing had ever gone.
         """
         return [limit] * len(weights)
 

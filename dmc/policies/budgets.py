@@ -80,23 +80,24 @@ def whole(share: float) -> int:
     return math.floor(share + 1e-9)
 
 
-def in_proportion(weights: Sequence[float], total: float, cap: float) -> list[float]:
-    """Divide `total` in proportion to weights, at most `cap` each (water-filling).
+def in_proportion(weights: Sequence[float], total: float, cap: float | Sequence[float]) -> list[float]:
+    """Divide `total` in proportion to weights, at most `cap` each (water-filling), one for all or one for each.
 
     What a capped share leaves goes to the uncapped ones in proportion; weights that are all 0 count as equal.
     """
     shares = [0.0] * len(weights)
+    caps = cap if isinstance(cap, Sequence) else [cap] * len(weights)
     open_ = list(range(len(weights)))
     while open_:
         weight = math.fsum(weights[i] for i in open_)
         for i in open_:
             shares[i] = total * (weights[i] / weight if weight > 0 else 1 / len(open_))
-        full = [i for i in open_ if shares[i] >= cap]
+        full = [i for i in open_ if shares[i] >= caps[i]]
         if not full:
             break
         for i in full:
-            shares[i] = cap
-            total -= cap
+            shares[i] = caps[i]
+            total -= caps[i]
             open_.remove(i)
     return shares
 
@@ -131,14 +132,27 @@ def pyramid(average: int, num_layers: int, beta: float, candidates: int, decay: 
     return rounded_cumulatively(shares)
 
 
-def spread_evenly(shares: Sequence[int], total: int, cap: int) -> list[int]:
+def spread_evenly(shares: Sequence[int], total: int, cap: int | Sequence[int]) -> list[int]:
     """Cap shares, and spread what is missing of `total` evenly over uncapped ones, the remainder to the first."""
-    filled = [min(share, cap) for share in shares]
-    while (missing := total - sum(filled)) > 0 and (open_ := [i for i, share in enumerate(filled) if share < cap]):
+    caps = cap if isinstance(cap, Sequence) else [cap] * len(shares)
+    filled = [min(share, most) for share, most in zip(shares, caps, strict=True)]
+    while (missing := total - sum(filled)) > 0 and (open_ := [i for i, each in enumerate(filled) if each < caps[i]]):
         each, more = divmod(missing, len(open_))
         for order, i in enumerate(open_):
-            filled[i] = min(filled[i] + each + (order < more), cap)
+            filled[i] = min(filled[i] + each + (order < more), caps[i])
     return filled
+
+
+def within(budgets: Sequence[int], held: Sequence[int]) -> list[int]:
+    """Give no layer more than it holds, and the others in proportion to theirs what it cannot use: the same total.
+
+    What none of them can use is room for tokens to come, the same for every layer.
+    """
+    if all(budget <= most for budget, most in zip(budgets, held, strict=True)):
+        return list(budgets)
+    total = sum(budgets)
+    shares = [whole(share) for share in in_proportion(budgets, total, held)]
+    return spread_evenly(spread_evenly(shares, total, held), total, total)
 
 
 def stepped_down(average: int, num_layers: int, beta: float, candidates: int) -> list[int]:

@@ -71,12 +71,12 @@ class CAKE(EvictionPolicy):
         shift = variance(rows).sum(dtype=torch.float64)
         return float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(shift) ** (1 / self.tau2)
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the weights, beside the window; an exact total."""
         window = effective_window(self.window, limit)
         total, weight = (limit - window) * num_layers, math.fsum(weights)
         shares = [int(total * each / weight) if weight > 0 else total // len(weights) for each in weights]
-        return [window + share for share in spread_evenly(shares, total, length - window)]
+        return [window + share for share in spread_evenly(shares, total, tokens_seen - window)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """What the window saw; while generating, what the newest query sees."""

@@ -15,7 +15,7 @@ from dmc.policies.budgets import in_proportion, warn_once, whole
 from dmc.policies.merging import MergeRule, merge_into, most_similar
 
 LEAST_SHARE, MOST_SHARE = 0.01, 1.0
-"""Of the prompt, for a layer."""
+"""Of the tokens seen, for a layer."""
 
 Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
 
@@ -24,7 +24,7 @@ Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
 class D2O(EvictionPolicy):
     """Keep sinks, heavy hitters and recent entries; what goes merges into the most similar entry that stays.
 
-    Layer l holds S_l = floor(alpha_l P) entries with alpha = softmax(-F_l), F_l the variance of the attention that its
+    Layer l holds S_l = floor(alpha_l P) entries, P the tokens seen when a prompt ends, with alpha = softmax(-F_l), F_l the variance of the attention that its
     entries received (eq. 4-5). Entry i merges into j = argmax cos(k_i, k_j) if the similarity reaches the layer's
     threshold, a moving average (eq. 9-12). Differs from the authors' code: a prompt is compressed when it ends, not
     after one more token; weights of a merge sum to 1; each KV head decides for itself; the total budget is met, no
@@ -92,10 +92,10 @@ class D2O(EvictionPolicy):
         spread = float(((variance - low) / (high - low + 1e-6)).mean())
         return math.exp(-spread) if self.allocation == "variance" else 1 / (spread + 1e-6)
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
-        """Shares of the prompt in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
-        average = limit / length if self.budget.ratio is None else 1 / self.budget.ratio
-        return [max(1, whole(share * length)) for share in clamped_shares(weights, average)]
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
+        """Shares of the tokens seen in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
+        average = limit / tokens_seen if self.budget.ratio is None else 1 / self.budget.ratio
+        return [max(1, whole(share * tokens_seen)) for share in clamped_shares(weights, average)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for sinks and recent entries."""

@@ -75,15 +75,15 @@ class LAVa(SnapKV):
         share = scores / scores.sum()
         return float(-torch.xlogy(share, share).sum()) / max(math.log(len(scores)), 1e-9)
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the entropies, beside the window."""
         window = effective_window(self.window, limit)
         if self.layer_budget == "uniform":
             return [limit] * len(weights)
         if self.layer_budget == "pyramid":
-            budgets = pyramid(limit - window, num_layers, self.beta, length - window)
+            budgets = pyramid(limit - window, num_layers, self.beta, tokens_seen - window)
         else:
-            shares = in_proportion(weights, (limit - window) * num_layers, cap=length - window)
+            shares = in_proportion(weights, (limit - window) * num_layers, cap=tokens_seen - window)
             budgets = [whole(share) for share in shares]
         return [window + budget for budget in budgets[: len(weights)]]
 

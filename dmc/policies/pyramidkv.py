@@ -35,10 +35,10 @@ class PyramidKV(SnapKV):
         if self.decay not in ("linear", "geometric", "exponential"):
             raise ValueError(f"decay={self.decay!r} is unknown: expected 'linear', 'geometric' or 'exponential'")
 
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, length: int) -> list[int]:
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """The pyramid beside the window."""
         window = effective_window(self.window, limit)
-        average, candidates = limit - window, length - window
+        average, candidates = limit - window, tokens_seen - window
         if self.official_floor:
             budgets = stepped_down(average, num_layers, self.beta, candidates)
         else:

@@ -23,6 +23,7 @@ from dmc.policies.budgets import (
     stepped_down,
     warn_once,
     whole,
+    within,
 )
 from dmc.policies.d2o import LEAST_SHARE, MOST_SHARE, clamped_shares
 
@@ -127,6 +128,30 @@ def test_what_is_missing_is_spread_evenly(shares, total, cap):
 )
 def test_the_remainder_goes_to_the_first(shares, total, cap, expected):
     assert spread_evenly(shares, total, cap) == expected
+
+
+@FEW
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6))
+def test_layers_have_no_more_than_they_hold_and_the_total_stays(pairs):
+    budgets, held = ([pair[side] for pair in pairs] for side in (0, 1))
+    fitted = within(budgets, held)
+    assert sum(fitted) == sum(budgets)
+    if sum(budgets) <= sum(held):
+        assert all(ours <= most for ours, most in zip(fitted, held, strict=True))
+    else:  # nothing has to go, and there is room
+        assert all(ours >= most for ours, most in zip(fitted, held, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "held", "expected"),
+    [
+        ([18, 13, 7, 2], [18, 13, 7, 9], [18, 13, 7, 2]),
+        ([20, 10, 5, 5], [12, 30, 30, 30], [12, 14, 7, 7]),
+        ([20, 10], [14, 12], [16, 14]),
+    ],
+)
+def test_what_a_layer_does_not_hold_goes_to_the_others_in_proportion(budgets, held, expected):
+    assert within(budgets, held) == expected
 
 
 @FEW

@@ -14,6 +14,7 @@ from dmc.kernels.base import NewTokens
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.kernels.reference import gather_pages
 from dmc.policies import Entries, EvictionPolicy, Rewrite
+from dmc.policies.budgets import within
 from dmc.runtime.cache_attention import CacheAttention, Group
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.policy.entry_notes import NoteLayout, NoteStore, places_of, rewrite_in_order
@@ -164,7 +165,7 @@ class Eviction(CacheAttention):
 
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
-        policy, last_layer = self.policy, self.cache.layout.num_layers - 1
+        policy, num_layers = self.policy, self.cache.layout.num_layers
         limit = max(1, policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
         self._notes.limits[layer_index, row] = self._notes.nominal[layer_index, row] = limit
         if tokens_seen <= limit:
@@ -184,16 +185,25 @@ class Eviction(CacheAttention):
         entries.observed = policy.observe(entries, limit)
         seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
         self._notes.memory[layer_index, rows] = entries.memory
+        held = self._held(layer_index, row, tokens_seen)
         if not policy.adapts_layers:
-            budgets = policy.layer_budgets([1.0] * (layer_index + 1), limit, last_layer + 1, length)
-            self._compress(entries, rows, budgets[-1], seen[-1])
-        elif policy.recompresses or layer_index == last_layer:
-            budgets = policy.layer_budgets([each.weight for each in seen], limit, last_layer + 1, length)
-            for index, budget in enumerate(budgets):
+            budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
+            if self.cache.layout.compression is None:  # what gates will leave in the layers to come is not known yet
+                budgets = within(budgets, held)
+            self._compress(entries, rows, budgets[layer_index], seen[-1])
+        elif policy.recompresses or layer_index == num_layers - 1:
+            budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
+            for index, budget in enumerate(within(budgets, held[: len(seen)])):
                 num_entries = int(self.cache.lengths[index, row].max())
                 self._compress(self._entries(index, rows, entries.tokens_seen, num_entries), rows, budget, seen[index])
-        if layer_index == last_layer:
+        if layer_index == num_layers - 1:
             del self._seen[row]
+
+    def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
+        """Entries per head, on average, that each layer has to choose from; those to come at most so many."""
+        held = self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads
+        held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # which they have yet to append
+        return held.tolist()
 
     def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
         """Bring a layer of one sequence, in the order of age, down to its budget."""
