@@ -24,11 +24,12 @@ Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
 class D2O(EvictionPolicy):
     """Keep sinks, heavy hitters and recent entries; what goes merges into the most similar entry that stays.
 
-    Layer l holds S_l = floor(alpha_l P) entries, P the tokens seen when a prompt ends, with alpha = softmax(-F_l), F_l the variance of the attention that its
-    entries received (eq. 4-5). Entry i merges into j = argmax cos(k_i, k_j) if the similarity reaches the layer's
-    threshold, a moving average (eq. 9-12). Differs from the authors' code: a prompt is compressed when it ends, not
-    after one more token; weights of a merge sum to 1; each KV head decides for itself; the total budget is met, no
-    layer is left out.
+    Layer l holds S_l = floor(alpha_l P) entries, P all tokens seen when a prompt ends, with alpha = softmax(-F_l), F_l
+    the variance of the attention that its entries received (eq. 4-5). Entry i merges into j = argmax cos(k_i, k_j) if
+    the similarity reaches the layer's threshold, a moving average (eq. 9-12). Differs from the paper: F_l is scaled
+    within a layer, as in the authors' code (`scaled`); `allocation="exponential"` falls with depth alone, which is not
+    the one of section 5.4. Differs from the code: a prompt is compressed when it ends, not after one more token;
+    weights of a merge sum to 1; each KV head decides for itself; the total budget is met, no layer is left out.
 
     Raises:
         ValueError: an option is out of range or unknown.
@@ -45,6 +46,9 @@ class D2O(EvictionPolicy):
     """By similarity, or all alike."""
     allocation: Allocation = "variance"
     """How layers share the budget: see `layer_weight`."""
+    scaled: bool = True
+    """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: F of eq. 4, whose
+    softmax gives some layers nearly all and others the least of 1 %."""
     heavy_to_recent: tuple[int, int] = (3, 1)
     """N : M, heavy hitters to recent entries."""
 
@@ -77,10 +81,10 @@ class D2O(EvictionPolicy):
         return 1
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
-        """exp(-F_l), 1 / F_l, 1, or exp(-l / L).
+        """-F_l, whose softmax is the share; or what the share is in proportion to: 1 / F_l, 1, or exp(-l / L).
 
-        F_l in [0, 1]: the variance of what each query head's attention gave to the entries, scaled across the heads of
-        the layer, and averaged.
+        F_l: the variance of what each query head's attention gave to the entries, scaled to [0, 1] across the heads of
+        the layer unless `scaled` is off, and averaged.
         """
         if self.allocation == "uniform":
             return 1.0
@@ -88,13 +92,16 @@ class D2O(EvictionPolicy):
             return math.exp(-entries.layer_index / entries.num_layers)
         assert entries.columns is not None
         variance = torch.stack([heads.flatten(0, 1).var(-1) for heads in entries.columns.double()])
-        low, high = variance.min(), variance.max()
-        spread = float(((variance - low) / (high - low + 1e-6)).mean())
-        return math.exp(-spread) if self.allocation == "variance" else 1 / (spread + 1e-6)
+        if self.scaled:
+            variance = (variance - variance.min()) / (variance.max() - variance.min() + 1e-6)
+        spread = float(variance.mean())
+        return -spread if self.allocation == "variance" else 1 / (spread + 1e-6)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Shares of the tokens seen in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
         average = limit / tokens_seen if self.budget.ratio is None else 1 / self.budget.ratio
+        if self.allocation == "variance":
+            weights = [math.exp(weight - max(weights)) for weight in weights]
         return [max(1, whole(share * tokens_seen)) for share in clamped_shares(weights, average)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
@@ -133,20 +140,20 @@ class D2O(EvictionPolicy):
 
 
 def clamped_shares(weights: list[float], average: float) -> list[float]:
-    """Divide `average * len(weights)` in proportion to weights, each share between 1 % and 100 %.
+    """Divide `average * len(weights)` in proportion to weights, each share between 1 %, or the average, and 100 %.
 
     What the upper clamp cuts off goes to the other layers in proportion, until none is above it; what the lower clamp
-    adds then comes from those that are not clamped.
+    adds then comes from those that are not clamped, and if there are none, from those at the upper clamp.
     """
-    total = average * len(weights)
+    total, least = average * len(weights), min(LEAST_SHARE, average)
     shares = in_proportion(weights, total, MOST_SHARE)
-    free = [layer for layer, share in enumerate(shares) if share < MOST_SHARE]
-    while low := [layer for layer in free if shares[layer] < LEAST_SHARE]:
+    full = [layer for layer, share in enumerate(shares) if share >= MOST_SHARE]
+    free = [layer for layer in range(len(shares)) if layer not in full]
+    while low := [layer for layer in free if shares[layer] < least]:
         for layer in low:
-            shares[layer] = LEAST_SHARE
-        free = [layer for layer in free if layer not in low]
+            shares[layer] = least
+        free = [layer for layer in free if layer not in low] or full
         rest = total - math.fsum(share for layer, share in enumerate(shares) if layer not in free)
-        weight = math.fsum(weights[layer] for layer in free)
-        for layer in free:
-            shares[layer] = rest * weights[layer] / weight
+        for layer, share in zip(free, in_proportion([weights[i] for i in free], rest, MOST_SHARE), strict=True):
+            shares[layer] = share
     return shares

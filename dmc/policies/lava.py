@@ -21,7 +21,9 @@ class LAVa(SnapKV):
 
     Layers share the budget in proportion to the entropy of their scores (eq. 7-8). Each is compressed as soon as it is
     seen, and again when others join (algorithm 2): no more than the budget and one layer is ever held. Differs from the
-    authors' code: what a layer cannot hold goes to the others, and no head has a floor unless `floor` says so.
+    paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7 divides by H N; shares
+    are the same while all layers have as many entries to choose from. Differs from the code: what a layer cannot hold
+    goes to the others, and no head has a floor unless `floor` says so.
 
     Raises:
         ValueError: a budget rule is unknown, `floor` is not in [0, 1]; see `SnapKV`.

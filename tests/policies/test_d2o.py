@@ -23,6 +23,8 @@ def test_agrees_with_the_oracle(assert_like_oracle, budget, group):
         {"allocation": "reciprocal"},
         {"allocation": "uniform", "beta": 0},
         {"allocation": "exponential", "beta": 1},
+        {"scaled": False},
+        {"scaled": False, "allocation": "reciprocal"},
         {"heavy_to_recent": (1, 1), "sinks": 0},
         {"heavy_to_recent": (0, 1), "sinks": 2},
         {"sinks": 99},
@@ -54,9 +56,39 @@ def test_layers_with_even_attention_get_more(spreads, ratio, shares):
 
 def test_layer_budgets_are_whole_shares_of_the_prompt():
     policy = D2O(budget=Budget(ratio=5))
-    assert policy.layer_budgets([1.0, math.exp(-0.5), math.exp(-1)], 20, 3, 100) == [30, 18, 11]
-    assert policy.layer_budgets([1.0, 1.0, 1.0], 20, 3, 100) == [20, 20, 20]
-    assert D2O(budget=Budget(tokens=20)).layer_budgets([1.0, 1.0, 1.0], 20, 3, 100) == [20, 20, 20]
+    assert policy.layer_budgets([0.0, -0.5, -1.0], 20, 3, 100) == [30, 18, 11]
+    assert policy.layer_budgets([0.0, 0.0, 0.0], 20, 3, 100) == [20, 20, 20]
+    assert D2O(budget=Budget(tokens=20)).layer_budgets([0.0, 0.0, 0.0], 20, 3, 100) == [20, 20, 20]
+    reciprocal = D2O(budget=Budget(ratio=5), allocation="reciprocal")
+    assert reciprocal.layer_budgets([3.0, 2.0, 1.0], 20, 3, 100) == [30, 20, 10]
+
+
+def columns_of(*variances):
+    """What one query head gave to two entries, so that its variance is the given one."""
+    return [torch.tensor([[[0.0, math.sqrt(2 * variance)]]]) for variance in variances]
+
+
+@pytest.mark.parametrize(("offset", "shares"), [(0, (78, 10, 1)), (5000, (78, 10, 1))])
+def test_variances_as_in_equation_4_tell_layers_apart_that_scaling_makes_alike(make_entries, offset, shares):
+    columns = columns_of(offset + 0.5, offset + 2.5, offset + 9)
+    eq4, scaled = (D2O(budget=Budget(tokens=30), scaled=each) for each in (False, True))
+    plain = [eq4.layer_weight(make_entries(1, 2, columns=each), 30) for each in columns]
+    assert plain == pytest.approx([-(offset + each) for each in (0.5, 2.5, 9)], abs=1e-2)
+    assert tuple(eq4.layer_budgets(plain, 30, 3, 100)) == pytest.approx(shares, abs=1)
+    alike = [scaled.layer_weight(make_entries(1, 2, columns=each), 30) for each in columns]
+    assert scaled.layer_budgets(alike, 30, 3, 100) == [30, 30, 30]
+
+
+@pytest.mark.parametrize(
+    ("weights", "average", "shares"),
+    [
+        ((1, 1, 1), 0.005, (0.005, 0.005, 0.005)),  # less than the lower clamp would hold
+        ((1, 0, 0, 0), 0.25, (0.97, 0.01, 0.01, 0.01)),  # nothing but the upper clamp to take from
+        ((1, 1e-9, 1e-30, 1e-30), 0.5025, (1, 0.99, 0.01, 0.01)),
+    ],
+)
+def test_clamps_never_take_more_than_the_budget(weights, average, shares):
+    assert clamped_shares(list(weights), average) == pytest.approx(shares, abs=1e-6)
 
 
 def test_a_budget_is_sinks_then_three_to_one_heavy_and_recent(make_entries):

@@ -26,6 +26,7 @@ class D2O(Method):
     similarity: cosine of the cached "key"s or of the "value"s.
     merge: "weighted" (see `merge_weights`), or "average" (the kept entry and all it takes in count alike).
     allocation: what the alpha_l are proportional to before clamping; see `layer_weights`.
+    scaled: whether variances are scaled to [0, 1] across the heads of a layer.
     heavy_to_recent: heavy = floor(h / (h + r) * (S_l - sinks)), the rest is recent.
     """
 
@@ -38,11 +39,12 @@ class D2O(Method):
         similarity: str = "key",
         merge: str = "weighted",
         allocation: str = "variance",
+        scaled: bool = True,
         heavy_to_recent: tuple[int, int] = (3, 1),
     ) -> None:
         super().__init__(budget)
         self.sinks, self.beta = sinks, beta
-        self.similarity, self.merge, self.allocation = similarity, merge, allocation
+        self.similarity, self.merge, self.allocation, self.scaled = similarity, merge, allocation, scaled
         self.heavy_to_recent = heavy_to_recent
         self.thresholds: dict[int, float] = {}
 
@@ -51,7 +53,7 @@ class D2O(Method):
         if self.prompt_length <= capacity:
             self.sizes = [capacity] * len(layers)
         else:
-            spreads = [spread(torch.cat(layer.weights).sum(1)) for layer in layers]
+            spreads = [spread(torch.cat(layer.weights).sum(1), self.scaled) for layer in layers]
             share = capacity / self.prompt_length if "tokens" in self.budget else 1 / self.budget["ratio"]
             shares = clamped_shares(layer_weights(spreads, self.allocation), share)
             self.sizes = [max(1, math.floor(each * self.prompt_length + 1e-9)) for each in shares]
@@ -106,12 +108,14 @@ class D2O(Method):
             kept[target].key, kept[target].value = key, value
 
 
-def spread(received: Tensor) -> float:
+def spread(received: Tensor, scaled: bool = True) -> float:
     """How unevenly a layer's attention falls on the prompt: F_l, from the sums received [query_heads, prompt].
 
-    Unbiased variance over the prompt of each query head, scaled to [0, 1] across the heads, and their mean.
+    Unbiased variance over the prompt of each query head, scaled to [0, 1] across the heads if asked, and their mean.
     """
     variances = received.var(-1)
+    if not scaled:
+        return float(variances.mean())
     scaled = (variances - variances.min()) / (variances.max() - variances.min() + 1e-6)
     return float(scaled.mean())
 
