@@ -24,6 +24,11 @@ def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_s
     return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
 
 
+def whole(share: float) -> int:
+    """Round a share down; what is whole but for its last digits counts as whole (33 / 1.1 is 29.999999999999996)."""
+    return math.floor(share + 1e-9)
+
+
 def entry_bytes(head_dim: int, bytes_per_number: int) -> int:
     """Bytes of one cache entry: the key and the value of one KV head."""
     return 2 * head_dim * bytes_per_number
@@ -63,4 +68,4 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.ratio is not None
-        return max(1, math.floor(num_tokens / self.ratio))
+        return max(1, whole(num_tokens / self.ratio))

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dmc.budget import whole
+
 Decay = Literal["linear", "geometric", "exponential"]
 
 
@@ -73,11 +75,6 @@ def rounded_cumulatively(shares: Sequence[Fraction | float]) -> list[int]:
     """Round so that every partial sum is the rounded partial sum, half to even: the total is exact."""
     ends = [0, *(round(end) for end in itertools.accumulate(shares))]
     return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def whole(share: float) -> int:
-    """Round a share down; what is whole but for its last digits counts as whole."""
-    return math.floor(share + 1e-9)
 
 
 def in_proportion(weights: Sequence[float], total: float, cap: float | Sequence[float]) -> list[float]:

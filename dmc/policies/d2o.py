@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dmc.budget import Budget
+from dmc.budget import Budget, whole
 from dmc.policies.base import Entries, EvictionPolicy, Rewrite, Sum
-from dmc.policies.budgets import in_proportion, warn_once, whole
+from dmc.policies.budgets import in_proportion, warn_once
 from dmc.policies.merging import MergeRule, merge_into, most_similar
 
 LEAST_SHARE, MOST_SHARE = 0.01, 1.0
@@ -47,7 +47,7 @@ class D2O(EvictionPolicy):
     allocation: Allocation = "variance"
     """How layers share the budget: see `layer_weight`."""
     scaled: bool = True
-    """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: F of eq. 4, whose
+    """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: eq. 4's F, whose
     softmax gives some layers nearly all and others the least of 1 %."""
     heavy_to_recent: tuple[int, int] = (3, 1)
     """N : M, heavy hitters to recent entries."""

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dmc.budget import whole
 from dmc.policies.base import Entries
-from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid, whole
+from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid
 from dmc.policies.scores import pool_before
 from dmc.policies.snapkv import SnapKV
 

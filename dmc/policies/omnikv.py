@@ -95,7 +95,7 @@ class OmniKV(ReadingPolicy):
         budget = self.budget
         if self.memory is not None:
             share = prompt_share(self.memory, num_layers, filters)
-            budget = Budget(ratio=max(1.0, (1 - 1e-9) / share))  # 0.3 - 0.25 is a little less than 0.05
+            budget = Budget(ratio=max(1.0, 1 / share))
         fitted = copy.copy(self)  # not built anew: default filter layers of a shallow model lie next to each other
         for name, value in (("filter_layers", filters), ("budget", budget), ("memory", None)):
             object.__setattr__(fitted, name, value)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dmc.budget import whole
 from dmc.policies.budgets import (
     effective_window,
     in_proportion,
@@ -22,7 +23,6 @@ from dmc.policies.budgets import (
     spread_evenly,
     stepped_down,
     warn_once,
-    whole,
     within,
 )
 from dmc.policies.d2o import LEAST_SHARE, MOST_SHARE, clamped_shares
