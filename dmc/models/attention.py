@@ -162,10 +162,10 @@ class CompressedAttentionMixin(nn.Module):
 
 
 def sequence_starts(query: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return True at the first real token of each row and at padding, [B, T]: nothing merges into what is not there."""
+    """Return True at padding and at the first real token after it, [B, T]: nothing merges into what is not there."""
     batch, _, length, _ = query.shape
     if attention_mask is None:
         starts = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
         starts[:, 0] = True
         return starts
-    return ~attention_mask | (attention_mask.long().cumsum(-1) == 1)
+    return ~(attention_mask & torch.nn.functional.pad(attention_mask[:, :-1], (1, 0)))

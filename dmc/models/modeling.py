@@ -167,20 +167,28 @@ class CompressedCausalLM(PreTrainedModel):
     ) -> Any:
         """Run the stock forward; a plain call is the parallel form, and only `use_cache=True` makes a cache.
 
-        Positions count real tokens: without the borrowed neuron RoPE is no longer purely relative, so left padding must
-        not shift them.
+        Positions count columns, as in the stock model, but from the first real token: without the borrowed neuron RoPE
+        is no longer purely relative, so left padding must not shift them.
 
         Raises:
             TypeError: `past_key_values` is not a compressed cache.
+            ValueError: the mask is not one of padding, or a cache would count positions otherwise.
         """
+        check_padding_mask(attention_mask)
         if past_key_values is None and use_cache:
             past_key_values = self.make_cache()
         if past_key_values is not None and not hasattr(past_key_values, "attend"):
             raise TypeError(
                 f"{type(past_key_values).__name__} cannot hold a compressed cache: leave past_key_values unset"
             )
-        if position_ids is None and past_key_values is None and attention_mask is not None:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+        if position_ids is None and attention_mask is not None:
+            position_ids = positions_of(attention_mask) if past_key_values is None else None
+            if past_key_values is not None and has_holes(attention_mask):
+                raise ValueError(
+                    "attention_mask has 0 between real tokens: a compressed cache stores real tokens alone, one after "
+                    "the other; pad on the left, or say so with position_ids=attention_mask.cumsum(-1) - 1 (those of "
+                    "the new tokens), as generate() does"
+                )
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -207,6 +215,7 @@ class CompressedCausalLM(PreTrainedModel):
         """
         input_ids = kwargs.pop("input_ids", inputs)
         attention_mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        check_padding_mask(attention_mask)
         if input_ids is not None and attention_mask is not None:
             num_seen = 0 if cache is None else cache.get_seq_length()
             input_ids, kwargs["attention_mask"] = pad_on_the_left(input_ids, attention_mask, num_seen)
@@ -222,6 +231,34 @@ class CompressedCausalLM(PreTrainedModel):
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.make_cache()
+
+
+def check_padding_mask(attention_mask: Any) -> None:
+    """Refuse what is not a padding mask.
+
+    Raises:
+        ValueError: it has another shape than [batch, tokens].
+    """
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
+        return
+    is_tensor = isinstance(attention_mask, Tensor)
+    what = f"shape {tuple(attention_mask.shape)}" if is_tensor else f"type {type(attention_mask).__name__}"
+    raise ValueError(
+        f"attention_mask of {what}: compressed attention takes a padding mask [batch, tokens], 1 at real tokens; who "
+        "sees whom follows from the gates"
+    )
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Count columns from each row's first real token, int64 [B, T]; 0 before it."""
+    columns = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+    return (columns - attention_mask.bool().int().argmax(-1, keepdim=True)).clamp_min(0)
+
+
+def has_holes(attention_mask: Tensor) -> bool:
+    """Whether a row has padding between real tokens."""
+    real = attention_mask.bool().int()
+    return bool((real.diff(dim=-1, prepend=torch.zeros_like(real[:, :1])) == 1).sum(-1).gt(1).any())
 
 
 def pad_on_the_left(input_ids: Tensor, attention_mask: Tensor, num_seen: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 import copy
 import importlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -428,6 +429,57 @@ def test_plain_call_is_the_parallel_form_and_a_cache_is_made_on_request(
         first = model(tokens[:, :12], use_cache=True)
         second = model(tokens[:, 12:], past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), expected, rtol=0, atol=TOLERANCE)
+
+
+HOLES = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("delay", [0, 4])
+def test_a_hole_in_the_mask_counts_places_as_the_stock_model_does(
+    delay: int, make_stock: Any, make_prompts: Any
+) -> None:
+    stock, input_ids = make_stock(), torch.tensor(make_prompts(12, 12))
+    model = retrofit(copy.deepcopy(stock), CompressionConfig(**{**FIXED[0], "delay": delay, "target_ratio": 1.0}))
+    with torch.no_grad():
+        expected, ours = (
+            each(input_ids, attention_mask=HOLES, use_cache=False).logits.log_softmax(-1) for each in (stock, model)
+        )
+    assert difference(ours[HOLES.bool()], expected[HOLES.bool()]) < TOLERANCE / 10
+    pad = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for use_cache in (True, False):  # generate() counts real tokens, in both
+        expected, ours = (
+            each.generate(input_ids, attention_mask=HOLES, use_cache=use_cache, **pad)[:, 12:]
+            for each in (stock, model)
+        )
+        assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("gates", [{}, {"delay": 2, "window_size": None}, {"action": "drop", "delay": 1}], ids=name_of)
+def test_nothing_merges_with_what_lies_in_a_hole(gates: dict, make_compressed: Any, make_prompts: Any) -> None:
+    model, input_ids = make_compressed(gates=gates), torch.tensor(make_prompts(12, 12))
+    with torch.no_grad():
+        one, other = (
+            model(each, attention_mask=HOLES, use_cache=False).logits[HOLES.bool()]
+            for each in (input_ids, torch.where(HOLES.bool(), input_ids, 82 - input_ids))
+        )
+    assert torch.equal(one, other)
+
+
+def test_a_hole_that_a_cache_cannot_count_is_refused(make_compressed: Any, make_prompts: Any) -> None:
+    model, input_ids = make_compressed(), torch.tensor(make_prompts(12, 12))
+    with pytest.raises(ValueError, match="has 0 between real tokens: a compressed cache stores real tokens alone"):
+        model(input_ids, attention_mask=HOLES, use_cache=True)
+    model(input_ids, attention_mask=(HOLES.cumsum(-1) > 0).long(), use_cache=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 12, 12), (12, 12, 1), (12,)])
+def test_masks_that_are_not_of_padding_are_refused(shape: tuple, make_compressed: Any, make_prompts: Any) -> None:
+    model, input_ids = make_compressed(), torch.tensor(make_prompts(12, 12))
+    expected = re.escape(f"attention_mask of shape {shape}: compressed attention takes a padding mask [batch, tokens]")
+    with pytest.raises(ValueError, match=expected):
+        model(input_ids, attention_mask=torch.ones(shape), use_cache=False)
+    with pytest.raises(ValueError, match=expected):
+        model.generate(input_ids, attention_mask=torch.ones(shape), max_new_tokens=2)
 
 
 def test_a_foreign_cache_is_refused(make_compressed: Any, make_prompts: Any) -> None:
