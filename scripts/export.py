@@ -13,7 +13,11 @@ from dmc.training import export_checkpoint
 @script("export")
 def main(settings: DictConfig) -> None:
     folder = export_checkpoint(
-        Path(settings.run), Path(settings.output), target_ratio=settings.target_ratio, overwrite=settings.overwrite
+        Path(settings.run),
+        Path(settings.output),
+        target_ratio=settings.target_ratio,
+        overwrite=settings.overwrite,
+        use_previous_checkpoint=settings.use_previous_checkpoint,
     )
     print(f"exported {folder}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -9,11 +11,12 @@ from lightning.pytorch.strategies import DDPStrategy
 
 def allow_cpu() -> None:
     """Let `deepspeed_zero*` run in this process over gloo."""
-    import deepspeed.comm.torch
+    from deepspeed.comm.torch import TorchBackend
 
     from dmc.training.strategies import zero
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # gloo alone: shared memory would be compiled first, for minutes
+    # gloo alone: shared memory would be compiled first, for minutes; `deepspeed.comm.torch` may name torch itself
+    sys.modules[TorchBackend.__module__].build_shm_op = lambda: None
 
     class CpuZeroStrategy(zero.ZeroStrategy):
         def __init__(self, **options):

@@ -13,8 +13,8 @@ from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
 from dmc.replacement import refuse_occupied
-from dmc.training.checkpoints.generations import latest
-from dmc.training.checkpoints.reading import load_checkpoint_model
+from dmc.training.checkpoints.generations import LAST_CHECKPOINT
+from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model
 from dmc.training.record import is_rank_zero, read_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
@@ -79,7 +79,12 @@ class Exporter:
 
 
 def export_checkpoint(
-    run_folder: Path, output: Path, *, target_ratio: float | None = None, overwrite: bool = False
+    run_folder: Path,
+    output: Path,
+    *,
+    target_ratio: float | None = None,
+    overwrite: bool = False,
+    use_previous_checkpoint: bool = False,
 ) -> Path:
     """Export the last checkpoint of a run, finished or not.
 
@@ -88,13 +93,17 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
+        use_previous_checkpoint: take `previous.ckpt` where `last.ckpt` is damaged.
     Raises:
         FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
     refuse_occupied(output, overwrite, [run_folder])
     config = read_config(run_folder)
-    model = load_checkpoint_model(latest(run_folder / "checkpoints"))
+    checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{run_folder / 'checkpoints' / LAST_CHECKPOINT} does not exist: nothing is saved yet")
+    model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     exporter.write(model, output, target_ratio or config.target_ratio, overwrite)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
 from dmc.training.checkpoints.generations import latest
-from dmc.training.checkpoints.reading import load_checkpoint_model, read_header
+from dmc.training.checkpoints.reading import check_whole, load_checkpoint_model
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_config
 from dmc.training.stages import Plan
@@ -60,6 +60,7 @@ def replay(run_folder: Path, file: Path) -> Replay:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} is cut off or is no batch kept by a run ({type(error).__name__})") from error
     checkpoint = latest(run_folder / "checkpoints")
+    header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     plan = Plan(config.training, config.target_ratio, config.compression)
@@ -70,7 +71,7 @@ def replay(run_folder: Path, file: Path) -> Replay:
     losses = [_run(module, config, kept["step"], batch, len(kept["micro_batches"])) for batch in kept["micro_batches"]]
     return Replay(
         step=kept["step"],
-        weights_step=read_header(checkpoint).global_step,
+        weights_step=header.global_step,
         losses=[(batch["loss"], loss) for batch, loss in zip(kept["micro_batches"], losses, strict=True)],
         gradient_norms=_norms(model),
         first_nonfinite=nonfinite[0] if nonfinite else None,

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable
+import re
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dmc.training.checkpoints.generations import Generations, remove
+from dmc.checksums import file_checksum, file_checksums, file_damage
+from dmc.training.checkpoints.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, Generations, remove
+from dmc.training.checkpoints.trust import refuse_code
 
 MODEL_CONFIG = "model_config"
 """Key of the Hugging Face configuration in a checkpoint."""
 HEADER_NAME = "header.json"
+WRITER = re.compile(r"(?:^__|zero_pp_rank_)(\d+)_")
+"""Number in a file's name of the rank that wrote it, in FSDP2's folders and in DeepSpeed's."""
+REMEDY = "put back a copy, or delete the run to start over"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class Header:
     """Shape of each whole weight, under the model's own name."""
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of each file in a folder."""
+    checksums: dict[str, int] = dataclasses.field(default_factory=dict)
+    """CRC-32 of each file in a folder; empty: an earlier version wrote it."""
 
 
 class CheckpointFolders:
@@ -75,18 +87,42 @@ class CheckpointFolders:
         except (OSError, RuntimeError, CheckpointException) as error:
             raise could_not_be_written(target, error) from error
         strategy.barrier()
+        names = strategy.broadcast(_names_in(partial) if strategy.is_global_zero else [])
+        sums, problem = _each_its_own(
+            strategy, names, lambda name: (_flush(partial / name), file_checksum(partial / name))
+        )
+        if problem is not None:
+            raise could_not_be_written(target, problem)
+        header["files"] = {name: size for name, (size, _) in sums.items()}
+        header["checksums"] = {name: checksum for name, (_, checksum) in sums.items()}
         if strategy.is_global_zero:
             try:
-                header["files"] = {str(path.relative_to(partial)): _flush(path) for path in files_in(partial)}
-                (partial / HEADER_NAME).write_text(json.dumps(header))
+                (partial / HEADER_NAME).write_text(json.dumps(header | {"checksum": _checksum_of(header)}))
                 _flush(partial / HEADER_NAME)
                 self.generations.promote(partial, target)
             except OSError as error:
                 raise could_not_be_written(target, error) from error
         strategy.barrier()
 
+    def check(self, strategy: Any, folder: Path) -> None:
+        """Check that a checkpoint is what was written, each rank its part; called by all ranks.
 
-def could_not_be_written(target: Path, error: BaseException) -> OSError:
+        Raises:
+            ValueError: it is not, on all ranks.
+        """
+        header = read_folder_header(folder)
+        if not header.checksums:
+            logger.warning("%s has no checksums, an earlier version wrote it: its bytes are not checked", folder)
+            return
+        damage, problem = _each_its_own(
+            strategy, sorted(header.checksums), lambda name: damage_in(folder, header, [name])
+        )
+        found = next((each for each in damage.values() if each is not None), problem)
+        if found is not None:
+            raise ValueError(f"{folder} is damaged: {found}; {_offer(folder)}")
+
+
+def could_not_be_written(target: Path, error: BaseException | str) -> OSError:
     """Say that the checkpoint before stays."""
     return OSError(
         f"{target} could not be written ({error}): the checkpoint before it stays; make room on the disk and "
@@ -101,18 +137,34 @@ def read_folder_header(folder: Path) -> Header:
         ValueError: it is no checkpoint, or a file is missing or cut off.
     """
     try:
-        header = Header(**json.loads((folder / HEADER_NAME).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads((folder / HEADER_NAME).read_text())
+        checksum = values.pop("checksum", None)
+        header = Header(**values)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
+    if checksum is not None and checksum != _checksum_of(values):
+        raise ValueError(f"{folder} is damaged: {HEADER_NAME} has a wrong checksum; {REMEDY}")
     for name, size in header.files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise ValueError(
-                f"{folder} is cut off: {name} has {'no' if found is None else found} bytes, expected {size}; "
-                "put back a copy, or delete the run to start over"
-            )
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{folder} is no training checkpoint: its {HEADER_NAME} names {name}, outside of it")
+        if damage := file_damage(folder / name, size):
+            raise ValueError(f"{folder} is cut off: {name} {damage}; {REMEDY}")
+    refuse_code(folder, header.format)
     return header
+
+
+def damage_in(folder: Path, header: Header, names: Iterable[str]) -> str | None:
+    """Name the first of some files of a folder whose bytes are not what was written; None: there is none.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = file_checksums(folder / name for name in names)
+    for path, checksum in found.items():
+        name = path.relative_to(folder).as_posix()
+        if header.checksums.get(name, checksum) != checksum:
+            return f"{name} has a wrong checksum"
+    return None
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
@@ -120,9 +172,47 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def files_in(folder: Path) -> list[Path]:
+def _names_in(folder: Path) -> list[str]:
     """All files of a folder and its folders."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _each_its_own(strategy: Any, names: list[str], act: Callable[[str], Any]) -> tuple[dict[str, Any], str | None]:
+    """Let each rank act on the files that it wrote, and tell all of them what came out and what failed, if anything."""
+    results: dict[str, Any] = {}
+    problem = None
+    for place, name in enumerate(names):
+        writer = WRITER.search(Path(name).name)
+        if (int(writer[1]) if writer else place) % strategy.world_size == strategy.global_rank:
+            try:
+                results[name] = act(name)
+            except OSError as error:  # a rank that ended here would leave the others waiting
+                problem = str(error)
+    parts: list[Any] = [(results, problem)]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, (results, problem))
+    merged = {name: result for each, _ in parts for name, result in each.items()}
+    return merged, next((each for _, each in parts if each is not None), None)
+
+
+def _offer(folder: Path) -> str:
+    """Say what can be done about a damaged checkpoint."""
+    previous = folder.with_name(PREVIOUS_CHECKPOINT)
+    try:
+        step = read_folder_header(previous).global_step
+    except ValueError:
+        return REMEDY
+    return REMEDY if folder.name != LAST_CHECKPOINT else f"{REMEDY}; or {offer(previous, step)}"
+
+
+def offer(previous: Path, step: int) -> str:
+    """Say how to take the checkpoint before the last one."""
+    return f"start again with use_previous_checkpoint=true to go on from step {step}, which {previous} holds"
+
+
+def _checksum_of(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def _flush(path: Path) -> int:

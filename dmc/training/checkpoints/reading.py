@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,21 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from dmc.checksums import damaged_entry
 from dmc.models.build import assemble
-from dmc.training.checkpoints.folder import MODEL_CONFIG, Header, read_folder_header, whole_shape
+from dmc.training.checkpoints.folder import (
+    MODEL_CONFIG,
+    REMEDY,
+    Header,
+    damage_in,
+    offer,
+    read_folder_header,
+    whole_shape,
+)
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT
-from dmc.training.checkpoints.joining import join_shards
+from dmc.training.checkpoints.joining import PREFIX, join_shards, join_slices
+from dmc.training.checkpoints.trust import TAG
 
-PREFIX = "model."
-"""Of a weight's name in a checkpoint: the LightningModule's attribute."""
 logger = logging.getLogger(__name__)
 
 
@@ -28,12 +37,29 @@ def find_checkpoint(folder: Path, model: Any, format: str = "file", use_previous
         folder: holds the checkpoints.
         model: the checkpoint must fit it.
         format: what the run's strategy writes and reads.
-        use_previous: take `previous.ckpt` also where `last.ckpt` is damaged.
+        use_previous: take `previous.ckpt` also where `last.ckpt` is damaged; to know, all of a folder is read, which
+            else each rank does with its own part when it loads it.
     Returns:
         None: there is none.
     Raises:
         ValueError: the checkpoint is damaged, of another model or of another strategy; the message offers the previous
             one if that is good.
+    """
+
+    def check(path: Path) -> Header:
+        header = check_fits(path, model, format)
+        return check_whole(path, header) if use_previous or path.is_file() else header
+
+    return choose(folder, check, use_previous)
+
+
+def choose(folder: Path, check: Callable[[Path], Header], use_previous: bool) -> Path | None:
+    """Choose between the last checkpoint and the one before, see `find_checkpoint`.
+
+    Args:
+        folder: holds the checkpoints.
+        check: raises ValueError or FileNotFoundError for a checkpoint that cannot be used.
+        use_previous: see `find_checkpoint`.
     """
     last, previous = folder / LAST_CHECKPOINT, folder / PREVIOUS_CHECKPOINT
     if not last.exists():
@@ -41,18 +67,15 @@ def find_checkpoint(folder: Path, model: Any, format: str = "file", use_previous
     if not last.exists():
         return None
     try:
-        check_fits(last, model, format)
+        check(last)
         return last
     except ValueError as error:
         try:
-            step = check_fits(previous, model, format).global_step
+            step = check(previous).global_step
         except (ValueError, FileNotFoundError):
             raise error from None
         if not use_previous:
-            raise ValueError(
-                f"{error}; or start again with use_previous_checkpoint=true to go on from step {step}, "
-                f"which {previous} holds"
-            ) from error
+            raise ValueError(f"{error}; or {offer(previous, step)}") from error
         logger.warning("%s; going on from %s at step %d", error, previous, step)
         return previous
 
@@ -71,6 +94,25 @@ def read_header(path: Path) -> Header:
     return Header("file", 1, checkpoint["global_step"], checkpoint[MODEL_CONFIG], shapes)
 
 
+def check_whole(path: Path, header: Header | None = None) -> Header:
+    """Read all of a training checkpoint and compare it with its checksums; return its header.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_header`; or bytes are not what was written.
+    """
+    header = header or read_header(path)
+    if path.is_file():
+        entry = damaged_entry(path)
+        damage = None if entry is None else f"{entry} has a wrong checksum"
+    else:
+        damage = damage_in(path, header, header.checksums)
+        if not header.checksums:
+            logger.warning("%s has no checksums, an earlier version wrote it: its bytes are not checked", path)
+    if damage is not None:
+        raise ValueError(f"{path} is damaged: {damage}; {REMEDY}")
+    return header
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the whole weights of a training checkpoint under the model's names, from the shards of any strategy.
 
@@ -85,7 +127,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+        weights = join_slices(path / TAG, header.shapes)
+        if weights is None:
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(path), tag=TAG)
     return {name.removeprefix(PREFIX): value for name, value in weights.items()}
 
 
@@ -137,8 +181,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is cut off or is no training checkpoint ({type(error).__name__}): "
-            "put back a copy, or delete the run to start over"
+            f"{path} is cut off or is no training checkpoint ({type(error).__name__}): {REMEDY}"
         ) from error
     expected = {"state_dict", "global_step", MODEL_CONFIG}
     if not isinstance(checkpoint, dict) or not expected <= set(checkpoint):

@@ -173,8 +173,10 @@ class Fsdp2Strategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any number of ranks."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._folders.generations.known(Path(checkpoint_path))
+        folder = Path(checkpoint_path)
+        self._folders.check(self, folder)
+        checkpoint = super().load_checkpoint(folder, weights_only)
+        self._folders.generations.known(folder)
         return checkpoint
 
 

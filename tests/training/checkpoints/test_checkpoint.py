@@ -1,16 +1,29 @@
+import io
+import json
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import checkpoint as distributed_checkpoint
 
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
-from dmc.training import train
-from dmc.training.checkpoints.reading import check_fits, find_checkpoint, load_checkpoint_model, read_header
+from dmc.training import export_checkpoint, train
+from dmc.training.checkpoints.folder import CheckpointFolders
+from dmc.training.checkpoints.reading import (
+    check_fits,
+    check_whole,
+    choose,
+    find_checkpoint,
+    load_checkpoint_model,
+    read_header,
+    read_weights,
+)
 from dmc.training.checkpoints.saving import AtomicCheckpointIO
 
 
@@ -152,6 +165,184 @@ def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values):
     assert read_header(last).global_step == 8
     for name, value in load_model(run.final).state_dict().items():
         assert torch.equal(value, model[name]), name
+
+
+def flip_bytes(path, count, start=0.3):
+    """Spoil `count` bytes in a row: a file keeps its length, and what says where its tensors are."""
+    content = bytearray(path.read_bytes())
+    first = int(start * len(content))
+    content[first : first + count] = bytes(byte ^ 0x11 for byte in content[first : first + count])
+    path.write_bytes(content)
+
+
+def test_flipped_bytes_are_found_before_a_run_goes_on_or_is_exported(run_values, tmp_path):
+    run_values["training"] |= {"checkpoint_every_steps": 3, "snapshot_ratios": []}
+    config = build_config(RunConfig, run_values)
+    run = train(config)
+    (run.final / "retrofit.json").unlink()  # as if killed before the export
+    last, previous = (run.folder / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt"))
+    flip_bytes(last, 15_000)
+    offer = rf"last.ckpt is damaged: .* has a wrong checksum.*use_previous_checkpoint=true.* step 6, which {previous}"
+    with pytest.raises(ValueError, match=offer):
+        train(config)
+    with pytest.raises(ValueError, match=offer):
+        export_checkpoint(run.folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_checkpoint(run.folder, tmp_path / "out", use_previous_checkpoint=True)
+    model = load_checkpoint_model(previous).state_dict()
+    for name, value in load_model(tmp_path / "out").state_dict().items():
+        assert torch.equal(value, model[name]), name
+    train(build_config(RunConfig, dict(run_values, use_previous_checkpoint=True)))
+    assert read_header(last).global_step == 8
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.99])
+def test_any_flipped_byte_of_a_tensor_is_found(tmp_path, share):
+    path = tmp_path / "last.ckpt"
+    content = {"global_step": 1, "state_dict": {f"w{i}": torch.randn(100) for i in range(10)}, "model_config": {}}
+    AtomicCheckpointIO().save_checkpoint(content, path)
+    check_whole(path)
+    flip_bytes(path, 100, share)
+    with pytest.raises(ValueError, match=r"is damaged|is cut off"):
+        check_whole(path)
+
+
+class OneRank:
+    """What `CheckpointFolders` asks of Lightning's strategy."""
+
+    world_size, global_rank, is_global_zero = 1, 0, True
+
+    def __init__(self, weights):
+        self.lightning_module = SimpleNamespace(model=SimpleNamespace(state_dict=lambda keep_vars: weights))
+
+    def broadcast(self, value):
+        return value
+
+    def barrier(self):
+        pass
+
+
+@pytest.fixture
+def save_folder(tmp_path):
+    """Return a function that writes a sharded checkpoint as a strategy of one rank does."""
+    weights = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20)}
+
+    def write(checkpoint, folder):
+        if checkpoint["format"] == "fsdp2":
+            prefixed = {f"model.{name}": weight for name, weight in weights.items()}
+            state = {"state_dict": prefixed, "optimizer_0": {"lr": 1e-3}}
+            distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+            torch.save({"epoch": 0}, folder / "meta.pt")
+        else:
+            (folder / "checkpoint").mkdir(parents=True)
+            (folder / "latest").write_text("checkpoint")
+            torch.save({"module": weights}, folder / "checkpoint" / "mp_rank_00_model_states.pt")
+
+    def save(format, step=1):
+        target = tmp_path / "last.ckpt"
+        folders.setdefault(format, CheckpointFolders(format)).save(
+            OneRank(weights), {"format": format, "global_step": step, "model_config": {}}, target, write
+        )
+        return target
+
+    folders = {}
+    return save
+
+
+@pytest.mark.parametrize("format", ["fsdp2", "deepspeed_zero2"])
+def test_flipped_bytes_of_any_file_of_a_folder_are_found(save_folder, format):
+    folder = save_folder(format)
+    check_whole(folder)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        flip_bytes(path, 1, 0.5)
+        with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
+            check_whole(folder)
+        with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
+            CheckpointFolders(format).check(OneRank({}), folder)
+        path.write_bytes(whole)
+    check_whole(folder)
+
+
+def test_a_damaged_folder_offers_the_previous_one_and_an_old_one_loads(save_folder, caplog):
+    for step in (5, 6):
+        folder = save_folder("fsdp2", step)
+    shard = max((path for path in folder.rglob("*.distcp")), key=lambda path: path.stat().st_size)
+    flip_bytes(shard, 1, 0.5)
+    offer = rf"last.ckpt is damaged: {shard.name} has a wrong checksum; .*use_previous_checkpoint=true .* step 5, which"
+    with pytest.raises(ValueError, match=offer):
+        CheckpointFolders("fsdp2").check(OneRank({}), folder)
+    with pytest.raises(ValueError, match=offer):
+        choose(folder.parent, check_whole, False)
+    assert choose(folder.parent, check_whole, True) == folder.with_name("previous.ckpt")
+    header = json.loads((folder / "header.json").read_text())
+    del header["checksums"], header["checksum"]
+    (folder / "header.json").write_text(json.dumps(header))
+    check_whole(folder)
+    CheckpointFolders("fsdp2").check(OneRank({}), folder)
+    assert caplog.text.count("has no checksums, an earlier version wrote it") == 2
+
+
+class Harmful:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def spoil_metadata(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
+
+
+def spoil_option(folder):
+    """Put code where the optimizer's options lie in a shard."""
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "optimizer_0.lr")
+    content = io.BytesIO()
+    torch.save(Harmful(), content)
+    (folder / "options.distcp").write_bytes(content.getvalue())
+    place.relative_path, place.offset, place.length = "options.distcp", 0, len(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def lead_outside(folder):
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../elsewhere/{place.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def spoil_states(folder):
+    torch.save({"module": Harmful()}, folder / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def spoil_old_states(folder):
+    (folder / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Harmful()))
+
+
+def name_another_folder(folder):
+    (folder / "latest").write_text("../../elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("format", "spoil"),
+    [
+        ("fsdp2", spoil_metadata), ("fsdp2", spoil_option), ("fsdp2", lead_outside), ("deepspeed_zero2", spoil_states),
+        ("deepspeed_zero2", spoil_old_states), ("deepspeed_zero2", name_another_folder),
+    ],
+)  # fmt: skip
+def test_a_folder_with_code_or_a_way_out_is_refused(save_folder, format, spoil, capsys):
+    folder = save_folder(format)
+    spoil(folder)
+    header = json.loads((folder / "header.json").read_text())  # as one would that means harm
+    del header["checksums"], header["checksum"], header["files"]
+    (folder / "header.json").write_text(json.dumps(header))
+    for read in (read_header, check_whole, read_weights):
+        with pytest.raises(ValueError, match=r"no training checkpoint|would run builtins.print"):
+            read(folder)
+    assert "executed" not in capsys.readouterr().out
 
 
 def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(checkpoint_path):
