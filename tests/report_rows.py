@@ -48,7 +48,13 @@ def compare_row(
         **{"settings": {"task": {}}, "device": "cpu", "provenance": PROVENANCE, "status": "done"},
         "metrics": {"exact_match" if higher else "loss": sum(values) / 32},
         **{"sample_values": values, "samples": 32, "achieved_ratio": achieved, "head_ratios": _heads(policy, achieved)},
-        **{"bytes_allocated": int(256 * BYTES / achieved), "bytes_allocated_per_token": BYTES / achieved + 20},
+        **{"bytes_allocated": int(256 * BYTES / achieved), "bytes_allocated_per_token": BYTES / achieved + 10},
+        **{
+            "mean_bytes_allocated_per_token": BYTES / achieved + 20,
+            "mean_achieved_ratio": achieved,
+            "mean_tokens": 200.0,
+        },
+        "peak_bytes_allocated": int(256 * BYTES / achieved),
         "prefill_tokens_per_second": 900 * skill,
         "decode_tokens_per_second": 40 * skill * achieved**0.5,
     }

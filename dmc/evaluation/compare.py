@@ -197,18 +197,22 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
-    """Sum up the memory of samples: their common ratio, also of every head, and the bytes of the one that takes most.
+    """Sum up the memory of samples: ratios are all tokens over all entries, bytes per token all bytes over all tokens.
+
+    What is called a mean is over the positions that were predicted, what is not is at the last step of each sample.
 
     Args:
         stats: of each sample.
-        budget: of the policy; of a fixed number of entries it is told which ratio that was.
+        budget: of the policy; of a fixed number of entries it is told which ratio that was, over the same positions.
     """
     layers, kv_heads = stats[0].slots.shape
     requested = {}
     if budget is not None and budget.tokens is not None:
-        seen = [each.tokens_seen for each in stats]
-        requested = {"requested_ratio": sum(seen) / sum(min(budget.tokens, each) for each in seen)}
+        asked = [_allowed(each, budget.tokens) for each in stats]
+        requested = {"requested_ratio": sum(each.mean_tokens_seen for each in stats) / sum(asked)}
     tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
+    mean_tokens = sum(each.mean_tokens_seen for each in stats)
+    mean_slots = sum(float(each.mean_slots.sum()) for each in stats)
     peak = max(stats, key=lambda each: each.bytes_allocated)
     return requested | {
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
@@ -216,9 +220,21 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
         "peak_tokens": peak.tokens_seen,
         "bytes_allocated": peak.bytes_allocated,
         "bytes_used": peak.bytes_used,
-        "bytes_allocated_per_token": peak.bytes_allocated / peak.tokens_seen,
-        "bytes_used_per_token": peak.bytes_used / peak.tokens_seen,
+        "bytes_allocated_per_token": sum(each.bytes_allocated for each in stats) / tokens,
+        "bytes_used_per_token": sum(each.bytes_used for each in stats) / tokens,
+        "mean_tokens": mean_tokens / len(stats),
+        "mean_achieved_ratio": mean_tokens * layers * kv_heads / max(mean_slots, 1e-9),
+        "mean_bytes_allocated_per_token": sum(each.mean_bytes_allocated for each in stats) / mean_tokens,
+        "mean_bytes_used_per_token": sum(each.mean_bytes_used for each in stats) / mean_tokens,
+        "peak_bytes_allocated": max(each.peak_bytes_allocated for each in stats),
     }
+
+
+def _allowed(stats: GenerationStats, tokens: int) -> float:
+    """Average what a fixed budget allows over the positions predicted: neighbours, up to the last token seen."""
+    last = stats.tokens_seen
+    seen = range(round(2 * stats.mean_tokens_seen) - last, last + 1)
+    return statistics.fmean(min(tokens, each) for each in seen)
 
 
 def device_name(model: Any) -> str:

@@ -22,7 +22,8 @@ from dmc.evaluation.row_store import DONE, NOT_FINITE, Row
 TABLE, CSV, PLACES, PLOT = "table.md", "results.csv", "results_by_place.csv", "quality_over_bytes.png"
 COLUMNS = (
     *("model", "policy", "budget", "task", "main_metric", "quality", "over_full_cache", "over_full_cache_error"),
-    *("requested_ratio", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
+    *("requested_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "mean_bytes_used_per_token"),
+    *("peak_bytes_allocated", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
     *("bytes_allocated", "bytes_used", "peak_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
     *("samples", "device", "key"),
 )
@@ -113,14 +114,14 @@ def format_task(task: str, rows: list[Row]) -> str:
     better = "higher" if rows[0]["higher_is_better"] else "lower"
     lines = [
         f"### {task}: {metric} of {samples} samples ({better} is better)\n",
-        f"| method | requested | achieved CR | {metric} | over full cache | cache bytes/token | prefill tokens/s "
-        "| decode tokens/s |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| method | requested | achieved CR | {metric} | over full cache | cache bytes/token | peak cache bytes "
+        "| prefill tokens/s | decode tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['method']} | {requested(row)} | {row['achieved_ratio']:.2f} | {row['quality']:.4f} "
-            f"| {_difference(row)} | {row['bytes_allocated_per_token']:,.0f} "
+            f"| {row['method']} | {requested(row)} | {row['mean_achieved_ratio']:.2f} | {row['quality']:.4f} "
+            f"| {_difference(row)} | {row['mean_bytes_allocated_per_token']:,.0f} | {row['peak_bytes_allocated']:,} "
             f"| {_speed(row, 'prefill')} | {_speed(row, 'decode')} |"
         )
     return "\n".join(lines)
@@ -143,10 +144,10 @@ def format_places(rows: list[Row]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(
-        ["model", "policy", "budget", "achieved_ratio", "task", "place", "samples", "metric", "value", "key"]
+        ["model", "policy", "budget", "mean_achieved_ratio", "task", "place", "samples", "metric", "value", "key"]
     )
     for row in rows:
-        cell = [row[name] for name in ("model", "policy", "budget", "achieved_ratio", "task")]
+        cell = [row[name] for name in ("model", "policy", "budget", "mean_achieved_ratio", "task")]
         for table in (value for name, value in row.items() if name.startswith("by_")):
             names = list(table)[: list(table).index("samples")]
             for indices in itertools.product(*(range(len(table[name])) for name in names)):

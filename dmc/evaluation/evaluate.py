@@ -41,7 +41,7 @@ from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
 from dmc.runtime import Engine
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
 
 

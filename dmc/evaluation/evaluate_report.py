@@ -17,7 +17,8 @@ from dmc.evaluation.row_store import DONE, Row
 JSON = "results.json"
 COLUMNS = (
     *("model", "policy", "budget", "benchmark", "tasks", "metric", "value", "error", "higher_is_better"),
-    *("requested_ratio", "achieved_ratio", "bytes_allocated_per_token", "bytes_allocated", "samples", "num_fewshot"),
+    *("requested_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "peak_bytes_allocated"),
+    *("achieved_ratio", "bytes_allocated_per_token", "bytes_allocated", "samples", "num_fewshot"),
     *("prompts_cut", "device", "command", "git_commit", "keys"),
 )
 
@@ -61,17 +62,18 @@ def benchmark_figures(rows: list[Row]) -> list[dict[str, Any]]:
 def _figure(rows: list[Row]) -> dict[str, Any]:
     first, names = rows[0], {row["main_metric"] for row in rows}
     errors = [row["errors"].get(row["main_metric"]) for row in rows]
-    peak = max(rows, key=lambda row: row["bytes_allocated"])
+    weights = [row["mean_tokens"] * row["samples"] for row in rows]
+    ratios = ("requested_ratio", "achieved_ratio", "mean_achieved_ratio")
+    sizes = ("bytes_allocated_per_token", "mean_bytes_allocated_per_token")
     return {name: first[name] for name in ("method", "model", "policy", "budget", "benchmark", "device")} | {
         "tasks": {row["task"]: row["metrics"][row["main_metric"]] for row in rows},
         "metric": names.pop() if len(names) == 1 else "mean",
         "value": statistics.fmean(row["metrics"][row["main_metric"]] for row in rows),
         "error": None if None in errors else math.hypot(*errors) / len(errors),
         "higher_is_better": first["higher_is_better"],
-        "requested_ratio": statistics.fmean(row["requested_ratio"] for row in rows),
-        "achieved_ratio": statistics.fmean(row["achieved_ratio"] for row in rows),
-        "bytes_allocated_per_token": peak["bytes_allocated_per_token"],
-        "bytes_allocated": peak["bytes_allocated"],
+        **{name: statistics.harmonic_mean([row[name] for row in rows], weights) for name in ratios},
+        **{name: statistics.fmean((row[name] for row in rows), weights) for name in sizes},
+        **{name: max(row[name] for row in rows) for name in ("bytes_allocated", "peak_bytes_allocated")},
         "samples": sum(row["samples"] for row in rows),
         "num_fewshot": sorted({shots for row in rows for shots in row["num_fewshot"]}),
         "prompts_cut": sum(row["prompts_cut"] for row in rows),
@@ -94,8 +96,8 @@ def format_table(figures: list[dict[str, Any]]) -> str:
     text.append("|---" * (4 + len(columns)) + "|")
     for (method, _), found in lines.items():
         by_column = {(each["benchmark"], each["metric"]): each for each in found}
-        ratios = sorted({f"{each['achieved_ratio']:.2f}" for each in found}, key=float)
-        most = max(each["bytes_allocated_per_token"] for each in found)
+        ratios = sorted({f"{each['mean_achieved_ratio']:.2f}" for each in found}, key=float)
+        most = max(each["mean_bytes_allocated_per_token"] for each in found)
         cells = [method, requested(found[0]), " to ".join(dict.fromkeys((ratios[0], ratios[-1])))]
         cells += [_value(by_column.get(column)) for column in columns]
         text.append(f"| {' | '.join(cells)} | {most:,.0f} |")

@@ -42,19 +42,21 @@ def plot_quality(rows_by_task: dict[str, list[dict[str, Any]]], file: IO[bytes])
 
 def _draw(panel: Axes, task: str, rows: list[dict[str, Any]], style: dict[str, dict[str, Any]]) -> None:
     for name in dict.fromkeys(row["method"] for row in rows):
-        own = sorted((row for row in rows if row["method"] == name), key=lambda row: row["bytes_allocated_per_token"])
-        sizes, qualities = [row["bytes_allocated_per_token"] for row in own], [row["quality"] for row in own]
+        own = sorted(
+            (row for row in rows if row["method"] == name), key=lambda row: row["mean_bytes_allocated_per_token"]
+        )
+        sizes, qualities = [row["mean_bytes_allocated_per_token"] for row in own], [row["quality"] for row in own]
         panel.plot(sizes, qualities, label=name, linewidth=1.2, markersize=5, **style[name])
         if own[0]["budget"] is None and not own[0]["own_gates"]:
             panel.axhline(qualities[0], color=style[name]["color"], linewidth=0.8, linestyle=":")
-    sizes, qualities = [row["bytes_allocated_per_token"] for row in rows], [row["quality"] for row in rows]
+    sizes, qualities = [row["mean_bytes_allocated_per_token"] for row in rows], [row["quality"] for row in rows]
     panel.set_xscale("log", base=2)
     panel.set_xlim(0.93 * 2 ** math.floor(math.log2(min(sizes))), 1.07 * 2 ** math.ceil(math.log2(max(sizes))))
     if min(qualities) == max(qualities):
         panel.set_ylim(qualities[0] - 0.5, qualities[0] + 0.5)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_xlabel("cache bytes per token")
+    panel.set_xlabel("cache bytes per token, over all positions predicted")
     better = "higher" if rows[0]["higher_is_better"] else "lower"
     panel.set_ylabel(f"{rows[0]['main_metric']} ({better} is better)")
     panel.set_title(task)

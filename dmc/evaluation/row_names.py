@@ -13,6 +13,16 @@ EARLIER = "earlier version"
 """What is said of rows whose settings an earlier version has not written in full."""
 
 
+MEANS = {
+    "mean_achieved_ratio": "achieved_ratio",
+    "mean_bytes_allocated_per_token": "bytes_allocated_per_token",
+    "mean_bytes_used_per_token": "bytes_used_per_token",
+    "peak_bytes_allocated": "bytes_allocated",
+    "mean_tokens": "peak_tokens",
+}
+"""Memory over all positions that were predicted, and what rows of an earlier version show for it: that of the last."""
+
+
 def is_earlier(row: Row) -> bool:
     """Whether an earlier version has written a row: it does not say all that defines it."""
     return "policy_key" not in row
@@ -33,7 +43,8 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
             own = row["own_gates"] and row["budget"] is None
             method = f"{model}, {'own gates' if own else policy}"
         names = {"method": method, "model": model, "policy": policy, _task_column(row): task, "named": row["model"]}
-        found.append(row | names)
+        last = {mean: row[name] for mean, name in MEANS.items() if name in row}
+        found.append(last | row | names)
     return found
 
 

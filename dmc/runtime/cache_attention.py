@@ -84,7 +84,9 @@ class CacheAttention:
     def append(self, layer_index: int, tokens: NewTokens) -> Seen:
         """Let tokens into a layer; say what their queries see."""
         self.cache.make_room(tokens.key.shape[0], tokens.key.shape[2])
-        return self.backend.append_or_merge(self.cache.layer(layer_index), tokens, self.cache.layout.compression)
+        seen = self.backend.append_or_merge(self.cache.layer(layer_index), tokens, self.cache.layout.compression)
+        self.cache.tally.count(layer_index, tokens.rows, tokens.positions, seen)
+        return seen
 
     def attend_to_all(self, layer_index: int, group: Group, query: Tensor, seen: Seen, scaling: float) -> Tensor:
         """Attend to what the new tokens' queries see, [S, H_q, n, D]."""

@@ -22,6 +22,7 @@ from dmc.runtime.sampling import SamplingParams, choose_tokens
 from dmc.runtime.scheduler import Pace, Scheduler, Segment
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
+from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
 
 
@@ -391,7 +392,9 @@ class Engine:
         request.finish(reason, GenerationStats.of(sequence, self.cache), self.tokenizer)
         self._requests.pop(sequence, None)
         self._scheduler.finish(sequence)
-        sequence.num_preemptions = 0
+        sequence.num_preemptions, sequence.held = 0, Held()
+        if sequence.row is not None:
+            self.cache.tally.open_row(sequence.row, sequence.held)
 
     def _abort_all(self, requests: Collection[Request]) -> None:
         for request in requests:

@@ -11,13 +11,19 @@ from torch import Tensor
 from dmc.budget import achieved_ratio
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import Sequence
+from dmc.runtime.tally import Held
 
 FinishReason = Literal["length", "stop", "abort"]
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Memory of one sequence at its last step, before release; all zero if it never ran."""
+    """Memory of one sequence at its last step, before release, and over all of them; all zero if it never ran.
+
+    What is called a mean is one over the positions whose predictions were asked for (of a turn, in a session), each
+    measured after its step, as it would be token by token; where there were none, what is held at the last step. Rings
+    and tables count as they are in the end.
+    """
 
     tokens_seen: int
     """Tokens fed, earlier turns of a session included: all but the last one generated, which is not fed."""
@@ -33,6 +39,19 @@ class GenerationStats:
     """Of those allocated, the ones on the cache's device: all but what a policy has moved to slow memory."""
     num_preemptions: int
     """Times the sequence lost its cache to others and was computed again."""
+    mean_tokens_seen: float
+    mean_slots: Tensor
+    """float64 [L, H]."""
+    mean_bytes_used: float
+    mean_bytes_allocated: float
+    peak_bytes_allocated: int
+    """The most at any of these positions; before it is compressed, a policy's prompt may have held more."""
+
+    @property
+    def mean_ratio(self) -> float:
+        """Tokens over entries, both in sum over the positions."""
+        layers, heads = self.mean_slots.shape
+        return self.mean_tokens_seen * layers * heads / max(float(self.mean_slots.sum()), 1e-9)
 
     @classmethod
     def of(cls, sequence: Sequence, cache: PagedCache) -> GenerationStats:
@@ -40,16 +59,26 @@ class GenerationStats:
         layout, row = cache.layout, sequence.row
         if row is None:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
-            return cls(0, slots, 0.0, 0, 0, 0, sequence.num_preemptions)
-        slots = cache.slots(row)
+            return cls(0, slots, 0.0, 0, 0, 0, sequence.num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
+        slots, used, allocated = cache.slots(row), cache.bytes_used(row), cache.bytes_allocated(row)
+        over, recent = sequence.held, min(sequence.num_fed, layout.delay)
+        entries, blocks, most = cache.tally.beyond(row, over, cache.lengths[:, row])
+        if not over.positions:
+            over = Held(1, sequence.num_fed, recent)
+        ranks, block, number = layout.ranks, cache.block_bytes, over.positions
         return cls(
             tokens_seen=sequence.num_fed,
             slots=slots,
             achieved_ratio=achieved_ratio(sequence.num_fed, slots.shape[0], slots.shape[1], int(slots.sum())),
-            bytes_used=cache.bytes_used(row),
-            bytes_allocated=cache.bytes_allocated(row),
+            bytes_used=used,
+            bytes_allocated=allocated,
             bytes_fast=cache.bytes_fast(row),
             num_preemptions=sequence.num_preemptions,
+            mean_tokens_seen=over.tokens / number,
+            mean_slots=slots + ranks.join_heads(entries.cpu()).double() / number + over.recent / number - recent,
+            mean_bytes_used=used + ranks.total(int(entries.sum())) * block / cache.block_size / number,
+            mean_bytes_allocated=allocated + ranks.total(blocks) * block / number,
+            peak_bytes_allocated=allocated + ranks.total(most) * block,
         )
 
 

@@ -14,6 +14,7 @@ from dmc.kernels.base import LayerCache, history_size
 from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.side_store import SideLayout, SideStore
+from dmc.runtime.tally import Tally
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
@@ -91,6 +92,7 @@ class PagedCache:
         self.notes: SideStore | None = None
         if layout.notes is not None:
             self.notes = layout.notes.store(layout, max_sequences, self.allocator.num_blocks, block_size)
+        self.tally = Tally(heads, block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False

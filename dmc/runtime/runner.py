@@ -153,7 +153,7 @@ class Runner:
             NotImplementedError: a stock model's attention turns out to be another than the cache serves.
         """
         self._check_place()
-        rows = [segment.sequence.row for segment in segments if segment.sequence.row is not None]
+        rows = _rows_of(segments)
         num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
         prompt_ends = [segment.sequence.prompt_end for segment in segments]
         step = Step(self._attention, rows, num_new, self._rotary, phases, prompt_ends)
@@ -162,7 +162,9 @@ class Runner:
         for segment in segments:
             wanted += range(len(tokens) + segment.first_wanted, len(tokens) + len(segment.tokens))
             tokens += segment.tokens
-        device = self.cache.layout.device
+        device, tally = self.cache.layout.device, self.cache.tally
+        several = [segment for segment in segments if segment.num_wanted > 1]
+        tally.watch(_rows_of(several), [each.sequence.num_fed + each.first_wanted for each in several])
         with self._linear, self._stock:
             output = self.model(
                 torch.tensor([tokens], device=device),
@@ -172,8 +174,12 @@ class Runner:
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
             )
         step.finish()
+        tally.count_last(_rows_of([each for each in segments if each.num_wanted == 1]), self.cache.lengths, adds=True)
+        tally.count_last(_rows_of(several), self.cache.lengths, adds=False)
         for segment in segments:
-            segment.sequence.num_fed += len(segment.tokens)
+            sequence = segment.sequence
+            sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)
+            sequence.num_fed += len(segment.tokens)
         return output.logits[0]
 
     def _check_place(self) -> None:
@@ -183,3 +189,7 @@ class Runner:
                 f"the model is now {parameter.dtype} on {parameter.device}, this engine's cache is {layout.dtype} on "
                 f"{layout.device}: make a new Engine after model.to(...)"
             )
+
+
+def _rows_of(segments: list[Segment]) -> list[int]:
+    return [segment.sequence.row for segment in segments if segment.sequence.row is not None]

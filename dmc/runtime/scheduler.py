@@ -135,6 +135,7 @@ class Scheduler:
             self.waiting.popleft()
             if sequence.row is None:
                 sequence.row = self.cache.open_row()
+                self.cache.tally.open_row(sequence.row, sequence.held)
             else:
                 self.resting.remove(sequence)
             segments.append(segment)
@@ -181,5 +182,6 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.row is not None:
+            self.cache.tally.close_row(sequence.row, sequence.held)
             self.cache.close_row(sequence.row)
         sequence.row, sequence.num_fed = None, 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from dmc.runtime.tally import Held
+
 
 class Phase(enum.Flag):
     """What tokens that are fed together are to a policy."""
@@ -40,6 +42,8 @@ class Sequence:
     """Leading tokens that are cached."""
     num_preemptions: int = 0
     """Times the cache was lost to others since the last turn ended."""
+    held: Held = field(default_factory=Held)
+    """Memory at the positions predicted since the last turn ended."""
 
     @property
     def num_waiting(self) -> int:

@@ -25,8 +25,9 @@ class Cost:
     task: str
     metric: str
     achieved_ratio: float
+    """Over all scored positions: tokens over entries, both in sum."""
     bytes_per_token: float
-    """Allocated, at the end of the longest sample."""
+    """Allocated, over the same positions."""
     increases: tuple[float, ...]
     """Metric over that of the control with a full cache, by seed."""
     rival: str | None
@@ -120,7 +121,9 @@ class _Table:
             name,
             task,
             self.metric,
-            statistics.harmonic_mean([row["achieved_ratio"] for _, row in found]),
+            statistics.harmonic_mean(
+                [row["mean_achieved_ratio"] for _, row in found], [row["mean_tokens"] for _, row in found]
+            ),
             statistics.fmean(_bytes(row) for _, row in found),
             tuple(self._increase(seed, row) for seed, row in found),
             rival,
@@ -164,7 +167,7 @@ class _Table:
 
 
 def _bytes(row: Row) -> float:
-    return row["bytes_allocated_per_token"]
+    return row["mean_bytes_allocated_per_token"]
 
 
 def format_costs(costs: Sequence[Cost]) -> str:

@@ -116,11 +116,17 @@ def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) ->
     rows = run(make_config(models=models, speed_tokens=2, budgets=["tokens:8"]), Workshop())
     full, keep, small = rows
     assert [row["status"] for row in rows] == ["done"] * 3
-    assert [(row["budget"], row["requested_ratio"]) for row in rows] == [(None, 1.0), ("tokens:8", 39 / 8), (None, 2.0)]
+    assert [(row["budget"], row["requested_ratio"]) for row in rows] == [
+        (None, 1.0),
+        ("tokens:8", 38.5 / 8),
+        (None, 2.0),
+    ]
     assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
     entries = 39 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
     assert entries <= full["bytes_used"] <= full["bytes_allocated"]
     assert full["bytes_allocated_per_token"] == full["bytes_allocated"] / 39
+    assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (38.5, 1.0)  # two tokens behind a prompt of 38
+    assert 0 < keep["mean_bytes_used_per_token"] <= keep["mean_bytes_allocated_per_token"]
     assert small["achieved_ratio"] > 1.2
     assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
@@ -403,7 +409,8 @@ def make_row(policy: str, budget: str | None, values: list[float], **changes: An
         "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
         "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
         "requested_ratio": float(budget) if budget and budget.isdigit() else 1.0, "device": "cpu",
-        "decode_tokens_per_second": 1234.5,
+        "decode_tokens_per_second": 1234.5, "mean_achieved_ratio": 3.9, "mean_bytes_allocated_per_token": 110.0,
+        "mean_bytes_used_per_token": 99.0, "mean_tokens": 8.0, "peak_bytes_allocated": 1000,
     }  # fmt: skip
     return {**row, **changes}
 
@@ -432,7 +439,7 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
         ["base, h2o", "128 tokens"],
     ]
     # differences to (1, 2): h2o at CR 4 has (0.5, 0.5), tova (1, 0.5)
-    assert lines[3] == ["base, h2o", "CR 4", "3.96", "2.0000", "+0.5000 ± 0.0000", "100", "-", "1,234"]
+    assert lines[3] == ["base, h2o", "CR 4", "3.90", "2.0000", "+0.5000 ± 0.0000", "110", "1,000", "-", "1,234"]
     differences = ["-", "+0.0500 ± 0.0500", "+0.1000 ± 0.1000", lines[3][4], "+0.7500 ± 0.2500"]
     assert [line[4] for line in lines[:5]] == differences
     with (tmp_path / "results.csv").open() as file:

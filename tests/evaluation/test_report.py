@@ -40,7 +40,10 @@ def test_the_front_is_what_no_other_result_dominates(tmp_path, task):
     draw = random.Random(0)
     rows = [compare_row(name, ratio, task) for name in "abcdefgh" for ratio in (2.0, 3.0)]
     for row in rows:
-        row["bytes_allocated_per_token"], row["metrics"] = draw.randint(1, 9), {row["main_metric"]: draw.randint(1, 9)}
+        row["mean_bytes_allocated_per_token"], row["metrics"] = (
+            draw.randint(1, 9),
+            {row["main_metric"]: draw.randint(1, 9)},
+        )
     results = read(rows, tmp_path).results
 
     def better(one, other):
@@ -95,7 +98,7 @@ def test_the_verdict_of_a_budget_tells_ties_and_who_did_not_hold_it(tmp_path):
         constant_row("good", 4.0, 3.1),
         constant_row("tied", 4.0, 3.12, noise=0.1),
         constant_row("bad", 4.0, 4.0, noise=0.1),
-        constant_row("reader", 4.0, 3.0, achieved_ratio=1.0),
+        constant_row("reader", 4.0, 3.0, mean_achieved_ratio=1.0),
     ]
     points = dict(judge(read(rows, tmp_path)).points)
     assert points["At CR 4"].startswith("good is best of 3 that held it, with loss 3.1 (+0.1 ± 0")

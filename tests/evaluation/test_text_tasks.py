@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from dmc import Engine, load_model
+from dmc import Engine, load_model, retrofit
 from dmc.budget import Budget
+from dmc.compression import CompressionConfig
 from dmc.data import TextSource
+from dmc.evaluation.compare import memory_of
 from dmc.evaluation.tasks import (
     KeyValuePairs,
     MultiTurnRecall,
@@ -159,6 +162,24 @@ def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any
         assert 600 - 1.3 * pair < len(sample.prompt) <= 600
 
 
+def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any, tmp_path: Path, model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    task = TextLoss(TextSource(str(folders.text)), 2, 1, 255, cache_folder=str(tmp_path))
+    samples = task.samples(tokenizer, 300)
+    gates = CompressionConfig(
+        action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0
+    )  # drops all but the first
+    delayed = memory_of([each.stats for each in task.evaluate(Engine(retrofit(copy.deepcopy(model), gates)), samples)])
+    assert delayed["achieved_ratio"] == 255 / 65
+    held = [min(seen, 64) + (seen > 64) for seen in range(1, 256)]
+    assert delayed["mean_achieved_ratio"] == pytest.approx(sum(range(1, 256)) / sum(held))  # 2.27
+    policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
+    evicted = memory_of([each.stats for each in task.evaluate(Engine(model, policy=policy), samples)])
+    assert evicted["achieved_ratio"] == delayed["achieved_ratio"]
+    assert evicted["mean_achieved_ratio"] == pytest.approx(255 / 65, rel=0.02)
+    assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
+
+
 def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
     source = TextSource(str(folders.text))
     options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
@@ -295,7 +316,8 @@ def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Pa
 def test_figures_are_averaged_place_by_place() -> None:
     def result(length: int, depth: float, match: float) -> SampleResult:
         place = {"length": length, "depth": depth}
-        return SampleResult({}, GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0), [Part(place, {"match": match})])
+        stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
+        return SampleResult({}, stats, [Part(place, {"match": match})])
 
     results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
     assert by_place(results) == {

@@ -60,6 +60,8 @@ BOTH: dict[str, tuple[dict[str, Any], policies.EvictionPolicy]] = {
 }
 """Gates decide token by token, the policy when the prompt ends."""
 METHODS = [*GATES, *POLICIES, *BOTH]
+FEW = ("full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "H2O", "SnapKV", "merge, delay 4, LAVa")
+"""One of each kind."""
 CHUNKS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40)
 """1 is token by token; the others lie around the delays, windows and the page."""
 POLICY_CHUNKS = (1, 5, 16)
@@ -218,3 +220,60 @@ def test_entries_are_what_the_budget_says_at_every_step(
         assert stats.achieved_ratio == pytest.approx(stats.tokens_seen * 4 / int(stats.slots.sum()))
         if policy.grows and policy.evicts_decoding and policy.budget.ratio:
             assert stats.achieved_ratio >= 4 or stats.tokens_seen < 4
+
+
+@pytest.mark.parametrize("method", FEW)
+def test_memory_over_a_text_is_the_mean_of_what_single_steps_hold(
+    method: str, model: Any, policy: Any, monkeypatch: pytest.MonkeyPatch, make_prompts: Any
+) -> None:
+    prompts, continuations = make_prompts(9, 3), make_prompts(29, 20, seed=2)
+    engine = Engine(model, policy=policy, prefill_chunk_size=1, max_batch_size=1)
+    held: list[tuple[int, int, torch.Tensor]] = []
+
+    def step_and_look() -> None:
+        Engine.step(engine)
+        if engine.cache.num_free_rows == 0:
+            held.append((engine.cache.bytes_used(0), engine.cache.bytes_allocated(0), engine.cache.slots(0)))
+
+    monkeypatch.setattr(engine, "step", step_and_look)
+    oracles = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        held.clear()
+        engine.score([prompt], [[*continuation, 0]])  # the last step's blocks have returned when it can be looked at
+        oracles.append(held[len(prompt) - 1 : len(prompt) - 1 + len(continuation)])
+    for chunk in (None, 7):
+        scorings = Engine(model, policy=policy, prefill_chunk_size=chunk).score_with_stats(prompts, continuations)
+        for scoring, steps, prompt in zip(scorings, oracles, prompts, strict=True):
+            used, allocated, slots = zip(*steps, strict=True)
+            stats, seen = scoring.stats, [len(prompt) + number for number in range(len(steps))]
+            assert stats.mean_bytes_used == pytest.approx(sum(used) / len(used), abs=0.5)
+            assert stats.mean_bytes_allocated == pytest.approx(sum(allocated) / len(allocated), abs=0.5)
+            assert stats.peak_bytes_allocated == max(allocated)
+            torch.testing.assert_close(stats.mean_slots, torch.stack(slots).double().mean(0))
+            assert stats.mean_tokens_seen == sum(seen) / len(seen)
+            entries = float(sum(each.sum() for each in slots))
+            assert stats.mean_ratio == pytest.approx(sum(seen) * slots[0].numel() / entries)
+
+
+@pytest.mark.parametrize("method", FEW)
+def test_memory_over_an_answer_is_the_same_generated_scored_preempted_or_in_a_turn(
+    method: str, model: Any, policy: Any, make_prompts: Any
+) -> None:
+    def over(stats: Any) -> list[float]:
+        assert stats.mean_bytes_used <= stats.mean_bytes_allocated <= stats.peak_bytes_allocated
+        return [stats.mean_tokens_seen, stats.mean_bytes_used, stats.mean_bytes_allocated, stats.peak_bytes_allocated]
+
+    prompts, engine = make_prompts(21, 30, 8), Engine(model, policy=policy)
+    generations = engine.generate(prompts, GREEDY)
+    alone = [over(each.stats) for each in generations]
+    scorings = engine.score_with_stats(prompts, tokens_of(generations))
+    assert [over(each.stats) for each in scorings] == [pytest.approx(each) for each in alone]
+    room = 4 * 4 * engine.cache.block_bytes  # the longest alone: two layers, two heads, 49 tokens
+    again = Engine(model, policy=policy, memory=room).generate(prompts, GREEDY)
+    assert policy is not None or any(each.stats.num_preemptions for each in again)
+    assert [over(each.stats) for each in again] == [pytest.approx(each) for each in alone]
+    with engine.session() as session:
+        session.generate(prompts[0], GREEDY)
+        second = session.generate(prompts[2], GREEDY).stats
+        seen = [49 + number for number in range(20)]  # 21 and 20 tokens, of the second turn's prompt 8
+        assert second.mean_tokens_seen == sum(seen) / 20

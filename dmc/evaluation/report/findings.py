@@ -34,10 +34,11 @@ class Result:
     """Standard error of the difference."""
     requested_ratio: float
     achieved_ratio: float
+    """Over all positions that were predicted: tokens over entries, both in sum."""
     bytes_per_token: float
-    """Allocated: whole pages, tables and all other state."""
+    """Allocated, over the same positions: whole pages, tables and all other state."""
     bytes_allocated: int | None
-    """Of the largest sample."""
+    """The most at any of them."""
     prefill_tokens_per_second: float | None
     decode_tokens_per_second: float | None
     samples: int | None

@@ -35,12 +35,13 @@ def result_table(findings: Findings) -> Table:
     """Put every result into a row."""
     columns = [
         *("method", "budget", "task", "metric", "quality", "over full cache", "requested CR", "achieved CR"),
-        *("bytes/token", "cache bytes", "prefill tokens/s", "decode tokens/s", "samples", "source"),
+        *("bytes/token", "peak bytes", "prefill tokens/s", "decode tokens/s", "samples", "source"),
     ]
     fronts = [pareto_front(own, lambda each: each.bytes_per_token) for own in findings.tasks.values()]
     front = {id(each) for own in fronts for each in own}
     rows = [(each.method, _result_cells(each, id(each) in front)) for each in findings.results]
-    caption = f"★: on the front of quality and bytes. ↓: below {HELD:.0%} of the ratio asked for. ±: standard error."
+    caption = f"★: on the front of quality and bytes. ↓: below {HELD:.0%} of the ratio asked for. ±: standard error. "
+    caption += "CR and bytes/token are means over all positions that were predicted."
     return Table("All results", caption, columns, rows)
 
 

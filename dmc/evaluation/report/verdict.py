@@ -192,7 +192,10 @@ def caveats(findings: Findings) -> list[str]:
             "would tell more methods apart, and of many comparisons some mislead."
         )
     if any(result.requested_ratio > 1 for result in findings.results):
-        found.append(f"A budget counts as held from {HELD:.0%} of the ratio asked for; bytes are those allocated.")
+        found.append(
+            f"A budget counts as held from {HELD:.0%} of the ratio asked for; bytes are those allocated, over all "
+            "positions that were predicted."
+        )
     if any(result.own_gates for result in findings.results):
         found.append("A model with gates of its own has other weights than the full cache it is compared with.")
     return found
