@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main(settings: DictConfig) -> None:
     def store(row: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps({**row, **provenance()}) + "\n")
+            file.write(json.dumps({**row, "settings": asdict(config), **provenance()}) + "\n")
 
     rows = run_benchmark(config, *models, store)
     table = format_table(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -53,8 +54,10 @@ class RowStore:
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a line that a crash has torn must not swallow this one
             if os.write(handle, line) != len(line):
-                raise OSError(f"{self.path}: a row of {len(line)} bytes was cut short")
+                raise OSError(errno.ENOSPC, "a row was cut short", str(self.path))
             os.fsync(handle)
+        except OSError as error:
+            raise type(error)(error.errno, f"{error.strerror}, its cell runs again", str(self.path)) from error
         finally:
             os.close(handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.compare import run_cells, unfinished
-from dmc.evaluation.compare_report import untold, write_report
+from dmc.evaluation.compare_report import replace_file, untold, write_report
 from dmc.evaluation.grid import FULL, CompareConfig, plan_grid
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.loading import load_with_tokenizer
@@ -56,11 +57,12 @@ def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]
     costs = study_costs(rows, runs, METRICS)
     table = "\n\n".join([format_costs(costs), *untold(rows)]).strip()
     columns: list[dict[str, Any]] = [cost.columns() for cost in costs]
-    (folder / "study.md").write_text(table + "\n")
-    (folder / "study.json").write_text(json.dumps(columns, indent=1) + "\n")
-    with (folder / "study.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(columns[0]) if columns else [])
-        writer.writeheader()
-        writer.writerows(columns)
+    replace_file(folder / "study.md", f"{table}\n".encode())
+    replace_file(folder / "study.json", f"{json.dumps(columns, indent=1)}\n".encode())
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(columns[0]) if columns else [])
+    writer.writeheader()
+    writer.writerows(columns)
+    replace_file(folder / "study.csv", file.getvalue().encode())
     write_report(RowStore(folder / "compare" / "cells.jsonl").rows(), folder / "compare")
     return table

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -281,6 +282,27 @@ def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
     assert ("| stock, full |" in told.out) == ("stock" in models)
     statuses = [row["status"] for row in RowStore(tmp_path / "out" / "cells.jsonl").rows()]
     assert statuses == ["failed", "done"][: len(models)]
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("place", "name"), [("os.write", "cells.jsonl"), ("pathlib.Path.write_bytes", "table.md")])
+def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(
+    place: str, name: str, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["compare.py", "policies=full", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "speed_tokens=0"]
+    command += [f"models={{base: {folders.stock}}}", f"output={tmp_path / 'out'}"]
+    with monkeypatch.context() as context:
+        context.setattr(place, full_disk)
+        told = run_script(*command)
+    assert told.startswith("error: [Errno 28] No space left on device") and told.endswith(f"'{tmp_path}/out/{name}'")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"cells.jsonl", "claims"}
+    assert run_script(*command) == ""
+    assert (tmp_path / "out" / "table.md").is_file()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

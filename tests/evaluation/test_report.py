@@ -139,6 +139,19 @@ def test_of_a_benchmark_the_newest_measurement_of_a_command_counts(tmp_path):
     assert "times hugging face, static cache" in judge(findings).headline
 
 
+def test_jobs_of_a_benchmarks_sweep_stand_apart(tmp_path):
+    rows = []
+    for kernels, speed in (("cpu", 10.0), ("reference", 1.0)):
+        settings = {"kernels": kernels, "model": {"path": None}, "output": f"out/{kernels}"}
+        rows += [{**row, "tokens_per_second": speed, "settings": settings} for row in benchmark_rows()]
+    findings = read(rows, tmp_path, "results.jsonl")
+    assert len(findings.speeds) == 18 and not findings.notes
+    commands = [source.command.rpartition("4096 ")[2] for source in findings.sources]
+    assert commands == ["(kernels=cpu)", "(kernels=reference)"]
+    again = read([*rows, *rows[:10]], tmp_path, "results.jsonl")
+    assert len(again.speeds) == 18 and "10 earlier measurements" in again.notes[0]
+
+
 def test_the_quickstart_is_compared_with_its_control(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(QUICKSTART))
     history = tmp_path / "retrofit/heatmaps/ratios.jsonl"

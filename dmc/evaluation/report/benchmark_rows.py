@@ -7,6 +7,7 @@ from typing import Any
 
 from dmc.evaluation.benchmark import Measurement
 from dmc.evaluation.report.findings import Findings, LargestBatch, Speed
+from dmc.evaluation.row_names import label_settings
 
 NAMES = [each.name for each in fields(Measurement)]
 
@@ -19,6 +20,7 @@ def add_benchmark(rows: list[dict[str, Any]], folder: str, findings: Findings) -
         folder: where they lie.
         findings: to add to.
     """
+    rows = _told_apart(rows)
     newest = {(row["command"], row["name"], row["batch_size"] if "memory" not in row else None): row for row in rows}
     for row in newest.values():
         source = findings.add_source(folder, row)
@@ -30,3 +32,14 @@ def add_benchmark(rows: list[dict[str, Any]], folder: str, findings: Findings) -
         findings.notes.append(
             f"{folder}: {len(rows) - len(newest)} earlier measurements of the same command are left out"
         )
+
+
+def _told_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the settings of a sweep's jobs, which have the same command, behind it where they differ."""
+    settings = [{name: value for name, value in row.get("settings", {}).items() if name != "output"} for row in rows]
+    found = []
+    for row, own in zip(rows, settings, strict=True):
+        others = [each for other, each in zip(rows, settings, strict=True) if other["command"] == row["command"]]
+        label = label_settings(own, others) if own else ""
+        found.append(row | ({"command": f"{row['command']} ({label})"} if label else {}))
+    return found
