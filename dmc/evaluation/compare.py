@@ -20,7 +20,7 @@ from dmc.evaluation.division import divide
 from dmc.evaluation.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings
 from dmc.evaluation.row_store import DONE, FAILED, FINISHED, NOT_FINITE, Row, RowStore
 from dmc.evaluation.speed import measure_speed
-from dmc.evaluation.tasks import Sample, SampleResult, Task, by_place
+from dmc.evaluation.tasks import Sample, SampleResult, Task, by_place, split_of_text
 from dmc.provenance import provenance
 from dmc.runtime import Engine, GenerationStats
 
@@ -155,6 +155,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
     return cell.identity() | {
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
+        "split": split_of_text(task),
         "settings": {
             "model": model_settings(grid.models[cell.model]),
             "policy": cell.method.options,

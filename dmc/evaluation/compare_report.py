@@ -25,7 +25,7 @@ COLUMNS = (
     *("requested_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "mean_bytes_used_per_token"),
     *("peak_bytes_allocated", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
     *("bytes_allocated", "bytes_used", "peak_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
-    *("samples", "device", "key"),
+    *("samples", "split", "device", "key"),
 )
 
 
@@ -112,8 +112,9 @@ def format_task(task: str, rows: list[Row]) -> str:
     rows = _ranked(task, rows)
     metric, samples = rows[0]["main_metric"], rows[0]["samples"]
     better = "higher" if rows[0]["higher_is_better"] else "lower"
+    split = f" of the {rows[0]['split']} split" if rows[0].get("split") else ""
     lines = [
-        f"### {task}: {metric} of {samples} samples ({better} is better)\n",
+        f"### {task}: {metric} of {samples} samples{split} ({better} is better)\n",
         f"| method | requested | achieved CR | {metric} | over full cache | cache bytes/token | peak cache bytes "
         "| prefill tokens/s | decode tokens/s |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import operator
 import statistics
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _figure(rows: list[Row]) -> dict[str, Any]:
         "error": None if None in errors else math.hypot(*errors) / len(errors),
         "higher_is_better": first["higher_is_better"],
         **{name: statistics.harmonic_mean([row[name] for row in rows], weights) for name in ratios},
-        **{name: statistics.fmean((row[name] for row in rows), weights) for name in sizes},
+        **{name: sum(map(operator.mul, weights, (row[name] for row in rows))) / sum(weights) for name in sizes},
         **{name: max(row[name] for row in rows) for name in ("bytes_allocated", "peak_bytes_allocated")},
         "samples": sum(row["samples"] for row in rows),
         "num_fewshot": sorted({shots for row in rows for shots in row["num_fewshot"]}),

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from dmc import Engine, load_model
 from dmc.config import build_config
-from dmc.evaluation.compare import checked, run_cells, unfinished
+from dmc.evaluation.compare import checked, describe, run_cells, unfinished
 from dmc.evaluation.compare_report import over_full_cache, write_report
 from dmc.evaluation.grid import CompareConfig, named_settings, plan_grid
 from dmc.evaluation.report import read_folders, write_page
@@ -505,3 +505,18 @@ def test_jobs_of_a_sweep_share_a_folder(
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.strip() in said.out
     assert "| small, own gates | CR 2 |" in table
+
+
+def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:
+    names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle"]
+    own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
+    held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
+    tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
+    tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
+    config = make_config(tasks=tasks, policies=["full"])
+    grid = plan_grid(config, CONFIGS)
+    rows = {cell.task: describe(cell, grid, config) for cell in grid.cells}
+    splits = {name: row["split"] for name, row in rows.items()}
+    assert splits == dict.fromkeys(names[:-1], "test") | {"needle": None, "own": None, "chosen": "validation"}
+    table = write_report([make_row("full", None, [1.0, 2.0], split="validation")], tmp_path)
+    assert table.startswith("### text: loss of 2 samples of the validation split (lower is better)")

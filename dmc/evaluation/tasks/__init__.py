@@ -4,7 +4,7 @@
 `needle.py` (also passkey), `key_value.py`, `two_stage.py` and `turns.py`.
 """
 
-from dmc.evaluation.tasks.base import Part, Sample, SampleResult, Task, by_place
+from dmc.evaluation.tasks.base import Part, Sample, SampleResult, Task, by_place, split_of_text
 from dmc.evaluation.tasks.key_value import KeyValuePairs
 from dmc.evaluation.tasks.needle import Needle
 from dmc.evaluation.tasks.recall import Recall
@@ -26,4 +26,5 @@ __all__ = [
     "TwoStageRetrieval",
     "by_place",
     "mean_loss",
+    "split_of_text",
 ]

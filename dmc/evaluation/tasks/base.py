@@ -101,6 +101,12 @@ def _nested(axes: list[list[Any]], values: dict[tuple[Any, ...], Any], empty: An
     return [_nested(axes[1:], values, empty, (*place, each)) for each in axes[0]]
 
 
+def split_of_text(task: Task) -> str | None:
+    """Name the split that a task's text is from; None: it has no text, or a text of the user's own."""
+    source = getattr(task, "source", None) or getattr(task, "haystack", None)
+    return None if getattr(source, "is_local", False) else getattr(source, "split", None)
+
+
 def check_positive(task: Any, *names: str) -> None:
     """Raise a ValueError for a setting of a task that is not a whole number >= 1."""
     for name in names:
