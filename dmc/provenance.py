@@ -64,4 +64,5 @@ def slurm_job() -> dict[str, str]:
 
 def installed_packages() -> list[str]:
     """Return every installed package as `name==version`, sorted."""
-    return sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions() if item.name})
+    read = [item.metadata for item in importlib.metadata.distributions()]  # once each: it takes most of the time
+    return sorted({f"{each['Name']}=={each['Version']}" for each in read if each["Name"]})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
@@ -125,6 +127,60 @@ def spoil_loss(rank: int, step: int, on_rank: int, gradient: bool = False) -> No
         return loss
 
     RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+
+
+def note_positions(
+    rank: int,
+    log: Path,
+    stop: tuple[int, int] | None = None,
+    on_rank: int = 0,
+    replace: Callable[[Any, str, Any], None] = setattr,
+) -> None:
+    """Note the samples of each optimizer step that ends, and have a SIGTERM sent.
+
+    Args:
+        rank: this process.
+        log: with the rank behind its name: a line for each step, its number and the positions of its samples.
+        stop: whole steps, and micro-batches of the next, after which the signal comes.
+        on_rank: where it comes.
+        replace: sets an attribute of a class.
+    """
+    from dmc.training.callbacks.preemption import Preemption
+    from dmc.training.module import RetrofitModule
+
+    plain_step, plain_end = RetrofitModule.training_step, Preemption.on_train_batch_end
+    running = 0
+    noted: list[list[int]] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        nonlocal running
+        running = self.global_step
+        noted.append(batch["position"].tolist())
+        return plain_step(self, batch, batch_idx)
+
+    def on_train_batch_end(self: Any, trainer: Any, *arguments: Any) -> None:
+        if trainer.global_step > running:
+            with Path(f"{log}{rank}").open("a") as file:
+                file.write(json.dumps([running, [position for batch in noted for position in batch]]) + "\n")
+            noted.clear()
+        if (trainer.global_step, len(noted)) == stop and rank == on_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        plain_end(self, trainer, *arguments)
+
+    replace(RetrofitModule, "training_step", training_step)
+    replace(Preemption, "on_train_batch_end", on_train_batch_end)
+
+
+def noted_positions(log: Path, num_ranks: int = 1) -> list[tuple[int, list[int]]]:
+    """Return the steps that ranks have noted, in the order in which they ended, and the samples of each."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for rank in range(num_ranks):
+        times: collections.Counter[int] = collections.Counter()
+        for line in Path(f"{log}{rank}").read_text().splitlines():
+            step, positions = json.loads(line)
+            steps.setdefault((step, times[step]), []).extend(positions)
+            times[step] += 1
+    return [(step, sorted(positions)) for (step, _), positions in steps.items()]
 
 
 def expect_exact_angles(rank: int) -> None:

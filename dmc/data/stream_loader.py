@@ -25,7 +25,8 @@ class StreamLoader:
     """Draws sample p of the global sequence from lane p % lanes; rank r of n has the samples r, r + n, r + 2 n, ...
 
     A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p.
-    The state covers all ranks, so all of them must ask for it at the same time.
+    The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
+    `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
 
     Lanes are read ahead by threads: reading and encoding leave the interpreter to others most of the time, and a
     stream that is open stays where it is, as it could not in processes.
@@ -40,6 +41,7 @@ class StreamLoader:
         num_lanes: int,
         batch_size: int,
         num_draws: int,
+        draws_per_step: int = 1,
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -53,6 +55,7 @@ class StreamLoader:
             num_lanes: lanes of the stream, the same for the whole training; a multiple of `world_size`.
             batch_size: samples of a batch, >= 1.
             num_draws: samples drawn over the whole training by all ranks.
+            draws_per_step: samples of an optimizer step, over all ranks.
             num_workers: threads that read ahead; 0: none.
             rank: this process, 0 <= rank < world_size.
             world_size: processes that share the samples.
@@ -72,9 +75,11 @@ class StreamLoader:
         self.shares = integer_shares([source.weight for source in sources])
         self.tokenizer, self.sequence_length = tokenizer, sequence_length
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
+        self.draws_per_step = draws_per_step
         self.rank, self.world_size = rank, world_size
         self._num_drawn = 0  # by all ranks
         self._states: dict[int, dict[str, Any]] = {}  # of this rank's lanes, after the last sample handed out
+        self._whole_steps: tuple[int, dict[int, dict[str, Any]]] = 0, {}
 
     def __len__(self) -> int:
         """Return this rank's batches from sample 0, wherever it goes on: Lightning resumes its own batch counter."""
@@ -82,12 +87,13 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Gather the places of all ranks' lanes."""
-        states = [self._states]
+        num_drawn, own = self._whole_steps
+        states = [own]
         if dist.is_initialized():
             states = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(states, self._states)
+            dist.all_gather_object(states, own)
         merged = {lane: state for part in states for lane, state in part.items()}
-        return {"num_drawn": self._num_drawn, "num_lanes": len(self.lanes), "lanes": merged}
+        return {"num_drawn": num_drawn, "num_lanes": len(self.lanes), "lanes": merged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples drawn so far, at any number of ranks and workers.
@@ -107,6 +113,7 @@ class StreamLoader:
             )
         self._num_drawn = state["num_drawn"]
         self._states = {lane: state["lanes"][lane] for lane in self._own_lanes() if lane in state["lanes"]}
+        self._whole_steps = self._num_drawn, dict(self._states)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         samples = self._samples()
@@ -114,6 +121,8 @@ class StreamLoader:
             for position, _, state in batch:
                 self._states[position % len(self.lanes)] = state
             self._num_drawn += self.batch_size * self.world_size
+            if self._num_drawn % self.draws_per_step == 0:
+                self._whole_steps = self._num_drawn, dict(self._states)  # places are replaced, never changed
             yield {
                 "input_ids": torch.stack([sequence for _, sequence, _ in batch]),
                 "position": torch.tensor([position for position, _, _ in batch]),

@@ -129,9 +129,14 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         record_start(run.folder, 0 if checkpoint is None else read_header(checkpoint).global_step)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if preemption.stopped_at is not None:
+        saved = f"which is saved in {run.folder}" if preemption.stopped_at else "with nothing to save yet"
         raise PreemptedError(
-            f"stopped by a signal after step {preemption.stopped_at} of {plan.total_steps}, which is saved in "
-            f"{run.folder}: the same command goes on"
+            f"stopped by a signal after step {preemption.stopped_at} of {plan.total_steps}, {saved}: the same command "
+            "goes on"
+        )
+    if trainer.global_step != plan.total_steps:
+        raise ValueError(
+            f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
         )
     exporter.write(module.model, run.final, config.target_ratio)
     trainer.strategy.barrier("export")

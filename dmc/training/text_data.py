@@ -126,6 +126,7 @@ class TextData(LightningDataModule):
         rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_lanes": self.config.data.streaming_lanes, "num_draws": self.num_draws}
+            options |= {"draws_per_step": training.batch_size}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)

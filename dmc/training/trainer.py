@@ -15,6 +15,7 @@ from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.snapshots import Snapshots
 from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.callbacks.step_progress import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
@@ -59,7 +60,7 @@ def build_trainer(
         max_epochs=1,
         gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
         logger=loggers,
-        callbacks=[throughput, module.ratio_control, *watching, preemption.save_last, preemption],
+        callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
         profiler=throughput.data_clock,
         plugins=plugins,
         enable_checkpointing=False,

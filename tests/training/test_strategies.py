@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, expect_exact_angles, logged_losses, train_ranks
+from launching import Ranks, expect_exact_angles, logged_losses, note_positions, train_ranks
 
 from dmc.config import ModelConfig, RunConfig, build_config
 from dmc.models import load_model
@@ -89,7 +88,7 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
     for count in (1, 3):
         resumed = tmp_path / f"on_{count}"
         shutil.copytree(folder, resumed)
-        on_ranks(values, count, resumed, strategy, **accumulating | {"micro_batch_size": 6 // count})
+        on_ranks(values, count, resumed, strategy, **accumulating | {"micro_batch_size": 3 // count})  # 2 a step, not 3
         assert [json.loads(line)["step"] for line in (resumed / "starts.jsonl").read_text().splitlines()] == [0, 10]
         assert_same_losses(alone, resumed)
         assert_same_folder(alone / "final", resumed / "final")
@@ -127,15 +126,13 @@ def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, 
 def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strategy, tmp_path):
     folder = tmp_path / "run"
     values = dict(values, output_dir=str(folder), trainer=values["trainer"] | {"devices": 2, "strategy": strategy})
-    values["training"]["micro_batch_size"] = 3
-    with Ranks(values, 2, log := tmp_path / "ranks.log") as ranks:
-        while len(logged_losses(folder)) < 4 and ranks.alive:
-            time.sleep(0.01)
-        ranks.send(signal.SIGUSR1, 1)
+    values["training"]["micro_batch_size"] = 1
+    sabotage = partial(note_positions, log=tmp_path / "positions", stop=(4, 2), on_rank=1)  # within the fifth step
+    with Ranks(values, 2, log := tmp_path / "ranks.log", sabotage) as ranks:
         assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
     checkpoint = folder / "checkpoints" / "last.ckpt"
-    step = read_header(checkpoint).global_step
-    assert 4 <= step < STEPS and read_header(checkpoint).num_ranks == 2
+    assert (read_header(checkpoint).global_step, read_header(checkpoint).num_ranks) == (4, 2)
+    values["training"]["micro_batch_size"] = 3
     train_ranks(values, 2, log)
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")

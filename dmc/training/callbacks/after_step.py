@@ -9,10 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class AfterStep(Callback):
-    """Acts once after each optimizer step: not between its micro-batches, nor on the step that a run resumes from.
-
-    A checkpoint written between micro-batches would lose the gradients accumulated so far.
-    """
+    """Acts once after each optimizer step: not between its micro-batches, nor on the step that a run resumes from."""
 
     _seen_step = 0
 

@@ -1,4 +1,4 @@
-"""Runs that are told to give way: save at the end of the step on all ranks, ask Slurm for another turn, stop."""
+"""Runs that are told to give way: save the last whole step on all ranks, ask Slurm for another turn, stop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import subprocess
 import threading
 from typing import Any
 
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 
-from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -26,11 +25,13 @@ class PreemptedError(Exception):
     """A run saved its state and stopped because it was told to; the same command goes on."""
 
 
-class Preemption(AfterStep):
-    """Saves and stops after the step in which any rank got a signal; requeues the Slurm job on `REQUEUE_SIGNALS`.
+class Preemption(Callback):
+    """Saves and stops after the micro-batch in which any rank got a signal; requeues the job on `REQUEUE_SIGNALS`.
 
-    The handlers only take a note: a rank that saved from inside one would wait for ranks that are in mid-step. As a
-    context around the run it also keeps `REQUEUE_SIGNALS` from killing what comes before the first step.
+    What is saved is the last whole step, which weights, optimizer and places in the text still stand at: the gradients
+    of a step that is under way are dropped, and the next start repeats it. The handlers only take a note: a rank that
+    saved from inside one would wait for ranks that are in mid-step. As a context around the run it also keeps
+    `REQUEUE_SIGNALS` from killing what comes before the first step.
 
     Args:
         save_last: writes the checkpoint.
@@ -39,7 +40,7 @@ class Preemption(AfterStep):
     def __init__(self, save_last: SaveLast) -> None:
         self.save_last = save_last
         self.stopped_at: int | None = None
-        """Step saved before the stop; None: the run was not told to stop."""
+        """Whole steps at the stop, which are saved; None: the run was not told to stop."""
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
 
@@ -55,16 +56,19 @@ class Preemption(AfterStep):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to SIGTERM too, instead of Lightning, whose handler waits for the other ranks."""
-        super().on_train_start(trainer, pl_module)
         self._listen(SIGNALS)
 
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree with the other ranks; on a signal to any of them save, requeue, stop."""
         if not trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
             return
         requeue = trainer.strategy.reduce_boolean_decision(bool(self._received & REQUEUE_SIGNALS), all=False)
-        self.save_last.save(trainer, step)
-        logger.warning("told to stop: step %d is saved", step)  # now: a requeued job is soon killed
+        step = trainer.global_step
+        if step == 0:
+            logger.warning("told to stop before the first step is done: there is nothing to save")
+        else:
+            self.save_last.save(trainer, step)
+            logger.warning("told to stop: step %d is saved", step)  # now: a requeued job is soon killed
         if requeue and trainer.is_global_zero:
             requeue_job()
         self.stopped_at = step

@@ -76,17 +76,17 @@ class FakeSaver:
         trainer.saved.append(step)
 
 
-def test_signal_is_acted_upon_at_the_end_of_an_optimizer_step_only(fake_scontrol, monkeypatch):
+def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(fake_scontrol, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     trainer = FakeTrainer()
+    trainer.global_step = 3  # whole steps: the next one is under way
     with Preemption(FakeSaver()) as preemption:
         preemption.on_train_start(trainer, None)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        preemption.on_train_batch_end(trainer, None)  # a micro-batch that is accumulated
-        assert not trainer.saved and not trainer.should_stop
-        trainer.global_step = 1
         preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [1] and trainer.should_stop and preemption.stopped_at == 1
+        assert not trainer.saved and not trainer.should_stop
+        os.kill(os.getpid(), signal.SIGUSR1)
+        preemption.on_train_batch_end(trainer, None)
+    assert trainer.saved == [3] and trainer.should_stop and preemption.stopped_at == 3
     assert fake_scontrol() == ["requeue 17"]
 
 
@@ -113,14 +113,14 @@ def test_termination_saves_without_requeue(fake_scontrol, monkeypatch):
     assert fake_scontrol() == []
 
 
-def test_signal_before_the_first_step_waits_for_it():
+def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save(caplog):
     trainer = FakeTrainer()
     with Preemption(FakeSaver()) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded: the default would kill
         preemption.on_train_start(trainer, None)
-        trainer.global_step = 1
         preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [1]
+    assert trainer.saved == [] and trainer.should_stop and preemption.stopped_at == 0
+    assert "before the first step is done" in caplog.text
 
 
 def test_task_of_an_array_requeues_itself_alone(fake_scontrol, monkeypatch):

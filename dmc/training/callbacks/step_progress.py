@@ -1,0 +1,24 @@
+"""Where a resumed run stands: its optimizer step says it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+
+class StepProgress(Callback):
+    """Counts the micro-batches of a checkpoint's optimizer steps anew, as this start divides them.
+
+    Lightning counts micro-batches and steps at the multiples of those of one step, so that a count made with other
+    micro-batches or devices, or within a step, would shift every step that follows, and end the run early.
+    """
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write the progress of whole steps into what Lightning is about to restore."""
+        step = checkpoint["global_step"]
+        done = dict.fromkeys(("ready", "started", "processed", "completed"), step * trainer.accumulate_grad_batches)
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.batch_progress"] = {"total": done, "current": dict(done), "is_last_batch": False}
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # what loggers count

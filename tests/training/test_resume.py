@@ -1,0 +1,132 @@
+"""Runs that are stopped and go on with other micro-batches or devices: every step consumes what it would have."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Ranks, logged_losses, note_positions, noted_positions
+
+from dmc.config import RunConfig, build_config
+from dmc.data import ResumableOrder
+from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+from dmc.training.callbacks.validation import Validation
+from dmc.training.exporter import Exporter
+
+STEPS, BATCH = 7, 8
+WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]
+
+
+@pytest.fixture
+def values(run_values, monkeypatch):
+    """Settings of a run of which only the training matters."""
+    run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
+    run_values["training"] |= {
+        "stages": [{"name": name, "steps": steps} for name, steps in lengths.items()],
+        "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16, "snapshot_ratios": [],
+        "ratio_control": {"gain": 0.05}, "checkpoint_every_steps": 100, "validate_every_steps": 100,
+    }  # fmt: skip
+    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
+    monkeypatch.setattr(Validation, "log_score", lambda *_: None)
+    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio: folder.mkdir(parents=True))
+    return run_values
+
+
+@pytest.fixture
+def train_part(tmp_path, monkeypatch):
+    """Train one part of a run, noting positions, up to `stop`: whole steps, and micro-batches of the next."""
+
+    def train_part(values, micro_batch_size, stop=None):
+        values["training"]["micro_batch_size"] = micro_batch_size
+        config = build_config(RunConfig, values)
+        with monkeypatch.context() as patch:
+            note_positions(0, tmp_path / "positions", stop, replace=patch.setattr)
+            if stop is None:
+                train(config)
+                return
+            with pytest.raises(PreemptedError, match=f"after step {stop[0]} of {STEPS}"):
+                train(config)
+        assert not (Path(config.output_dir) / "final").exists()
+
+    return train_part
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stops", "streaming"),
+    [
+        ((1, 2, 4, 8), [(3, 0), (4, 1), (5, 0)], False),
+        ((8, 4, 2, 1), [(1, 0), (3, 1), (5, 3)], False),
+        ((1, 4, 1, 8), [(1, 7), (3, 0), (3, 5)], False),
+        ((8, 2, 8, 1), [(1, 0), (3, 2), (6, 0)], False),
+        ((2, 4, 8), [(3, 0), (5, 1)], True),
+        ((8, 4, 2, 1), [(1, 0), (3, 1), (5, 3)], True),
+        ((2, 2, 8), [(0, 1), (5, 3)], True),
+    ],
+    ids=str,
+)
+def test_steps_consume_the_same_with_every_other_micro_batch(values, train_part, tmp_path, sizes, stops, streaming):
+    values["data"]["streaming"] = streaming
+    for micro_batch_size, stop in zip(sizes, [*stops, None], strict=True):
+        train_part(values, micro_batch_size, stop)
+    assert noted_positions(tmp_path / "positions") == WHOLE
+    assert (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path, streaming):
+    values["data"]["streaming"] = streaming
+    train_part(values, 4, (2, 1))
+    values["training"]["micro_batch_size"] = 1
+    on_two = values | {"trainer": {**values["trainer"], "devices": 2, "strategy": "ddp"}}
+    sabotage = partial(note_positions, log=tmp_path / "positions", stop=(5, 2), on_rank=1)
+    with Ranks(on_two, 2, log := tmp_path / "ranks.log", sabotage) as ranks:
+        assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
+    train_part(values, 2)
+    assert noted_positions(tmp_path / "positions", num_ranks=2) == WHOLE
+
+
+def contents(run):
+    """Return a run's last checkpoint but for Lightning's counters, and the place of its text."""
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    return checkpoint, checkpoint.pop("loops")["fit_loop"]["state_dict"].get("combined_loader")
+
+
+def assert_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+def test_run_stopped_within_a_step_equals_the_uninterrupted_one_bit_by_bit(values, train_part, tmp_path, streaming):
+    values["data"]["streaming"] = streaming
+    whole, within, between = (values | {"output_dir": str(tmp_path / name)} for name in ("whole", "within", "between"))
+    train_part(whole, 2)
+    train_part(within, 2, (3, 2))
+    train_part(between, 2, (3, 0))
+    assert_equal(contents(tmp_path / "within"), contents(tmp_path / "between"))
+    train_part(within, 2)
+    assert_equal(contents(tmp_path / "within"), contents(tmp_path / "whole"))
+    assert logged_losses(tmp_path / "within") == logged_losses(tmp_path / "whole")
+
+
+def test_run_stopped_before_its_first_step_is_done_begins_anew(values, train_part, tmp_path):
+    train_part(values, 2, (0, 3))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_text_that_ends_too_early_exports_nothing(values, tmp_path, monkeypatch):
+    monkeypatch.setattr(ResumableOrder, "__len__", lambda self: self.num_draws // self.world_size - BATCH)
+    with pytest.raises(ValueError, match=f"text ended after step {STEPS - 1} of {STEPS}"):
+        train(build_config(RunConfig, values))
+    assert not (tmp_path / "run" / "final").exists()
