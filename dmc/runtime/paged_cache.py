@@ -209,6 +209,25 @@ class PagedCache:
         """
         return self.grows or self._missing_blocks(rows, num_new) <= 0
 
+    def has_free(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free, on every rank; the device is asked as by `fits`."""
+        if self.grows or num_blocks <= self._known_free - self._most_taken(self._fed_since_known):
+            return True
+        self._count_free()
+        return num_blocks <= self._known_free
+
+    def blocks_expected(self, row: int, num_tokens: int) -> int:
+        """Blocks of a sequence when `num_tokens` of it are fed, if it goes on as it began; the most of any rank.
+
+        Tokens that a delay holds back count as if they lay in pages.
+        """
+        seen = int(self.tokens_seen[row])
+        if seen == 0:
+            return 0
+        entries = self.lengths[:, row].long() + min(seen, self.layout.delay)
+        blocks = -(-entries * num_tokens // (seen * self.block_size))
+        return self.layout.ranks.maximum(int(blocks.sum()))
+
     def reserve(self, rows: list[int], num_new: list[int]) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
 
@@ -247,19 +266,24 @@ class PagedCache:
     def _missing_blocks(self, rows: list[int | None], num_new: list[int]) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""
         heads = self.layout.num_layers * self.layout.num_kv_heads
-        new_rows = sum(-(-count // self.block_size) for count, row in zip(num_new, rows, strict=True) if row is None)
+        pages = sum(-(-count // self.block_size) for count, row in zip(num_new, rows, strict=True) if row is None)
+        new_rows = heads * pages
         old = [(row, count) for row, count in zip(rows, num_new, strict=True) if row is not None]
         index, counts = [row for row, _ in old], torch.tensor([count for _, count in old], dtype=torch.long)
         fed = self._fed_since_known.clone()
         fed[index] += counts
-        most_taken = heads * (int((-(-fed // self.block_size)).sum()) + new_rows)
+        most_taken = self._most_taken(fed) + new_rows
         if most_taken <= self._known_free:
             return most_taken - self._known_free
         self._count_free()
         lengths = self.lengths[:, index].long()
         grown = lengths + counts.to(lengths.device)[None, :, None]
         needed = (-(-grown // self.block_size) - -(-lengths // self.block_size)).sum()
-        return self.layout.ranks.maximum(int(needed)) + heads * new_rows - self._known_free
+        return self.layout.ranks.maximum(int(needed)) + new_rows - self._known_free
+
+    def _most_taken(self, num_fed: Tensor) -> int:
+        """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
+        return self.layout.num_layers * self.layout.num_kv_heads * int((-(-num_fed // self.block_size)).sum())
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""

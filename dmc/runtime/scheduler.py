@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import GENERATED, Phase, Sequence
 
+RESERVE = 2
+"""A sequence that gave way returns when so many times the blocks are free that its known tokens will take.
+
+So it gives way again only when new tokens have filled about as many: what is computed again stays in proportion.
+"""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -65,6 +71,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        sequence.blocks_to_return = 0
         self.waiting.append(sequence)
         if sequence in self.resting:
             self.resting.remove(sequence)
@@ -125,6 +132,8 @@ class Scheduler:
     def _admit(self, segments: list[Segment]) -> None:
         while self.waiting and (left := self._budget_left(segments)) != 0:
             sequence = self.waiting[0]
+            if not self._may_return(sequence):
+                return
             segment = self._segment(sequence, left)
             while not self._has_room([*segments, segment]):
                 others = [each for each in self.resting if each is not sequence]
@@ -167,10 +176,22 @@ class Scheduler:
             [segment.sequence.row for segment in segments], [len(segment.tokens) for segment in segments]
         )
 
+    def _may_return(self, sequence: Sequence) -> bool:
+        """Whether a sequence that gave way would not soon give way again; those who rest keep nobody out."""
+        if not self.running or not sequence.blocks_to_return:
+            return True
+        others = [each for each in self.resting if each is not sequence]
+        resting = sum(self._blocks_expected(each, each.num_fed) for each in others)
+        return self.cache.has_free(sequence.blocks_to_return - resting)
+
+    def _blocks_expected(self, sequence: Sequence, num_tokens: int) -> int:
+        return 0 if sequence.row is None else self.cache.blocks_expected(sequence.row, num_tokens)
+
     def _preempt_youngest(self) -> None:
         assert len(self.running) > 1, "a sequence that never fits was let in"
         youngest = self.running[-1]
         self.waiting.appendleft(youngest)
+        youngest.blocks_to_return = RESERVE * self._blocks_expected(youngest, len(youngest.tokens))
         self._release(youngest)
         youngest.num_preemptions += 1
         self.running.pop()

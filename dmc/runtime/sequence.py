@@ -40,6 +40,8 @@ class Sequence:
     """Place in the cache; None: nothing is cached."""
     num_fed: int = 0
     """Leading tokens that are cached."""
+    blocks_to_return: int = 0
+    """Blocks that must be free before it goes on, since others took its own; 0: they did not."""
     num_preemptions: int = 0
     """Times the cache was lost to others since the last turn ended."""
     held: Held = field(default_factory=Held)

@@ -101,6 +101,9 @@ class Operations(RuleBasedStateMachine):
         self.engine: Any = None
         self.turns: list[Turn] = []
         self.histories: dict[Session, Conversation] = {}
+        self.fed = self.lost = 0
+        """Tokens that were fed, and those of them that the scheduler's own preemptions took back."""
+        self.is_forced = False
 
     @precondition(lambda self: self.engine is None)
     @rule(options=st.sampled_from(ENGINES))
@@ -109,6 +112,18 @@ class Operations(RuleBasedStateMachine):
         memory = MOST_TOKENS // BLOCK * layout.num_layers * layout.num_kv_heads * layout.block_bytes(BLOCK)
         options = {"max_batch_size": 4, "memory": memory, **options}
         self.engine = Engine(self.model, policy=self.alone.policy, **options)
+        scheduler, runner = self.engine._scheduler, self.engine._runner
+        forward, preempt = runner.forward, scheduler._preempt_youngest
+
+        def count_fed(segments: list[Any]) -> Any:
+            self.fed += sum(len(segment.tokens) for segment in segments)
+            return forward(segments)
+
+        def count_lost() -> None:
+            self.lost += 0 if self.is_forced else scheduler.running[-1].num_fed
+            preempt()
+
+        runner.forward, scheduler._preempt_youngest = count_fed, count_lost
 
     @property
     def busy(self) -> set[Session | None]:
@@ -222,7 +237,9 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def preempt(self) -> None:
         self.count["preempt"] += 1
+        self.is_forced = True
         self.engine._scheduler._preempt_youngest()
+        self.is_forced = False
 
     @precondition(lambda self: self.engine is not None and self.engine._scheduler.resting)
     @rule()
@@ -311,6 +328,9 @@ class Operations(RuleBasedStateMachine):
         for session in self.histories:
             session.close()
         assert self.engine is None or self.engine.blocks_in_use == 0
+        assert self.fed <= 3 * (self.fed - self.lost)
+        self.count["fed"] += self.fed
+        self.count["lost"] += self.lost
 
 
 def run(model: Any, policy: Any, make_prompts: Any, **profile: Any) -> Counter:
@@ -352,9 +372,9 @@ def test_ten_thousand_operations_agree_with_requests_alone(
 ) -> None:
     total: Counter = Counter()
     for method in METHODS:
-        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=20, stateful_step_count=40)
+        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=20, stateful_step_count=42)
 
-    done = {name: number for name, number in total.items() if name not in ("refused", "preempted")}
+    done = {name: number for name, number in total.items() if name not in ("refused", "preempted", "fed", "lost")}
     assert sum(done.values()) >= 10_000, total
     assert all(number >= 20 for number in done.values()), total
     assert total["preempted"] >= 50, total

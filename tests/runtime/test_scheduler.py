@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 import torch
 
@@ -244,6 +246,73 @@ def test_a_turn_that_waits_cannot_block_those_before_it() -> None:
     scheduler.finish(first)
     (segment,) = scheduler.next_segments()
     assert segment.tokens == kept.tokens
+
+
+LOADS = {
+    "a long prompt beside a long answer": (1040, [(400, 500), (800, 4)]),
+    "many that grow": (800, [(32, 100)] * 8),
+    "prompts and answers of all lengths": (1000, [(10, 250), (50, 2), (400, 25), (200, 100), (10, 2), (50, 250)] * 2),
+}
+"""Tokens that the memory holds; each request's prompt and tokens to generate."""
+
+
+def run(scheduler: Scheduler, requests: list[tuple[int, int]]) -> tuple[int, int]:
+    """Serve prompts and so many generated tokens each; return the tokens fed, and the preemptions."""
+    fed = 0
+    goal = {
+        sequence: len(sequence.tokens) + new
+        for sequence, (_, new) in zip(submit(scheduler, *(prompt for prompt, _ in requests)), requests, strict=True)
+    }
+    while segments := scheduler.next_segments():
+        feed(scheduler, segments)
+        fed += sum(sizes(segments))
+        for segment in segments:
+            if len(segment.sequence.tokens) == goal[segment.sequence]:
+                scheduler.finish(segment.sequence)
+        assert fed < 100_000
+    assert all(len(sequence.tokens) == length for sequence, length in goal.items())
+    assert scheduler.cache.allocator.num_in_use == 0
+    return fed, sum(sequence.num_preemptions for sequence in goal)
+
+
+def needed(requests: list[tuple[int, int]]) -> int:
+    return sum(prompt + new - 1 for prompt, new in requests)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_what_is_computed_again_stays_in_proportion(load: str) -> None:
+    num_tokens, requests = LOADS[load]
+    fed, num_preemptions = run(make(num_blocks=num_tokens // 16 * HEADS, rows=32, budget=128), requests)
+    assert num_preemptions > 0
+    assert fed <= 2 * needed(requests)
+
+
+def test_random_loads_finish_and_are_fed_at_most_three_times() -> None:
+    random, num_preemptions = Random(0), 0
+    for _ in range(20):
+        num_tokens = 16 * random.randint(4, 12)
+        prompts = [random.randint(1, num_tokens - 1) for _ in range(random.randint(2, 10))]
+        requests = [(prompt, random.randint(1, num_tokens - prompt)) for prompt in prompts]
+        rows, chunk, budget = random.choice([2, 4, 32]), random.choice([None, 5, 16]), random.choice([None, 4, 12, 128])
+        fed, count = run(make(num_tokens // 16 * HEADS, rows, chunk, budget), requests)
+        assert fed <= 3 * needed(requests)
+        num_preemptions += count
+    assert num_preemptions > 25
+
+
+def test_who_gave_way_waits_until_it_may_grow_but_not_for_those_who_rest() -> None:
+    scheduler = make(num_blocks=24, rows=4)
+    (kept,) = rest(scheduler, 16)  # 2 blocks
+    first, second, young = submit(scheduler, 16, 64, 79)
+    feed(scheduler, scheduler.next_segments())
+    assert scheduler.running == [first, second, young]
+    scheduler._preempt_youngest()
+    for _ in range(5):
+        assert young not in [segment.sequence for segment in scheduler.next_segments()]
+        feed(scheduler, scheduler.next_segments())
+    scheduler.finish(second)  # 20 blocks are free or can be: twice those of its 80 tokens
+    assert [segment.sequence for segment in scheduler.next_segments()] == [first, young]
+    assert kept.row is not None
 
 
 @pytest.mark.parametrize("budget", [None, 2, 9])
