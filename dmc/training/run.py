@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from lightning import seed_everything
 from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dmc.claims import ClaimedError
+from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
 from dmc.models import retrofit
@@ -45,6 +49,11 @@ class TrainedRun:
     snapshots: dict[float, Path]
     """Exported models along the ramp, by target ratio."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the model is exported after the last step."""
+        return (self.final / METRICS_NAME).is_file()
+
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Figures measured when `folder` was exported."""
         return json.loads((folder / METRICS_NAME).read_text())["metrics"]
@@ -73,6 +82,27 @@ def _keep_quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let no other start train the run in `folder` meanwhile; rank 0 stands for all of its ranks.
+
+    Raises:
+        ClaimedError: another one does; nothing is touched.
+    """
+    with ExitStack() as held:
+        if is_rank_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                held.enter_context(hold(folder / "claim", wait=True))
+            except ClaimedError as error:
+                raise ClaimedError(
+                    f"{folder} is being trained by {error.holder or 'another process'}: wait until it ends, or stop "
+                    "it, and the same command goes on; or choose another output_dir",
+                    error.holder,
+                ) from None
+        yield
+
+
 def train(config: RunConfig) -> TrainedRun:
     """Train, validate, snapshot, calibrate and export one run.
 
@@ -81,6 +111,7 @@ def train(config: RunConfig) -> TrainedRun:
 
     Raises:
         ValueError: the output folder holds a run with other settings, or a damaged or foreign checkpoint.
+        ClaimedError: another process trains the run.
         OSError: a checkpoint could not be written; the one before it stays.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
@@ -88,17 +119,18 @@ def train(config: RunConfig) -> TrainedRun:
     folder = Path(config.output_dir)
     if config.logger.wandb_project is not None:
         choose_wandb_mode(config.logger)
-    claim(folder, config)
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
-    if (run.final / METRICS_NAME).is_file():
-        logger.info("%s is finished; reused", folder)
-        return run
-    _keep_quiet()
-    preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps))
-    with open_loggers(config) as loggers, preempted as preemption:
-        _fit(config, plan, run, preemption, loggers)
+    with nullcontext() if run.is_finished else _alone_in(folder):
+        claim(folder, config)
+        if run.is_finished:
+            logger.info("%s is finished; reused", folder)
+            return run
+        _keep_quiet()
+        preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps))
+        with open_loggers(config) as loggers, preempted as preemption:
+            _fit(config, plan, run, preemption, loggers)
     return run
 
 

@@ -1,5 +1,7 @@
 """Runs that are stopped and go on with other micro-batches or devices: every step consumes what it would have."""
 
+import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -7,11 +9,13 @@ import pytest
 import torch
 from launching import Ranks, logged_losses, note_positions, noted_positions
 
+from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
 from dmc.data import ResumableOrder
 from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 from dmc.training.callbacks.validation import Validation
 from dmc.training.exporter import Exporter
+from dmc.training.module import RetrofitModule
 
 STEPS, BATCH = 7, 8
 WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]
@@ -81,6 +85,10 @@ def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path
     on_two = values | {"trainer": {**values["trainer"], "devices": 2, "strategy": "ddp"}}
     sabotage = partial(note_positions, log=tmp_path / "positions", stop=(5, 2), on_rank=1)
     with Ranks(on_two, 2, log := tmp_path / "ranks.log", sabotage) as ranks:
+        while ranks.alive and not list((tmp_path / "run").glob("claim.*")):
+            time.sleep(0.01)
+        with pytest.raises(ClaimedError, match=f"trained by process {ranks.processes[0].pid} "):
+            train(build_config(RunConfig, values))
         assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
     train_part(values, 2)
     assert noted_positions(tmp_path / "positions", num_ranks=2) == WHOLE
@@ -130,3 +138,26 @@ def test_text_that_ends_too_early_exports_nothing(values, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=f"text ended after step {STEPS - 1} of {STEPS}"):
         train(build_config(RunConfig, values))
     assert not (tmp_path / "run" / "final").exists()
+
+
+def files_of(folder):
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_second_start_of_a_run_that_is_being_trained_is_refused_and_touches_nothing(values, tmp_path, monkeypatch):
+    config = build_config(RunConfig, values)
+    plain, starts = RetrofitModule.training_step, []
+
+    def training_step(module, batch, batch_idx):
+        if batch_idx == 9 and not starts:
+            starts.append(2)
+            before = files_of(tmp_path)
+            message = rf"run is being trained by process {os.getpid()} on .*, since 20.*choose another output_dir"
+            with pytest.raises(ClaimedError, match=message):
+                train(config)
+            assert files_of(tmp_path) == before
+        return plain(module, batch, batch_idx)
+
+    monkeypatch.setattr(RetrofitModule, "training_step", training_step)
+    train(config)
+    assert starts and not list((tmp_path / "run").glob("claim*"))
