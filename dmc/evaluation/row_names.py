@@ -10,9 +10,7 @@ from typing import Any
 from dmc.evaluation.row_store import Row
 
 EARLIER = "earlier version"
-"""What is said of rows whose settings an earlier version has not written in full."""
-
-
+"""What is said of rows whose settings an earlier version has not written in full, nor measured as this one does."""
 MEANS = {
     "mean_achieved_ratio": "achieved_ratio",
     "mean_bytes_allocated_per_token": "bytes_allocated_per_token",
@@ -54,7 +52,7 @@ def label_settings(settings: Mapping[str, Any], others: Iterable[Mapping[str, An
     absent = object()
     names = dict.fromkeys(name for each in (own, *rest) for name in each)
     differing = [name for name in names if any(other.get(name, absent) != own.get(name, absent) for other in rest)]
-    return ", ".join(f"{name}={_text(own[name])}" for name in differing if name in own)
+    return ", ".join(f"{name.strip('_')}={_text(own[name])}" for name in differing if name in own)
 
 
 Part = tuple[str, str, Mapping[str, Any], bool]
@@ -92,7 +90,7 @@ def _names(rows: Sequence[Row], part: Any) -> dict[tuple[str, str], str]:
         parts.setdefault(found[0], {}).setdefault(found[1], found)
     names: dict[tuple[str, str], str] = {}
     for name, members in parts.items():
-        labels = {key: _label(key, members) for key in members}
+        labels = {key: _label(key, members, tells_age=part is _task) for key in members}
         for key, label in labels.items():
             if list(labels.values()).count(label) > 1:
                 label = ", ".join(filter(None, (label, f"#{key[:6]}")))
@@ -100,11 +98,11 @@ def _names(rows: Sequence[Row], part: Any) -> dict[tuple[str, str], str]:
     return names
 
 
-def _label(key: str, members: Mapping[str, Part]) -> str:
+def _label(key: str, members: Mapping[str, Part], tells_age: bool) -> str:
     """Say how one of several that share a name differs from the others; empty: the name is enough."""
     *_, settings, earlier = members[key]
     same_age = [other for each, (*_, other, is_older) in members.items() if each != key and is_older == earlier]
-    told = [EARLIER] if earlier and len(same_age) + 1 < len(members) else []
+    told = [EARLIER] if earlier and (tells_age or len(same_age) + 1 < len(members)) else []
     return ", ".join([*told, *filter(None, [label_settings(settings, same_age)])])
 
 

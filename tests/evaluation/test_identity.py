@@ -165,6 +165,7 @@ def test_rows_of_an_earlier_version_are_read_with_one_warning_and_stand_apart(
         "2 rows are of an earlier version: they are shown, but stand for no cell of this one"
     ]
     table = write_report(rows, tmp_path)
+    assert "### loss (earlier version): " in write_report(rows[:2], tmp_path)
     assert "### loss (earlier version): " in table and "base (earlier version), h2o" in table
     assert "| base, h2o |" in table
 
