@@ -54,6 +54,9 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), 
         FileExistsError: it holds something else; the message says what.
     """
     named, folder = folder, folder.resolve()
+    parent = next(each for each in folder.parents if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise FileExistsError(f"{named} cannot be written: {parent} is a file, or read only; give another output")
     for source in inputs:
         if folder == source.resolve() or folder in source.resolve().parents:
             raise FileExistsError(f"{named} is or holds {source}, which is read: give another output")

@@ -18,6 +18,7 @@ def main(settings: DictConfig) -> None:
         target_ratio=settings.target_ratio,
         overwrite=settings.overwrite,
         use_previous_checkpoint=settings.use_previous_checkpoint,
+        trust_run=settings.trust_run,
     )
     print(f"exported {folder}")
 

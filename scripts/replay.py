@@ -16,7 +16,7 @@ def main(settings: DictConfig) -> None:
     from dmc.training.replay import replay
 
     file = Path(settings.file)
-    found = replay(Path(settings.run), file)
+    found = replay(Path(settings.run), file, settings.trust_run)
     file.with_suffix(".json").write_text(json.dumps(asdict(found), indent=1))
     print(f"{found}\n\n{file.with_suffix('.json')}")
 

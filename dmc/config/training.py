@@ -202,7 +202,7 @@ class TrainingConfig:
             raise ValueError("training.stages is empty: give at least one stage")
         for name in (
             "sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps",
-            "max_nonfinite_steps",
+            "max_nonfinite_steps", "calibration_sequences", "validation_sequences", "validate_every_steps",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")

@@ -26,6 +26,17 @@ def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def refuse_kernels(config: Any, name: str) -> None:
+    """Refuse a configuration whose attention is a kernel on the hub: transformers would download and run it.
+
+    Raises:
+        ValueError: it is.
+    """
+    attention = str(getattr(config, "_attn_implementation", None))
+    if "/" in attention:
+        raise ValueError(f"{name} names the attention {attention}, code on the hub: remove attn_implementation from it")
+
+
 def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
     """Make a causal LM over given weights, without a copy, in eval mode.
 
@@ -34,7 +45,9 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
         weights: every weight under its name.
     Raises:
         RuntimeError: a weight is missing, unexpected, or of another shape.
+        ValueError: see `refuse_kernels`.
     """
+    refuse_kernels(config, "the configuration")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(weights, assign=True)

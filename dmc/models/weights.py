@@ -11,6 +11,8 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dmc.models.build import refuse_kernels
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -59,10 +61,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors weights are read (no pickle)"
             )
         return {name: tuple(entry["shape"]) for name, entry in read_header(folder / SINGLE_NAME).items()}
-    try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
-    except (ValueError, KeyError):
-        raise ValueError(f"{index_path} is damaged: copy it again, or export the folder anew") from None
+    weight_map = _read_index(index_path)
     shapes = {}
     for shard in sorted(set(weight_map.values())):
         header = read_header(folder / shard)
@@ -71,6 +70,22 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"{folder / shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
         shapes.update({name: tuple(entry["shape"]) for name, entry in header.items()})
     return shapes
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Read which file of a folder holds each weight.
+
+    Raises:
+        ValueError: the index is damaged, or names a file outside its folder.
+    """
+    try:
+        weight_map = dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: copy it again, or export the folder anew") from None
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(f"{path} names {shard!r}: expected files of its own folder; get the model anew")
+    return weight_map
 
 
 def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
@@ -89,6 +104,7 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     shapes = stored_shapes(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    refuse_kernels(config, str(folder / "config.json"))
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class
     with torch.device("meta"):
         model = build(config)
@@ -117,6 +133,9 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         FileNotFoundError, ValueError: see `check_weights`.
     """
     check_weights(folder)
+    if not Path(str(folder)).is_dir():
+        config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
+        refuse_kernels(config, str(folder))
     model = AutoModelForCausalLM.from_pretrained(
         folder, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
     )
@@ -131,6 +150,7 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
     """
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    refuse_kernels(config, str(folder))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -145,5 +165,5 @@ def local_folder(name: str, revision: str | None = None) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a folder."""
     index = folder / INDEX_NAME
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE_NAME}
+    names = set(_read_index(index).values()) if index.is_file() else {SINGLE_NAME}
     return [folder / name for name in sorted(names)]

@@ -15,7 +15,7 @@ from dmc.models import CompressedCausalLM
 from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT
 from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model
-from dmc.training.record import is_rank_zero, read_config
+from dmc.training.record import is_rank_zero, read_foreign_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
@@ -85,6 +85,7 @@ def export_checkpoint(
     target_ratio: float | None = None,
     overwrite: bool = False,
     use_previous_checkpoint: bool = False,
+    trust_run: bool = False,
 ) -> Path:
     """Export the last checkpoint of a run, finished or not.
 
@@ -94,12 +95,13 @@ def export_checkpoint(
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
         use_previous_checkpoint: take `previous.ckpt` where `last.ckpt` is damaged.
+        trust_run: let the run's record name code of others as its text.
     Raises:
         FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
     refuse_occupied(output, overwrite, [run_folder])
-    config = read_config(run_folder)
+    config = read_foreign_config(run_folder, trust_run)
     checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / 'checkpoints' / LAST_CHECKPOINT} does not exist: nothing is saved yet")

@@ -6,11 +6,14 @@ import dataclasses
 import datetime
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dmc.config import RunConfig, build_config
+from dmc.data import PackageSource, StandardLibrarySource, TextSource
 from dmc.provenance import installed_packages, provenance, slurm_job
+from dmc.target import find_target
 
 CONFIG_NAME = "run.json"
 """Configuration and provenance, in a run's output folder."""
@@ -18,6 +21,8 @@ STARTS_NAME = "starts.jsonl"
 """One line for each start: the step it goes on from, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
+OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
+"""What a record may name as text without being trusted."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
     "model.architecture",
@@ -26,6 +31,11 @@ PLACES = (
     "trainer.peak_teraflops", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
 """Settings that may change between the parts of one run: none of them changes what is computed."""
+MEASURED = (
+    "data.calibration", "training.calibrate", "training.calibration_sequences", "training.validate_every_steps",
+    "training.validation_sequences",
+)  # fmt: skip
+"""Settings of what is measured and exported, not of what is trained: a run may go on with others, and takes note."""
 
 
 def is_rank_zero() -> bool:
@@ -50,18 +60,27 @@ def claim(folder: Path, config: RunConfig) -> None:
             known = _flat(json.loads(record.read_text())["config"])
             compared = set(known)
         differing = {key for key in compared if known.get(key) != values.get(key)}
-        changed = sorted(key for key in differing if not key.startswith(PLACES))
+        changed = sorted(key for key in differing if not key.startswith(PLACES) and key not in MEASURED)
         if changed:
             shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
             raise ValueError(
                 f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
             )
+        if is_rank_zero() and differing.intersection(MEASURED):
+            content = json.loads(record.read_text())
+            for section, _, name in (key.partition(".") for key in differing.intersection(MEASURED)):
+                content["config"][section][name] = dataclasses.asdict(config)[section][name]
+            _write(record, content)
     elif is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
         content = {"config": dataclasses.asdict(config), **provenance()}
-        partial = record.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(record)
+        _write(record, content)
+
+
+def _write(record: Path, content: dict[str, Any]) -> None:
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(record)
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -74,6 +93,36 @@ def read_config(folder: Path) -> RunConfig:
     if not record.is_file():
         raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
     return build_config(RunConfig, json.loads(record.read_text())["config"])
+
+
+def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:
+    """Read the configuration of a run that somebody else may have made.
+
+    Args:
+        folder: the run's output folder.
+        trust_run: let its record name any class or function, which is then imported and called.
+    Raises:
+        FileNotFoundError: there is no run.
+        ValueError: its record names something else than a source of `dmc.data`.
+    """
+    config = read_config(folder)
+    for path in [] if trust_run else _targets(dataclasses.asdict(config)):
+        if not (path.startswith("dmc.data.") and find_target(path, "data") in OWN_SOURCES):
+            raise ValueError(
+                f"{folder / CONFIG_NAME} names {path}, which is no source of dmc.data: reading its text would run "
+                "that; pass trust_run=true if you know who made the folder"
+            )
+    return config
+
+
+def _targets(values: Any) -> Iterator[str]:
+    """Find every `_target_` in nested values."""
+    if isinstance(values, dict):
+        if "_target_" in values:
+            yield str(values["_target_"])
+        values = list(values.values())
+    for each in values if isinstance(values, (list, tuple)) else ():
+        yield from _targets(each)
 
 
 def record_start(folder: Path, step: int) -> None:

@@ -15,7 +15,7 @@ from dmc.config import RunConfig
 from dmc.training.checkpoints.generations import latest
 from dmc.training.checkpoints.reading import check_whole, load_checkpoint_model
 from dmc.training.module import RetrofitModule
-from dmc.training.record import read_config
+from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import build_tokenizer
@@ -43,16 +43,17 @@ class Replay:
         return "\n".join([*lines, f"first output that is not finite: {self.first_nonfinite or 'none'}"])
 
 
-def replay(run_folder: Path, file: Path) -> Replay:
+def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     """Run the micro-batches that one rank kept of a skipped step, with the noise of then.
 
     Args:
         run_folder: output folder of the run.
         file: in its folder `nonfinite`.
+        trust_run: let the run's record name code of others as its text.
     Raises:
         FileNotFoundError, ValueError: there is no run or no file, or one of them is damaged.
     """
-    config = read_config(run_folder)
+    config = read_foreign_config(run_folder, trust_run)
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: file= is one of {run_folder / 'nonfinite'}")
     try:

@@ -22,6 +22,7 @@ from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME
 from dmc.models import retrofit
+from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
 from dmc.training.checkpoints.reading import find_checkpoint, read_header
 from dmc.training.checkpoints.saving import SaveLast
@@ -112,6 +113,7 @@ def train(config: RunConfig) -> TrainedRun:
     Raises:
         ValueError: the output folder holds a run with other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
+        FileExistsError: files of somebody else lie where a model is to be exported to.
         OSError: a checkpoint could not be written; the one before it stays.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
@@ -157,8 +159,12 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)
+    step = 0 if checkpoint is None else read_header(checkpoint).global_step
+    ahead = plan.snapshot_steps(config.training.snapshot_ratios if config.has_gates else ())
+    for place in (run.final, *(run.snapshots[ratio] for at, ratio in ahead.items() if at > step)):
+        refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
     if is_rank_zero():
-        record_start(run.folder, 0 if checkpoint is None else read_header(checkpoint).global_step)
+        record_start(run.folder, step)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if preemption.stopped_at is not None:
         saved = f"which is saved in {run.folder}" if preemption.stopped_at else "with nothing to save yet"

@@ -1,16 +1,18 @@
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dmc
 from dmc import load_model
-from dmc.models.weights import read_header, stored_shapes
+from dmc.models.build import assemble
+from dmc.models.weights import read_header, stored_shapes, weight_files
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 
@@ -164,3 +166,25 @@ def test_public_surface() -> None:
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*absent"):
         load_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere/model.safetensors", "/etc/passwd", "sub/model.safetensors", "", 3])
+def test_an_index_that_leads_outside_its_folder_is_refused(sharded: Path, name: Any) -> None:
+    index = index_of(sharded)
+    shard = index["weight_map"][WEIGHT]
+    (sharded.parent / "elsewhere").mkdir(exist_ok=True)
+    shutil.copy(sharded / shard, sharded.parent / "elsewhere" / "model.safetensors")
+    index["weight_map"] = {key: name if place == shard else place for key, place in index["weight_map"].items()}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (load_model, stored_shapes, weight_files):
+        with pytest.raises(ValueError, match=r"names .*: expected files of its own folder"):
+            read(sharded)
+
+
+def test_attention_from_the_hub_is_refused(sharded: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps(config | {"attn_implementation": "someone/kernel"}))
+    with pytest.raises(ValueError, match="names the attention someone/kernel, code on the hub"):
+        load_model(sharded)
+    with pytest.raises(ValueError, match="code on the hub"):
+        assemble(AutoConfig.from_pretrained(sharded), {})

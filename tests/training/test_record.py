@@ -1,8 +1,12 @@
 import json
+import sys
 
 import pytest
 
-from dmc.training.record import is_rank_zero, record_start
+from dmc.config import RunConfig, build_config
+from dmc.training import export_checkpoint
+from dmc.training.record import claim, is_rank_zero, read_foreign_config, record_start
+from dmc.training.replay import replay
 
 LAUNCHERS = ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID")
 
@@ -38,3 +42,43 @@ def test_every_start_is_a_line_with_its_step_and_job_and_no_token(tmp_path, monk
     assert json.loads(lines[1])["slurm"] == {"SLURM_JOB_ID": "17"}
     assert "secret" not in lines[1]
     assert "torch==" in (tmp_path / "packages.txt").read_text()
+
+
+FOREIGN = (
+    "module_of_others.Source",
+    "subprocess.Popen",
+    "dmc.data.train_tokenizer",
+    "dmc.data.text.Path",
+    "dmc.data",
+    "dmc.training.train",
+)
+
+
+@pytest.mark.parametrize("target", FOREIGN)
+@pytest.mark.parametrize("place", ["train", "validation", "calibration", "inside"])
+def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_values, tmp_path, monkeypatch):
+    (tmp_path / "module_of_others.py").write_text("import sys\nsys.executed = True\nclass Source: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = {"_target_": target, "name": "book.txt"}
+    if place == "inside":
+        source = {**run_values["data"]["train"][0], "files": source}
+    run_values["data"]["train" if place == "inside" else place] = [source]
+    claim(tmp_path / "run", build_config(RunConfig, run_values))
+    with pytest.raises(ValueError, match=rf"run.json names {target}, which is no source of dmc.data: .*trust_run=true"):
+        read_foreign_config(tmp_path / "run")
+    with pytest.raises(ValueError, match="trust_run=true"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ValueError, match="trust_run=true"):
+        replay(tmp_path / "run", tmp_path / "step.pt")
+    assert not hasattr(sys, "executed")
+    assert read_foreign_config(tmp_path / "run", trust_run=True).data == build_config(RunConfig, run_values).data
+
+
+def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
+    run_values["data"]["calibration"] = [{"_target_": "dmc.data.text.TextSource", "name": "a.txt"}]
+    run_values["data"]["train"] += [
+        {"_target_": "dmc.data.StandardLibrarySource", "split": "train"},
+        {"_target_": "dmc.data.PackageSource", "packages": ["torch"]},
+    ]
+    claim(tmp_path, config := build_config(RunConfig, run_values))
+    assert read_foreign_config(tmp_path) == config

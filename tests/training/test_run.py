@@ -14,7 +14,7 @@ from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
 from dmc.training.checkpoints.reading import read_header
 from dmc.training.module import RetrofitModule, noise_seeds
-from dmc.training.record import claim
+from dmc.training.record import claim, read_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text
@@ -50,6 +50,62 @@ def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
     run_values["training"]["learning_rate"] = 5e-4
     with pytest.raises(ValueError, match=r"training.learning_rate: 0.001 then, 0.0005 now"):
         train(build_config(RunConfig, run_values))
+
+
+def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config, run_values, tmp_path):
+    claim(Path(run_config.output_dir), run_config)
+    record = Path(run_config.output_dir) / "run.json"
+    content = json.loads(record.read_text())
+    content["config"]["training"] |= {"calibration_sequences": 0, "validation_sequences": 0, "validate_every_steps": 0}
+    record.write_text(json.dumps(content))  # as an earlier version took it
+    run = train(run_config)
+    again = export_checkpoint(run.folder, tmp_path / "again")
+    assert run.metrics(again) == run.metrics(run.final)
+    run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
+    run_values["data"]["calibration"] = run_values["data"]["validation"]
+    claim(run.folder, other := build_config(RunConfig, run_values))
+    assert read_config(run.folder) == other
+    assert {**json.loads(record.read_text()), "config": None} == {**content, "config": None}
+
+
+@pytest.mark.parametrize("place", ["final", "snapshots/cr2"])
+@pytest.mark.parametrize("occupied", ["file", "folder"])
+def test_work_that_lies_where_a_model_goes_is_found_before_the_first_step(place, occupied, run_config):
+    folder = Path(run_config.output_dir) / place
+    folder.parent.mkdir(parents=True)
+    thesis = folder if occupied == "file" else folder / "thesis.txt"
+    thesis.parent.mkdir(exist_ok=True)
+    thesis.write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"is not replaced: give another output|is a file"):
+        train(run_config)
+    assert thesis.read_text() == "years of work"
+    assert not (folder.parent / "starts.jsonl").exists() and not (Path(run_config.output_dir) / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("split", ["validation", "calibration"])
+def test_too_little_text_is_found_before_the_first_step(split, run_values, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    run_values["data"][split] = [{"_target_": "dmc.data.TextSource", "name": str(tmp_path / "short.txt")}]
+    with pytest.raises(ValueError, match="sequence"):
+        train(build_config(RunConfig, run_values))
+    assert not (Path(run_values["output_dir"]) / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["calibration_sequences", "validation_sequences", "validate_every_steps"])
+def test_nothing_to_measure_with_is_refused_before_anything_is_written(name, run_values):
+    run_values["training"][name] = 0
+    with pytest.raises(ValueError, match=rf"training.{name}=0: expected"):
+        build_config(RunConfig, run_values)
+
+
+def test_a_run_is_never_replaced_by_its_own_export(run_config, tmp_path):
+    run = train(run_config)
+    (tmp_path / "link").symlink_to(run.folder)
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    for output in (run.folder, run.folder.parent, tmp_path / "link", run.folder / "checkpoints"):
+        with pytest.raises(FileExistsError, match=r"is or holds .* which is read|is not replaced"):
+            export_checkpoint(run.folder, output, overwrite=True)
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
 
 
 def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config, tmp_path):
