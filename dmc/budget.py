@@ -41,7 +41,7 @@ def full_cache_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int
 
 @dataclass(frozen=True)
 class Budget:
-    """How many entries each KV head may hold: a share of the tokens seen, or a fixed number.
+    """How many entries each KV head may hold: a share of the tokens seen, in all turns of a session, or a fixed number.
 
     Args:
         ratio: compression ratio >= 1; the budget is max(1, floor(n / ratio)) for n tokens.

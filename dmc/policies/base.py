@@ -149,7 +149,8 @@ class EvictionPolicy(CachePolicy):
     evicts_decoding: ClassVar[bool] = True
     """Whether it evicts after every generated token; else the cache grows after the prompt."""
     grows: ClassVar[bool] = True
-    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was for the prompt."""
+    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was when the last prompt
+    ended. Both count all tokens seen, those of all turns of a session, not what earlier turns have left."""
     window: int = 0
     """Queries at the end of a prompt whose attention it must see."""
     needs_columns: ClassVar[bool] = False

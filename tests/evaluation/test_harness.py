@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
@@ -66,6 +67,23 @@ def test_every_number_is_that_of_hugging_faces_own_adapter(
                 assert one["resps"] == other["resps"]
             else:
                 assert likelihoods(one) == close(likelihoods(other))
+
+
+def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    pair = ("alpha", " line 7 <b>xx</b>" * 29)
+    theirs = HFLM(load_model(folders.stock), tokenizer=tokenizer, batch_size=1)
+    own = engine_lm(folders.stock)
+    ((ours, _),), ((expected, _),) = (
+        lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True) for lm in (own, theirs)
+    )
+    context, answer = own._encode_pair(*pair)
+    with torch.no_grad():
+        logits = theirs.model.double()(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
+    exact = float(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None]).sum())
+    assert len(answer) > 400 and exact < -3000  # float32's neighbours lie 2.4e-4 apart
+    assert ours == pytest.approx(exact, abs=1e-4)
+    assert ours == close(expected)  # not to 1e-4: theirs is a sum in float32
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=Budget(ratio=4)), SnapKV(window=4, budget=Budget(tokens=12)), None])
