@@ -188,8 +188,8 @@ class Eviction(CacheAttention):
         held = self._held(layer_index, row, tokens_seen)
         if not policy.adapts_layers:
             budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
-            if self.cache.layout.compression is None:  # what gates will leave in the layers to come is not known yet
-                budgets = within(budgets, held)
+            if self.cache.layout.compression is None or min(budgets) < max(budgets):
+                budgets = within(budgets, held)  # equal budgets do not make up for what gates leave in some layers
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
             budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
@@ -200,8 +200,8 @@ class Eviction(CacheAttention):
             del self._seen[row]
 
     def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
-        """Entries per head, on average, that each layer has to choose from; those to come at most so many."""
-        held = self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads
+        """Entries per head, averaged and rounded up, that each layer chooses from; those to come at most so many."""
+        held = -(-self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads)
         held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # which they have yet to append
         return held.tolist()
 

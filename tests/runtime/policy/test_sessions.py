@@ -142,6 +142,26 @@ def test_every_method_holds_its_ratio_of_all_tokens_seen_after_each_of_eight_tur
             assert 0 <= missing < 1 if path.stem in ROUNDED_DOWN else missing == 0, f"after {tokens_seen} tokens"
 
 
+@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 8}], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.PyramidKV(budget=Budget(ratio=2.5)),
+        policies.AdaKV(budget=Budget(ratio=4), window=8, layer_budget="pyramid"),
+        policies.LAVa(budget=Budget(ratio=2.5), window=8),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.filterwarnings("ignore:window=")
+def test_prompts_of_a_gated_model_hold_the_ratio_in_each_of_eight_turns(
+    policy: Any, gates: dict, make_compressed: Any, make_prompts: Any
+) -> None:
+    engine = Engine(make_compressed(gates=gates, num_layers=4), policy=policy)
+    one_token = SamplingParams(max_new_tokens=1, temperature=0)
+    for generation in answers(engine, make_prompts(*EIGHT_TURNS), params=one_token):
+        assert 1 <= generation.stats.achieved_ratio / policy.budget.ratio < 1.05
+
+
 @pytest.mark.parametrize("method", [policies.CAKE, policies.D2O])
 def test_a_budget_that_answers_did_not_fill_is_filled_by_what_comes_next(
     method: Any, make_stock: Any, make_prompts: Any
