@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -18,18 +17,17 @@ from dmc.budget import Budget
 from dmc.config import RunConfig
 from dmc.evaluation.report import read_folders, write_page
 from dmc.models import load_model
-from dmc.policies import H2O, TOVA, EvictionPolicy
+from dmc.policies import H2O, TOVA
 from dmc.provenance import provenance
-from dmc.runtime import Engine, SamplingParams
+from dmc.runtime import Engine, SamplingParams, Scoring
+from dmc.runtime.forced import of_given_tokens
 from dmc.training import TrainedRun, train
 from dmc.training.text_data import TextData
 
-NUM_MEASURED = 8
-"""Held-out sequences whose cache is measured in the engine."""
 NUM_TOGETHER = 32
-"""Sequences that a training-free method reads at the same time."""
+"""Sequences that are read at the same time."""
 TRAINING_FREE = {"h2o": H2O, "tova": TOVA}
-"""What the control is compared under: each holds n / CR entries of the n tokens read so far."""
+"""What the control is compared under: of the tokens read so far each holds as many as the retrofit does on average."""
 PROMPT = "def read_lines(path):\n"
 
 
@@ -39,15 +37,19 @@ class Row:
 
     name: str
     loss: float
-    """Validation loss, nats per token."""
+    """Nats per token."""
     achieved_ratio: float
-    """Tokens over entries held, thresholded decisions, validation text."""
+    """Tokens over entries held, in sum over all positions of the text."""
     bytes_per_token: float
-    """Cache bytes allocated per token of a whole sequence: pages, tables and all other state."""
+    """Cache bytes allocated per token over the same positions: pages, tables and all other state."""
+    decided_ratio: float
+    """Tokens over entries at the end, of the tokens that have been decided about: without those that a delay holds."""
+    over_control_error: float | None = None
+    """Standard error of the loss over the control's, paired; None for the control."""
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float | None]:
         """Figures for `results.json`."""
-        return {"loss": self.loss, "achieved_ratio": self.achieved_ratio, "bytes_per_token": self.bytes_per_token}
+        return {name: value for name, value in asdict(self).items() if name != "name"}
 
 
 def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, folder: Path) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
             runs[name] = train(config)
     print("[4/4] measure the exported models", flush=True)
     with seconds.timing("measure"):
-        rows = _measure(retrofit, runs)
+        rows, num_sequences = _measure(retrofit, runs)
         sample = _sample(runs["retrofit"].final)
     results = {
         "base": rows["base"].values(),
@@ -78,69 +80,93 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         "snapshots": {f"{ratio:g}": rows[f"CR {ratio:g}"].values() for ratio in runs["retrofit"].snapshots},
         "training_free": {name: rows[f"control, {name}"].values() for name in TRAINING_FREE},
         "target_ratio": retrofit.target_ratio,
+        "split": retrofit.data.reported_split,
+        "sequences": num_sequences,
         "seconds": seconds.total,
         "seconds_by_part": seconds.parts,
         "sample": sample,
         **provenance(),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = format_table(list(rows.values()))
+    table = format_table(list(rows.values()), retrofit.data.reported_split)
     (folder / "results.md").write_text(table + "\n")
     page = write_page(read_folders([folder]), folder / "report", "Quickstart: a tiny Llama, retrofitted")
     print(f"\n{sample}\n\n{table}\n\n{seconds.total:.0f} s in all; {folder / 'results.json'}; as a page: {page}")
     return results
 
 
-def format_table(rows: list[Row]) -> str:
+def format_table(rows: list[Row], split: str = "test") -> str:
     """Write rows as a Markdown table; the control's loss is the yardstick."""
     yardstick = next(row.loss for row in rows if row.name == "control")
     lines = [
-        "| model | loss (nats/token) | over the control | achieved CR | cache bytes/token |",
-        "|---|---|---|---|---|",
+        f"| model | loss (nats/token, {split} split) | over the control | CR of decisions | CR held "
+        "| cache bytes/token |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
+        error = "" if row.over_control_error is None else f" ± {row.over_control_error:.3f}"
         lines.append(
-            f"| {row.name} | {row.loss:.3f} | {row.loss - yardstick:+.3f} | {row.achieved_ratio:.2f} "
-            f"| {row.bytes_per_token:,.0f} |"
+            f"| {row.name} | {row.loss:.3f} | {row.loss - yardstick:+.3f}{error} | {row.decided_ratio:.2f} "
+            f"| {row.achieved_ratio:.2f} | {row.bytes_per_token:,.0f} |"
         )
     return "\n".join(lines)
 
 
-def _measure(retrofit: RunConfig, runs: dict[str, TrainedRun]) -> dict[str, Row]:
-    models = {"base": (runs["base"], runs["base"].final), "control": (runs["control"], runs["control"].final)}
-    models |= {f"CR {ratio:g}": (runs["retrofit"], path) for ratio, path in runs["retrofit"].snapshots.items()}
-    models["final"] = (runs["retrofit"], runs["retrofit"].final)
+def _measure(retrofit: RunConfig, runs: dict[str, TrainedRun]) -> tuple[dict[str, Row], int]:
+    """Let every model read the held-out text, and the control with as much memory as the retrofit holds."""
+    models = {"base": runs["base"].final, "control": runs["control"].final}
+    models |= {f"CR {ratio:g}": path for ratio, path in runs["retrofit"].snapshots.items()}
+    models["final"] = runs["retrofit"].final
     tokenizer = AutoTokenizer.from_pretrained(runs["base"].final)
-    batches = TextData(retrofit, tokenizer, total_steps=1).validation_batches()
-    prompts = [sequence.tolist() for batch in batches for sequence in batch][:NUM_MEASURED]
-    rows = {}
-    for name, (run, folder) in models.items():
-        metrics = run.metrics(folder)
-        generations = Engine(load_model(folder)).generate(prompts, SamplingParams(max_new_tokens=1, temperature=0.0))
-        allocated = sum(generation.stats.bytes_allocated for generation in generations)
-        tokens = sum(generation.stats.tokens_seen for generation in generations)
-        loss, ratio = metrics["validation_loss_nats_per_token"], metrics["achieved_ratio"]
-        rows[name] = Row(name, loss, ratio, allocated / tokens)
-    target = retrofit.target_ratio
-    control = load_model(models["control"][1])
+    texts = torch.cat(TextData(retrofit, tokenizer, total_steps=1).test_batches())
+    readings = {
+        name: _read(Engine(load_model(path), max_batch_size=NUM_TOGETHER), texts, name) for name, path in models.items()
+    }
+    held = Budget(ratio=max(1.0, readings["final"].achieved_ratio))
+    control = load_model(models["control"])
     for name, policy in TRAINING_FREE.items():
-        rows[f"control, {name}"] = _measure_policy(control, policy(budget=Budget(ratio=target)), batches, name)
-    return rows
+        title = f"control, {name}"
+        engine = Engine(control, policy=policy(budget=held), max_batch_size=NUM_TOGETHER)
+        readings[title] = _read(engine, texts, title)
+    yardstick = readings["control"].losses
+    return {name: reading.row(name, yardstick) for name, reading in readings.items()}, len(texts)
 
 
-def _measure_policy(model: Any, policy: EvictionPolicy, batches: list[Tensor], name: str) -> Row:
-    """Read held-out sequences token by token with what the policy leaves, as a retrofit reads them."""
-    engine = Engine(model, policy=policy, max_batch_size=NUM_TOGETHER)
-    losses, seen, held, allocated = [], 0, 0.0, 0
-    for batch in tqdm(torch.cat(batches).split(NUM_TOGETHER), f"{name} on the control", leave=False):
-        texts = batch.tolist()
-        scorings = engine.score_with_stats([text[:1] for text in texts], [text[1:] for text in texts])
-        for text, scoring in zip(batch, scorings, strict=True):
-            losses.append(F.nll_loss(scoring.logprobs, text[1:]))
-            seen += scoring.stats.tokens_seen
-            held += float(scoring.stats.slots.float().mean())
-            allocated += scoring.stats.bytes_allocated
-    return Row(f"control, {name}", float(torch.stack(losses).mean()), seen / held, allocated / seen)
+@dataclass(frozen=True)
+class _Reading:
+    """What a model made of held-out sequences, read from the first token on."""
+
+    losses: Tensor
+    """Of each sequence."""
+    achieved_ratio: float
+    decided_ratio: float
+    bytes_per_token: float
+
+    def row(self, name: str, yardstick: Tensor) -> Row:
+        difference = self.losses - yardstick
+        error = float(difference.std() / len(difference) ** 0.5) if len(difference) > 1 and difference.any() else None
+        return Row(
+            name, float(self.losses.mean()), self.achieved_ratio, self.bytes_per_token, self.decided_ratio, error
+        )
+
+
+def _read(engine: Engine, texts: Tensor, name: str) -> _Reading:
+    """Score every token after the first; a training-free method acts token by token, as a retrofit does."""
+    found: list[Scoring] = []
+    for batch in tqdm(texts.split(NUM_TOGETHER), f"{name} reads", leave=False):
+        tokens = batch.tolist()
+        found += engine.score_with_stats([text[:1] for text in tokens], [text[1:] for text in tokens], of_given_tokens)
+    stats, delay = [scoring.stats for scoring in found], engine.cache.layout.delay
+    heads = stats[0].slots.numel()
+    seen = sum(each.mean_tokens_seen for each in stats)
+    return _Reading(
+        torch.stack([-scoring.logprobs.double().mean() for scoring in found]),
+        seen * heads / sum(float(each.mean_slots.sum()) for each in stats),
+        heads
+        * sum(each.tokens_seen - delay for each in stats)
+        / sum(int((each.slots - delay).sum()) for each in stats),
+        sum(each.mean_bytes_allocated for each in stats) / seen,
+    )
 
 
 def _sample(folder: Path) -> str:

@@ -5,9 +5,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from scripts_here import run_script
 
-from dmc.quickstart import Row, format_table
+from dmc import Engine, retrofit
+from dmc.budget import Budget
+from dmc.compression import CompressionConfig
+from dmc.policies import H2O
+from dmc.quickstart import Row, _read, format_table
 
 ROOT = Path(__file__).parent.parent
 TINY = """
@@ -25,13 +30,39 @@ RETROFIT = [*TINY, "compression.delay=8", "training.measured_start.sequences=2"]
 
 def test_table_shows_the_distance_to_the_control():
     table = format_table(
-        [Row("base", 3.0, 1.0, 4096.0), Row("control", 2.5, 1.0, 4096.0), Row("final", 2.6, 4.02, 1500)]
+        [
+            Row("base", 3.0, 1.0, 4096.0, 1.0, 0.02),
+            Row("control", 2.5, 1.0, 4096.0, 1.0),
+            Row("final", 2.6, 2.5, 1500, 4.02, 0.0104),
+        ],
+        "validation",
     )
+    assert "loss (nats/token, validation split)" in table
     assert table.splitlines()[2:] == [
-        "| base | 3.000 | +0.500 | 1.00 | 4,096 |",
-        "| control | 2.500 | +0.000 | 1.00 | 4,096 |",
-        "| final | 2.600 | +0.100 | 4.02 | 1,500 |",
+        "| base | 3.000 | +0.500 ± 0.020 | 1.00 | 1.00 | 4,096 |",
+        "| control | 2.500 | +0.000 | 1.00 | 1.00 | 4,096 |",
+        "| final | 2.600 | +0.100 ± 0.010 | 4.02 | 2.50 | 1,500 |",
     ]
+
+
+def test_all_read_the_same_text_and_memory_counts_over_all_of_it(make_stock):
+    model, texts = make_stock(), torch.randint(0, 83, (3, 60), generator=torch.Generator().manual_seed(0))
+    full = _read(Engine(model), texts, "control")
+    with torch.no_grad():
+        logits = model(texts).logits[:, :-1].transpose(1, 2)
+    naive = torch.nn.functional.cross_entropy(logits, texts[:, 1:], reduction="none").mean(1)
+    torch.testing.assert_close(full.losses, naive.double(), rtol=0, atol=1e-5)
+    assert (full.achieved_ratio, full.decided_ratio) == (1.0, 1.0)
+    gates = CompressionConfig(action="drop", delay=16, decision_offset=-1e6, target_ratio=4.0)  # all but the first
+    delayed = _read(Engine(retrofit(make_stock(), gates)), texts, "final")
+    held = [min(seen, 16) + (seen > 16) for seen in range(1, 60)]
+    assert delayed.achieved_ratio == pytest.approx(sum(range(1, 60)) / sum(held))  # 2.02
+    assert delayed.decided_ratio == 59 - 16
+    evicted = _read(Engine(model, policy=H2O(budget=Budget(ratio=delayed.achieved_ratio))), texts, "control, h2o")
+    assert evicted.achieved_ratio == pytest.approx(delayed.achieved_ratio, rel=0.05)
+    error = (evicted.losses - full.losses).std() / 3**0.5
+    assert evicted.row("h2o", full.losses).over_control_error == pytest.approx(float(error))
+    assert full.row("control", full.losses).over_control_error is None
 
 
 @pytest.mark.slow
@@ -49,12 +80,15 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     assert set(results["training_free"]) == {"h2o", "tova"}
     measured = (*results["snapshots"].values(), *results["training_free"].values())
     for row in (results["base"], results["control"], results["final"], *measured):
-        assert set(row) == {"loss", "achieved_ratio", "bytes_per_token"}
+        assert set(row) == {"loss", "achieved_ratio", "bytes_per_token", "decided_ratio", "over_control_error"}
     assert results["base"]["achieved_ratio"] == results["control"]["achieved_ratio"] == 1
     assert set(results["snapshots"]) == {"2", "3"}
     assert "| final |" in shown
     assert all(0 < abs(row["loss"] - results["control"]["loss"]) < 1 for row in results["training_free"].values())
-    assert all(3.5 < row["achieved_ratio"] < 4.5 for row in results["training_free"].values())
+    held = results["final"]["achieved_ratio"]  # the control under a policy holds as much
+    assert all(0.97 < row["achieved_ratio"] / held < 1.1 for row in results["training_free"].values())
+    assert results["split"] == "test"
+    assert "test_loss_nats_per_token" in (tmp_path / "outputs/quickstart/retrofit/final/retrofit.json").read_text()
     assert "outputs/quickstart/report/report.html" in shown
     assert "retrofit" in (tmp_path / "outputs/quickstart/report/report.html").read_text()
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}

@@ -29,6 +29,8 @@ class DataConfig:
     validation: list[dict[str, Any]]
     calibration: list[dict[str, Any]] | None = None
     """Held-out text for calibration; None: the validation text."""
+    test: list[dict[str, Any]] | None = None
+    """Held-out text for what is reported, on which nothing is chosen; None: the validation text, and reports say so."""
     cache_folder: str = "outputs/cache"
     """Where tokenised text is kept."""
     streaming: bool = False
@@ -41,10 +43,18 @@ class DataConfig:
     """Processes that tokenise; None: the cores that the process may use."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
+    @property
+    def reported_split(self) -> str:
+        """What reports are measured on."""
+        return "validation" if self.test is None else "test"
+
     def __post_init__(self) -> None:
         for name in ("train", "validation"):
             if not getattr(self, name):
                 raise ValueError(f"data.{name} is empty: name at least one source")
+        for name in ("calibration", "test"):
+            if getattr(self, name) == []:
+                raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")
         if self.streaming_lanes < 1:
             raise ValueError(f"data.streaming_lanes={self.streaming_lanes}: expected a whole number >= 1")
         if self.num_workers < 0:

@@ -20,7 +20,7 @@ class SourceReport:
     """What a source holds; None where nobody knows, as of a stream."""
 
     split: str
-    """train, validation or calibration."""
+    """train, validation, calibration or test."""
     source: str
     share: float
     """Part of the split's sequences that are drawn from it."""

@@ -24,9 +24,11 @@ class Result:
     target_ratio: float
     """CR asked for; 1 without gates."""
     achieved_ratio: float
-    """CR of the thresholded decisions on the run's validation text."""
+    """CR of the thresholded decisions on the same text as the loss."""
     loss: float
-    """Validation loss, nats per token."""
+    """Nats per token."""
+    split: str
+    """Of the run's text: test, or validation where the run has no test text."""
 
 
 def collect(folder: Path) -> tuple[list[Result], list[str]]:
@@ -54,20 +56,16 @@ def collect(folder: Path) -> tuple[list[Result], list[str]]:
 def _read(path: Path, run: str) -> Result:
     record = json.loads((path / METRICS_NAME).read_text())
     metrics, compression = record["metrics"], record["compression"] or {"target_ratio": 1.0}
-    return Result(
-        run,
-        path.name,
-        compression["target_ratio"],
-        metrics["achieved_ratio"],
-        metrics["validation_loss_nats_per_token"],
-    )
+    split, prefix = ("test", "test_") if "test_loss_nats_per_token" in metrics else ("validation", "")
+    loss, ratio = metrics[f"{split}_loss_nats_per_token"], metrics[f"{prefix}achieved_ratio"]
+    return Result(run, path.name, compression["target_ratio"], ratio, loss, split)
 
 
 def format_table(results: list[Result]) -> str:
     """Write results as a Markdown table."""
-    lines = ["| run | model | target CR | achieved CR | loss (nats/token) |", "|---|---|---|---|---|"]
+    lines = ["| run | model | target CR | achieved CR | loss (nats/token) | text |", "|---|---|---|---|---|---|"]
     for result in results:
-        shown = f"{result.target_ratio:g} | {result.achieved_ratio:.2f} | {result.loss:.4f}"
+        shown = f"{result.target_ratio:g} | {result.achieved_ratio:.2f} | {result.loss:.4f} | {result.split}"
         lines.append(f"| {result.run} | {result.model} | {shown} |")
     return "\n".join(lines)
 
@@ -93,7 +91,7 @@ def plot_quality(results: list[Result], path: Path) -> None:
     for label, points in lines.items():
         points = sorted(points, key=lambda result: result.achieved_ratio)
         axes.plot([point.achieved_ratio for point in points], [point.loss for point in points], marker="o", label=label)
-    axes.set(xlabel="achieved compression ratio", ylabel="validation loss (nats/token)")
+    axes.set(xlabel="achieved compression ratio", ylabel="loss on held-out text (nats/token)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

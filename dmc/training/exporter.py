@@ -63,6 +63,9 @@ class Exporter:
                     )  # fmt: skip
         score = score_text(model, self.data.validation_batches(), "validate")
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
+        if self.config.data.test is not None:
+            score = score_text(model, self.data.test_batches(), "test")
+            metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
         title = Path(base).name

@@ -25,6 +25,7 @@ OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
+    "data.test",
     "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.offload",

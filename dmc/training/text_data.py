@@ -144,6 +144,12 @@ class TextData(LightningDataModule):
         split = "validation" if self.config.data.calibration is None else "calibration"
         return held_out_batches(self._packed(split), training.calibration_sequences, training.micro_batch_size)
 
+    def test_batches(self) -> list[Tensor]:
+        """Held-out sequences for reports, as many as for validation: of its text where there is no other."""
+        training = self.config.training
+        packed = self._packed(self.config.data.reported_split)
+        return held_out_batches(packed, training.validation_sequences, training.micro_batch_size)
+
     def report(self) -> list[SourceReport]:
         """Say what each source holds and how often the run reads it."""
         reports = report_streams("train", self._sources("train")) if self.config.data.streaming else []
@@ -158,6 +164,7 @@ class TextData(LightningDataModule):
             *([] if data.streaming else ["train"]),
             "validation",
             *([] if data.calibration is None else ["calibration"]),
+            *([] if data.test is None else ["test"]),
         ]
 
     def _sources(self, split: str) -> list[Any]:

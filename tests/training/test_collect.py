@@ -17,6 +17,9 @@ def sweep(tmp_path):
                 folder = tmp_path / run / name
                 folder.mkdir(parents=True)
                 metrics = {"achieved_ratio": target - 0.125, "validation_loss_nats_per_token": loss}
+                if run == "cr8":  # has test text: nothing was chosen on that
+                    metrics |= {"test_achieved_ratio": target - 0.125, "test_loss_nats_per_token": loss}
+                    metrics |= {"achieved_ratio": 1.0, "validation_loss_nats_per_token": 0.1}
                 record = {"metrics": metrics, "compression": {"target_ratio": target}}
                 (folder / "retrofit.json").write_text(json.dumps(record))
     return tmp_path
@@ -25,9 +28,9 @@ def sweep(tmp_path):
 def test_every_exported_model_is_collected_by_ratio(sweep):
     results, unfinished = collect(sweep)
     assert results == [
-        Result("cr2", "final", 2.0, 1.875, 2.0),
-        Result("cr8", "cr3", 3.0, 2.875, 2.5),
-        Result("cr8", "final", 8.0, 7.875, 2.5),
+        Result("cr2", "final", 2.0, 1.875, 2.0, "validation"),
+        Result("cr8", "cr3", 3.0, 2.875, 2.5, "test"),
+        Result("cr8", "final", 8.0, 7.875, 2.5, "test"),
     ]
     assert unfinished == ["cr4"]
 
@@ -36,7 +39,7 @@ def test_results_are_written_as_table_csv_and_plot(sweep):
     results, _ = collect(sweep)
     write_results(results, sweep)
     assert (sweep / "results.md").read_text() == format_table(results) + "\n"
-    assert "| cr8 | final | 8 | 7.88 | 2.5000 |" in format_table(results)
+    assert "| cr8 | final | 8 | 7.88 | 2.5000 | test |" in format_table(results)
     with (sweep / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["model"], float(row["loss"])) for row in rows] == [

@@ -255,3 +255,25 @@ def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_p
     written = (tmp_path / "cache" / "data.json").read_text()
     assert (train(config).folder / "data.json").read_text() == written
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")} == prepared
+
+
+def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is_none(run_values, tmp_path):
+    def data_of(values):
+        config = build_config(RunConfig, values)
+        return TextData(config, build_tokenizer(config.data, None), 1), config
+
+    alone, config = data_of(run_values)
+    assert config.data.reported_split == "validation"
+    assert torch.equal(torch.cat(alone.test_batches()), torch.cat(alone.validation_batches()))
+    text = tmp_path / "test.txt"
+    text.write_text("words that stand nowhere else, over and over again. " * 40)
+    run_values["data"]["test"] = [{"_target_": "dmc.data.TextSource", "name": str(text)}]
+    own, config = data_of(run_values)
+    assert config.data.reported_split == "test"
+    assert not torch.equal(torch.cat(own.test_batches()), torch.cat(own.validation_batches()))
+    assert "test" in [report.split for report in own.report()]
+    claim(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
+    claim(tmp_path / "run", config)  # a run may go on with another: it is not trained with
+    run_values["data"]["test"] = []
+    with pytest.raises(ValueError, match=r"data\.test is empty: name at least one source, or null"):
+        build_config(RunConfig, run_values)

@@ -23,12 +23,12 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
         folder: where it lies.
         findings: to add to.
     """
-    target = results.get("target_ratio", results["final"]["achieved_ratio"])
+    held = results["final"]["achieved_ratio"]  # what the training-free methods were given too
     rows = {YARDSTICK: (1.0, results[YARDSTICK]), "base": (1.0, results["base"])}
     rows |= {f"snapshot {ratio}": (float(ratio), row) for ratio, row in results["snapshots"].items()}
-    rows["retrofit"] = (target, results["final"])
+    rows["retrofit"] = (held, results["final"])
     free = results.get("training_free", {})
-    rows |= {name: (target, row) for name, row in free.items()}
+    rows |= {name: (held, row) for name, row in free.items()}
     source = findings.add_source(str(folder), results)
     for name, (requested, row) in rows.items():
         is_full, model = name in (YARDSTICK, "base"), YARDSTICK if name in free else name
@@ -46,14 +46,14 @@ def add_quickstart(results: dict[str, Any], folder: Path, findings: Findings) ->
                 quality=row["loss"],
                 quality_error=None,
                 over_full_cache=None if name == YARDSTICK else row["loss"] - results[YARDSTICK]["loss"],
-                over_full_cache_error=None,
+                over_full_cache_error=row.get("over_control_error"),
                 requested_ratio=requested,
                 achieved_ratio=row["achieved_ratio"],
                 bytes_per_token=row["bytes_per_token"],
                 bytes_allocated=None,
                 prefill_tokens_per_second=None,
                 decode_tokens_per_second=None,
-                samples=None,
+                samples=results.get("sequences"),
                 source=source,
             )
         )
