@@ -25,6 +25,9 @@ class BlockAllocator:
         """Free ids, the next one to take on top, int32 [num_blocks]."""
         self.height = torch.tensor([num_blocks], dtype=torch.int32, device=device)
         """How many of `stack` are free, int32 [1]."""
+        self._place = torch.arange(
+            num_blocks - 1, -1, -1, device=device
+        )  # where each block was last put, not by a kernel
 
     @property
     def num_free(self) -> int:
@@ -49,13 +52,19 @@ class BlockAllocator:
         return self.stack[free - count : free].clone()
 
     def free(self, blocks: Tensor) -> None:
-        """Give blocks back.
+        """Give blocks back, in time that does not depend on how many there are.
 
         Raises:
-            RuntimeError: a block is not in use, or is named twice; nothing is given back.
+            RuntimeError: a block is not in use, or is named twice; nothing is given back. What a kernel has given back
+                before is only noticed when more blocks come back than there are.
         """
-        free = self.num_free
-        if bool(torch.isin(blocks, self.stack[:free]).any()) or blocks.unique().numel() != blocks.numel():
+        free, blocks = self.num_free, blocks.long()
+        before, after = self._place[blocks], torch.arange(free, free + blocks.numel(), device=blocks.device)
+        twice = (before < free) & (self.stack[before] == blocks)
+        self._place[blocks] = after
+        twice |= self._place[blocks] != after  # of a block that is named twice, one place remains
+        if free + blocks.numel() > self.num_blocks or bool(twice.any()):
+            self._place[blocks] = before
             raise RuntimeError("a block was freed twice")
         self.stack[free : free + blocks.numel()] = blocks.to(self.stack.dtype)
         self.height += blocks.numel()
@@ -67,10 +76,13 @@ class BlockAllocator:
         stack = self.stack.new_zeros(num_blocks)
         stack[:free] = self.stack[:free]
         stack[free : free + added.numel()] = added
+        self._place = torch.cat((self._place, added.flip(0).long()))
+        self._place[added.long()] = torch.arange(free, free + added.numel(), device=stack.device)
         self.height += added.numel()
         self.num_blocks, self.stack = num_blocks, stack
 
     def reset(self) -> None:
         """Take every block back, whoever holds it."""
         self.stack.copy_(torch.arange(self.num_blocks - 1, -1, -1))
+        self._place.copy_(self.stack)  # the same permutation both ways
         self.height.fill_(self.num_blocks)

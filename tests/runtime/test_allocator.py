@@ -1,7 +1,10 @@
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_memory import allocated_peak
 
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
@@ -48,6 +51,37 @@ def test_growth_keeps_what_is_in_use() -> None:
 def test_a_pool_of_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks=-1: expected a number >= 0"):
         BlockAllocator(-1)
+
+
+def test_freeing_needs_no_more_memory_however_large_the_pool() -> None:
+    allocator = BlockAllocator(50_000)
+    blocks = allocator.allocate(7)
+    assert allocated_peak(lambda: allocator.free(blocks)) < 5_000  # a copy of the free list has 200,000 bytes
+    assert allocator.num_in_use == 0
+
+
+def test_blocks_that_kernels_took_and_gave_back_are_never_taken_for_freed_twice() -> None:
+    allocator, generator = BlockAllocator(30), random.Random(0)
+    held: list[int] = []
+    for _ in range(300):
+        if generator.random() < 0.5 and held:  # as `compact` does
+            block = held.pop(generator.randrange(len(held)))
+            allocator.stack[int(allocator.height)] = block
+            allocator.height += 1
+        elif generator.random() < 0.5 and held:
+            allocator.free(torch.tensor([held.pop(generator.randrange(len(held)))], dtype=torch.int32))
+        elif allocator.num_free:  # as `append_or_merge` does
+            allocator.height -= 1
+            held.append(int(allocator.stack[int(allocator.height)]))
+        assert allocator.num_in_use == len(held) == len(set(held))
+
+
+def test_more_blocks_than_are_in_use_are_never_given_back() -> None:
+    allocator = BlockAllocator(3)
+    allocator.allocate(1)
+    allocator.height.fill_(3)  # a kernel has given it back
+    with pytest.raises(RuntimeError, match="freed twice"):
+        allocator.free(torch.tensor([0], dtype=torch.int32))
 
 
 @settings(max_examples=60, deadline=None)
