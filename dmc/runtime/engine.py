@@ -12,7 +12,7 @@ from torch import Tensor
 from dmc.policies import CachePolicy
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
-from dmc.runtime.memory import pool_bytes
+from dmc.runtime.memory import Activations, pool_bytes
 from dmc.runtime.paged_cache import CacheLayout, PagedCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
@@ -44,7 +44,8 @@ class Engine:
             (full cache for a stock model).
         block_size: entries per page.
         memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
-            what is free, no more than `max_batch_size` sequences of the model's full length); None: grow as needed.
+            what is free beside the activations of the largest pass, no more than `max_batch_size` sequences of the
+            model's full length); None: grow as needed.
         kernels: backend name, "auto" picks.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
@@ -81,7 +82,12 @@ class Engine:
         self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model, policy)
         longest = max_batch_size * blocks_of(layout, block_size, model.config.max_position_embeddings)
-        limit = pool_bytes(memory, layout.device, most=longest * layout.block_bytes(block_size))
+        context = model.config.max_position_embeddings
+        largest_pass = max_batch_size * min(prefill_chunk_size or context, context)
+        if token_budget is not None:  # that whole prompts under a policy exceed, the last one let in at least
+            largest_pass = min(largest_pass, token_budget + (0 if policy is None else context))
+        activations = Activations.of(model.config, layout, largest_pass, shows_attention=policy is not None)
+        limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
         self._runner = Runner(model, self.cache, kernels, policy)

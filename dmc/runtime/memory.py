@@ -1,25 +1,72 @@
-"""How much memory the cache's pages may take."""
+"""How much memory the cache's pages may take, beside what a forward pass needs."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from dmc.budget import entry_bytes
+from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.runtime.paged_cache import CacheLayout
+
 AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
-"""Share of the free memory that "auto" takes; the rest is for activations and, on a CPU, for other programs."""
+"""Share of the free memory that "auto" gives to pages and activations; the rest is for what the allocator wastes and,
+on a CPU, for other programs."""
 
 logger = logging.getLogger(__name__)
 
 
-def pool_bytes(memory: int | float | str | None, device: torch.device, most: int) -> int | None:
+@dataclass(frozen=True)
+class Activations:
+    """What forward passes need beside the pages."""
+
+    largest: int
+    """Bytes of the largest pass."""
+    share: float
+    """Bytes for each byte of pages: every token of a pass takes room in them, so that a small pool has small passes."""
+
+    @classmethod
+    def of(cls, config: Any, layout: CacheLayout, num_tokens: int, shows_attention: bool = False) -> Activations:
+        """Bound them from a model's configuration.
+
+        Layers run one after the other, so it is one layer's attention or MLP, or the logits of all tokens with their
+        log-probabilities, as scoring wants them.
+
+        Args:
+            config: of a transformers causal LM.
+            layout: of its cache.
+            num_tokens: of the largest pass.
+            shows_attention: whether a policy looks at attention, a block of queries at a time.
+        """
+        size, heads = layout.dtype.itemsize, config.num_attention_heads // layout.ranks.size
+        attention = (heads + 2 * layout.num_kv_heads) * layout.head_dim
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        width = max(width, experts * (getattr(config, "moe_intermediate_size", None) or width)) // layout.ranks.size
+        layer = (
+            size * (5 * config.hidden_size + max(6 * attention, 4 * width)) + 8 * config.hidden_size
+        )  # norms: float32
+        per_token = max(layer, size * config.hidden_size + (size + 8) * config.vocab_size)
+        per_slot = 3 * 4 * QUERY_BLOCK * heads if shows_attention else 0
+        held = layout.num_layers * layout.num_kv_heads * entry_bytes(layout.head_dim, size)
+        largest = per_token * num_tokens + per_slot * config.max_position_embeddings
+        return cls(largest, (per_token + per_slot) / held)
+
+
+def pool_bytes(
+    memory: int | float | str | None, device: torch.device, most: int, activations: Activations
+) -> int | None:
     """Turn a `memory=` setting into bytes.
 
     Args:
         memory: bytes as a whole number, a fraction of the device's free memory as a float, "auto", or None.
         device: where the pages will lie; the weights are there already.
         most: bytes beyond which "auto" has no use.
+        activations: for which "auto" leaves room.
     Returns:
         Bytes for pages; None: no limit.
     Raises:
@@ -29,7 +76,8 @@ def pool_bytes(memory: int | float | str | None, device: torch.device, most: int
         return None
     if memory == "auto":
         free = free_bytes(device)
-        chosen = min(int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free), most)
+        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free)
+        chosen = min(max(usable - activations.largest, int(usable / (1 + activations.share))), most)
         logger.info("memory=auto: %d bytes for the cache's pages, of %d that are free on %s", chosen, free, device)
         return chosen
     if isinstance(memory, float) and 0 < memory <= 1:

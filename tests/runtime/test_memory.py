@@ -1,13 +1,19 @@
 import logging
+from typing import Any
 
 import pytest
 import torch
+from measured_memory import allocated_peak
 
 from dmc import Engine, SamplingParams
+from dmc.budget import Budget
+from dmc.policies import H2O, SnapKV
+from dmc.runtime import engine as engine_module
 from dmc.runtime import memory
-from dmc.runtime.memory import free_bytes, pool_bytes
+from dmc.runtime.memory import Activations, free_bytes, pool_bytes
 
 CPU = torch.device("cpu")
+NONE = Activations(0, 0.0)
 
 
 @pytest.fixture
@@ -17,27 +23,27 @@ def free(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_bytes_fractions_and_no_limit_are_what_they_say(free: int) -> None:
-    assert pool_bytes(None, CPU, most=10) is None
-    assert pool_bytes(12345, CPU, most=10) == 12345
-    assert pool_bytes(0.25, CPU, most=10) == free // 4
-    assert pool_bytes(1.0, CPU, most=10) == free
-    assert pool_bytes(1, CPU, most=10) == 1
+    assert pool_bytes(None, CPU, most=10, activations=NONE) is None
+    assert pool_bytes(12345, CPU, most=10, activations=NONE) == 12345
+    assert pool_bytes(0.25, CPU, most=10, activations=NONE) == free // 4
+    assert pool_bytes(1.0, CPU, most=10, activations=NONE) == free
+    assert pool_bytes(1, CPU, most=10, activations=NONE) == 1
 
 
 def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(
     free: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="dmc"):
-        assert pool_bytes("auto", CPU, most=10**9) == free // 2
+        assert pool_bytes("auto", CPU, most=10**9, activations=NONE) == free // 2
     assert "memory=auto: 500000 bytes for the cache's pages, of 1000000 that are free on cpu" in caplog.text
-    assert pool_bytes("auto", CPU, most=777) == 777
-    assert pool_bytes("auto", torch.device("cuda"), most=10**9) == 850_000
+    assert pool_bytes("auto", CPU, most=777, activations=NONE) == 777
+    assert pool_bytes("auto", torch.device("cuda"), most=10**9, activations=NONE) == 850_000
 
 
 @pytest.mark.parametrize("setting", [0, -1, 0.0, -0.5, 1.5, float("nan"), "lots", "", True, [5]])
 def test_settings_out_of_range_are_refused(setting: object) -> None:
     with pytest.raises(ValueError, match=r"memory=.*expected a whole number of bytes > 0, a float in"):
-        pool_bytes(setting, CPU, most=10)  # type: ignore[arg-type]
+        pool_bytes(setting, CPU, most=10, activations=NONE)  # type: ignore[arg-type]
 
 
 def test_free_memory_is_found_without_psutil_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +66,41 @@ def test_an_engine_with_automatic_memory_holds_every_row_at_full_length(
     assert engine.cache.allocator.num_blocks == 1_000_000 // engine.cache.block_bytes
     (generation,) = engine.generate(make_prompts(9), SamplingParams(max_new_tokens=4))  # type: ignore[operator]
     assert len(generation.token_ids) == 4
+
+
+def test_auto_leaves_room_for_the_largest_pass_or_for_what_the_pool_can_feed(free: int) -> None:
+    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(200_000, 9.0)) == 300_000
+    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 3.0)) == 125_000
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"hidden_size": 512},
+    {"intermediate_size": 1024},
+    {"head_dim": 128},
+    {"vocab_size": 2000},
+    {"dtype": torch.bfloat16, "hidden_size": 512, "head_dim": 128},
+    {"gates": {"delay": 8}, "head_dim": 128},
+    {"gates": {"window_size": None}, "num_layers": 1, "group": 1},
+    {"policy": SnapKV(budget=Budget(ratio=4.0))},
+    {"policy": H2O(budget=Budget(ratio=4.0)), "kernels": "reference"},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_pass_needs_more_than_auto_leaves(
+    shape: dict, make_stock: Any, make_compressed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_position_embeddings": 256, "hidden_size": 64} | shape
+    gates, policy, dtype, kernels = (options.pop(name, None) for name in ("gates", "policy", "dtype", "kernels"))
+    model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
+    given = []
+    monkeypatch.setattr(engine_module, "pool_bytes", lambda *arguments: given.append(arguments[-1]) or 6_000_000)
+    engine = Engine(model.to(dtype or torch.float32), policy=policy, kernels=kernels or "auto", token_budget=256)
+    tokens = [token % 83 for token in range(257)]
+    engine.generate([tokens[:40]], SamplingParams(max_new_tokens=2))
+    peak = max(
+        allocated_peak(lambda: engine.generate([tokens[:256]], SamplingParams(max_new_tokens=1))),
+        allocated_peak(lambda: engine.score([tokens[:1]], [tokens[1:]])),
+    )
+    assert peak <= given[0].largest <= 12 * peak
