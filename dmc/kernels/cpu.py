@@ -301,6 +301,7 @@ def paged_attention(
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
+    num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`."""
     library = _library(key_pages, query)
@@ -315,10 +316,11 @@ def paged_attention(
             rows=rows,
             recent=recent,
             return_scores=return_scores,
+            num_scores=num_scores,
         )
     scores = None
     if return_scores:
-        scores = torch.zeros(*query.shape[:2], block_tables.shape[-1] * key_pages.shape[1])
+        scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     seen = Seen(lengths[..., None], recent=recent)
     pages = key_pages, value_pages, block_tables
     attended = _attend(library, query[:, :, None], *pages, seen, scaling, rows, scores, slots_by_row=True)[:, :, 0]

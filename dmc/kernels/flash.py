@@ -125,6 +125,7 @@ def paged_attention(
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
+    num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores, who wants them gets another backend's.
 
@@ -132,7 +133,7 @@ def paged_attention(
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
     """
     if return_scores:
-        options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True}
+        options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True, "num_scores": num_scores}
         other = load_backend("auto", query.device)
         return other.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     decode, table_name = _paged_decode()

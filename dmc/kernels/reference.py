@@ -332,6 +332,7 @@ def paged_attention(
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
+    num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from one query per sequence to the slots of its heads, and to raw recent tokens.
 
@@ -345,8 +346,9 @@ def paged_attention(
         rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
         recent: raw tokens, with n = 1.
         return_scores: also return each slot's attention probability.
+        num_scores: of how many slots, no fewer than the longest head has; None: as many as the tables can name.
     Returns:
-        [B, H_q, D]; with `return_scores` also float32 [B, H_q, M * block], 0 beyond the length.
+        [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """
     if rows is not None:
         block_tables, lengths = block_tables[rows], lengths[rows]
@@ -354,8 +356,9 @@ def paged_attention(
     attended, scores = _attend(query[:, :, None], key_pages, value_pages, block_tables, seen, scaling)
     if not return_scores:
         return attended[:, :, 0]
-    num_slots = block_tables.shape[-1] * key_pages.shape[1]
+    num_slots = num_scores or block_tables.shape[-1] * key_pages.shape[1]
     own = scores[:, :, 0, : int(seen.slots.max())]
+    assert own.shape[-1] <= num_slots, "a head has more slots than scores are wanted"
     return attended[:, :, 0], torch.nn.functional.pad(own, (0, num_slots - own.shape[-1]))
 
 

@@ -87,6 +87,9 @@ def test_paged_attention_agrees_with_permuted_rows_recent_tokens_and_scores(
     expected, expected_scores = reference.paged_attention(query, *pages, ragged_lengths(16), 0.3, **options)
     assert_agree(out, expected, dtype)
     assert_agree(scores, expected_scores, torch.float32)
+    longest = int(ragged_lengths(16)[[2, 0]].max())
+    narrow_out, narrow = backend.paged_attention(query, *pages, ragged_lengths(16), 0.3, **options, num_scores=longest)
+    assert torch.equal(narrow_out, out) and torch.equal(narrow, scores[..., :longest].contiguous())
 
 
 def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:

@@ -30,6 +30,7 @@ def paged_attention(
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
+    num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`.
 
@@ -47,7 +48,8 @@ def paged_attention(
     query = query if query.stride(-1) == 1 else query.contiguous()
     partial = query.new_empty(batch * kv_heads, num_parts, group, head_dim, dtype=torch.float32)
     partial_lse = partial.new_empty(partial.shape[:3])
-    scores = partial.new_empty(batch, query_heads, num_blocks * block_size) if return_scores else None
+    num_scores = num_scores or num_blocks * block_size
+    scores = partial.new_empty(batch, query_heads, num_scores) if return_scores else None
     lse = partial.new_empty(batch, query_heads) if return_scores else None
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
@@ -69,6 +71,7 @@ def paged_attention(
             query.stride(1),
             num_blocks,
             num_recent,
+            num_scores,
             scaling * LOG2_E,
             KV_HEADS=kv_heads,
             GROUP=group,
@@ -128,6 +131,7 @@ def _split_kernel(
     query_head_stride,
     num_blocks,
     num_recent,
+    num_scores,
     scaling,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -162,7 +166,7 @@ def _split_kernel(
         value = load_slots(value_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
         score, peak, total, acc = attend_tile(queries, key, value, held[None, :], scaling, peak, total, acc)
         if scores is not None:
-            place = (pair * GROUP + member) * (num_blocks * BLOCK_SIZE)
+            place = (pair * GROUP + member) * num_scores
             tl.store(scores + place[:, None] + slot[None, :], score, mask=in_group[:, None] & held[None, :])
     if recent_key is not None:
         for start in range(0, tl.where(split == NUM_SPLITS, num_recent, 0), KEYS):

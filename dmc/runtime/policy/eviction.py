@@ -138,7 +138,13 @@ class Eviction(CacheAttention):
             self._limits = self._limits_of(group)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
         attended = self.backend.paged_attention(
-            query[:, :, 0], *pages, layer.lengths, scaling, rows=rows, return_scores=policy.needs_row
+            query[:, :, 0],
+            *pages,
+            layer.lengths,
+            scaling,
+            rows=rows,
+            return_scores=policy.needs_row,
+            num_scores=-(-self._longest // self.cache.block_size) * self.cache.block_size,
         )
         entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
         if policy.needs_row:

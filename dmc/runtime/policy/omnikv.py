@@ -122,10 +122,17 @@ class OmniKVAttention(CacheAttention):
         """Attend to everything, [S, H_q, 1, D], and score the tokens of the prompts, [S, N]."""
         layer, rows = self.cache.layer(layer_index), group.rows
         longest = max(place.prompt_end for place in group.places)
+        most_seen = 1 + max(place.begin for place in group.places)
         is_last = self.policy.selector == "last" and not self.policy.raw_scores
         pages = layer.key_pages, layer.value_pages, layer.block_tables
         answer = self.backend.paged_attention(
-            query[:, :, 0], *pages, layer.lengths, scaling, rows=rows, return_scores=is_last
+            query[:, :, 0],
+            *pages,
+            layer.lengths,
+            scaling,
+            rows=rows,
+            return_scores=is_last,
+            num_scores=-(-most_seen // self.cache.block_size) * self.cache.block_size,
         )
         if is_last:  # softmax over everything, normalised again, is softmax over the prompt
             attended, attention = answer[0], answer[1][..., :longest]

@@ -238,3 +238,26 @@ def test_a_window_or_sinks_beyond_the_budget_bring_one_warning(
     assert len(seen) == (warning is not None)
     if warning is not None:
         assert re.match(warning, str(seen[0].message))
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.TOVA(budget=Budget(ratio=4.0)), policies.OmniKV(budget=HALF, filter_layers=(1,))]
+)
+def test_scores_are_no_wider_than_what_is_held(policy: Any, make_stock: Any, make_prompts: Any) -> None:
+    engine = Engine(make_stock(num_layers=4), policy=policy)
+    backend, widths = engine._runner._attention.backend, []
+
+    class Watching:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+        def paged_attention(self, *arguments: Any, **options: Any) -> Any:
+            answer = backend.paged_attention(*arguments, **options)
+            if options.get("return_scores"):
+                widths.append(answer[1].shape[-1])
+            return answer
+
+    engine._runner._attention.backend = Watching()  # type: ignore[assignment]
+    engine.generate(make_prompts(130), SamplingParams(max_new_tokens=4, temperature=0))
+    held = 133 if isinstance(policy, policies.OmniKV) else 133 // 4 + 1
+    assert widths and set(widths) == {-(-held // 16) * 16}  # whole pages; the table has more places
