@@ -127,7 +127,10 @@ def failure(error: Exception) -> Row:
     """Say how a cell failed, in one line, and where; what its frames hold, such as a cache, is given up."""
     text = " ".join(str(error).split())
     where = traceback.format_exception(error, limit=-8)
-    traceback.clear_frames(error.__traceback__)
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
     return {
         "status": FAILED,
         "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,

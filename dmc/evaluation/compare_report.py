@@ -42,6 +42,9 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     rows = told_apart(rows)
     done = [row | over_full_cache(row, rows, reference) for row in rows if row["status"] == DONE]
     notes = untold(rows)
+    devices = sorted({row["device"] for row in done if row.get("decode_tokens_per_second") is not None})
+    if len(devices) > 1:
+        notes.append(f"speeds were measured on several devices, which do not compare: {', '.join(devices)}")
     table = "\n\n".join([*(format_task(task, done) for task in _tasks(done)), *notes])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, format_csv(done).encode())
@@ -69,7 +72,7 @@ def untold(rows: list[Row]) -> list[str]:
 def reason(row: Row) -> str:
     """Say why a row has no figures: its error, or the metrics that are infinite or no numbers."""
     if row["status"] == NOT_FINITE:
-        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row["not_finite"])
+        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite", row["metrics"]))
     return str(row.get("error", "unknown"))
 
 

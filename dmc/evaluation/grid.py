@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from dmc.budget import Budget
 from dmc.config import build_config
@@ -316,8 +317,8 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any]
     """Tell which model this is without loading it.
 
     Returns:
-        What identifies it (its configuration; names, sizes and times of a folder's files), its configuration, and the
-        target ratio of its own gates, None for a stock model.
+        What identifies it (its configuration; names, sizes and times of a folder's files, or the hub's commit), its
+        configuration, and the target ratio of its own gates, None for a stock model.
     Raises:
         ValueError: there is no such model.
     """
@@ -333,10 +334,14 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any]
         raise ValueError(f"{name}={model.path}: {str(error).splitlines()[0]}") from error
     if "model_type" not in values:
         raise ValueError(f"{name}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
-    files = [path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES] if folder.is_dir() else []
+    if folder.is_dir():
+        files: Any = file_stamps(path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES)
+    else:
+        config = cached_file(str(folder), "config.json", revision=model.revision)
+        files = [model.path, extract_commit_hash(config, None)]
     compressed = str(values.get("model_type")).startswith("dmc_")
     target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
-    return [model.dtype, model.revision, file_stamps(files) or model.path, values], values, target_ratio
+    return [model.dtype, model.revision, files, values], values, target_ratio
 
 
 def model_settings(model: ComparedModel) -> dict[str, Any]:

@@ -477,6 +477,12 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     ]
 
 
+def test_speeds_of_several_devices_are_told(tmp_path: Path) -> None:
+    rows = [make_row("h2o", "4", [1.0, 2.0]), make_row("tova", "4", [1.0, 2.0], device="NVIDIA H100")]
+    assert write_report(rows, tmp_path).endswith("several devices, which do not compare: NVIDIA H100, cpu")
+    assert "devices" not in write_report(rows[:1], tmp_path)
+
+
 def test_nothing_is_compared_across_settings_samples_or_models() -> None:
     new = make_row("h2o", "4", [2.0], key="2")
     full = make_row("full", None, [1.0], key="4")

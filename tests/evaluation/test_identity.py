@@ -101,6 +101,26 @@ def test_whatever_tokenizes_or_weighs_is_part_of_a_models_identity(folders: Any,
     assert len(set(keys)) == 4
 
 
+def test_a_hub_models_commit_is_part_of_its_identity(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--model"
+    (repository / "refs").mkdir(parents=True)
+
+    def key_at(commit: str) -> str:
+        (repository / "refs" / "main").write_text(commit * 40)
+        snapshot = repository / "snapshots" / (commit * 40)
+        snapshot.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folders.stock / "config.json", snapshot)
+        values = {"models": {"base": "somebody/model"}, "policies": ["full"], "budgets": [], "tasks": [NEEDLE]}
+        (cell,) = plan_grid(build_config(CompareConfig, values), CONFIGS).cells
+        return cell.key
+
+    assert key_at("a") == key_at("a") != key_at("b")
+
+
 def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path: Path) -> None:
     first = [evaluate_row("full", 1.0, "cs", f"cs_{part}", 0.6) | {"task_key": "cs"} for part in "ab"]
     other = evaluate_row("full", 1.0, "cs_a", "cs_a", 0.9) | {"members": ["cs_a"], "task_key": "single", "key": "o"}
