@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import statistics
 import sys
@@ -140,7 +141,12 @@ def failure(error: Exception) -> Row:
 
 
 def checked(row: Row) -> Row:
-    """Mark a row of figures that are infinite or no numbers: no statistic can take them."""
+    """Mark a row of figures that are infinite or no numbers: no statistic can take them.
+
+    Raises:
+        TypeError: a user's task has returned what JSON does not know; better here, where only its cell fails.
+    """
+    json.dumps(row)
     wrong = [name for name, value in row["metrics"].items() if isinstance(value, float) and not math.isfinite(value)]
     return row | ({"status": NOT_FINITE, "not_finite": wrong} if wrong else {})
 

@@ -72,7 +72,7 @@ def untold(rows: list[Row]) -> list[str]:
 def reason(row: Row) -> str:
     """Say why a row has no figures: its error, or the metrics that are infinite or no numbers."""
     if row["status"] == NOT_FINITE:
-        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite", row["metrics"]))
+        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite") or row["metrics"])
     return str(row.get("error", "unknown"))
 
 

@@ -320,6 +320,11 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, 
     write_page(findings, tmp_path / "page")
 
 
+def test_figures_that_cannot_be_written_fail_their_cell_only() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checked(make_row("h2o", "4", [1.0]) | {"sample_values": [torch.ones(1)]})
+
+
 def test_a_row_that_is_not_finite_is_not_measured_again(make_config: Any) -> None:
     config = make_config(policies=["full"])
     (row,) = run(config, Workshop())

@@ -104,7 +104,8 @@ def _nested(axes: list[list[Any]], values: dict[tuple[Any, ...], Any], empty: An
 def split_of_text(task: Task) -> str | None:
     """Name the split that a task's text is from; None: it has no text, or a text of the user's own."""
     source = getattr(task, "source", None) or getattr(task, "haystack", None)
-    return None if getattr(source, "is_local", False) else getattr(source, "split", None)
+    split = None if getattr(source, "is_local", False) else getattr(source, "split", None)
+    return split if isinstance(split, str) else None  # a text itself has a method of this name
 
 
 def check_positive(task: Any, *names: str) -> None:
