@@ -9,15 +9,26 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from dmc.bounds import Bounds, check_fields
 from dmc.budget import check_ratio
 from dmc.ranks import ALONE, Ranks
+
+BOUNDS = {
+    "delay": Bounds(least=0, whole=True, note="tokens"),
+    "window_size": Bounds(least=1, whole=True, note="tokens; None: averages of whole segments"),
+    "neuron_index": Bounds(whole=True, note="channel of a head"),
+    "decision_offset": Bounds(),
+    "decision_scale": Bounds(above=0, most=1e6, note="a factor on logits of some units"),
+    "omega_offset": Bounds(),
+    "eps": Bounds(above=0, most=1, note="an importance of 0 divides by 0, and learned ones are below 1"),
+    "temperature": Bounds(above=0, most=1e3, note="at which all decisions are near 0.5"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,7 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         if self.action not in ("merge", "drop"):
             raise ValueError(f"action={self.action!r} is unknown: expected 'merge' or 'drop'")
-        if type(self.delay) is not int or self.delay < 0:
-            raise ValueError(f"delay={self.delay!r}: expected a whole number of tokens >= 0")
+        check_fields(self, "", BOUNDS)
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
         if self.decisions not in ("per_head", "per_layer", "fixed"):
@@ -83,16 +93,6 @@ class CompressionConfig:
             raise ValueError(
                 "decisions='fixed' borrows no neuron that could tell how important a token is: use weighting='uniform'"
             )
-        if self.window_size is not None and (type(self.window_size) is not int or self.window_size < 1):
-            raise ValueError(
-                f"window_size={self.window_size!r}: expected a whole number >= 1, or None to average whole segments"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature!r}: expected a number > 0")
-        if not 0 < self.decision_scale < math.inf:
-            raise ValueError(f"decision_scale={self.decision_scale!r}: expected a number > 0")
-        if not self.eps > 0:
-            raise ValueError(f"eps={self.eps!r}: expected a number > 0 (an importance of 0 divides by 0)")
         check_ratio(self.target_ratio, "target_ratio")
 
     @property
@@ -110,8 +110,10 @@ class CompressionConfig:
         """Build from plain values, as stored in an exported `config.json`.
 
         Raises:
-            ValueError: a key is unknown.
+            ValueError: it is no mapping, a key is unknown, or a value is out of range.
         """
+        if not isinstance(values, dict):
+            raise ValueError(f"compression={values!r}: expected a mapping of settings, as an export writes it")
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

@@ -49,12 +49,14 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         options = [option for option in arguments if option is not type(None)]
-        for option in options[:-1]:
+        if len(options) == 1:
+            return _convert(options[0], value, name)
+        for option in options:
             try:
                 return _convert(option, value, name)
             except ValueError:
                 continue
-        return _convert(options[-1], value, name)
+        raise ValueError(f"{name}={value!r}: expected {' or '.join(option.__name__ for option in options)}")
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, arguments))}")
@@ -62,8 +64,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build_config(typing.cast(type, hint), value, name)
     if origin in (list, tuple):
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name}={value!r}: expected a list")
+        fixed = origin is tuple and Ellipsis not in arguments
+        if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(arguments)):
+            raise ValueError(f"{name}={value!r}: expected a list{f' of {len(arguments)}' if fixed else ''}")
         return origin(_convert(arguments[0], item, f"{name}[{index}]") for index, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):

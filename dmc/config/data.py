@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dmc.bounds import COUNT, Bounds, check_fields
+
+BOUNDS = {
+    "streaming_lanes": COUNT,
+    "num_workers": Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank"),
+    "num_processes": Bounds(least=1, most=4096, whole=True, note="processes of this machine; null: one for each core"),
+}
+VOCABULARY = Bounds(least=257, most=2**24, whole=True, note="256 bytes, the separator and what is merged of them")
+
 
 @dataclass(frozen=True)
 class TokenizerConfig:
@@ -15,10 +24,16 @@ class TokenizerConfig:
     train_vocab_size: int | None = None
     """Train one of this size and keep it in `folder`."""
     folder: str | None = None
+    bos: bool | None = None
+    """Whether the bos token stands before each document; None: where the tokenizer itself puts it before a text."""
+    separator: str | None = None
+    """Token behind each document; None: the end of a text in pretraining, which is not that of an instruct model's
+    turn."""
 
     def __post_init__(self) -> None:
         if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
             raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
+        check_fields(self, "data.tokenizer.", {"train_vocab_size": VOCABULARY})
 
 
 @dataclass(frozen=True)
@@ -55,9 +70,4 @@ class DataConfig:
         for name in ("calibration", "test"):
             if getattr(self, name) == []:
                 raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")
-        if self.streaming_lanes < 1:
-            raise ValueError(f"data.streaming_lanes={self.streaming_lanes}: expected a whole number >= 1")
-        if self.num_workers < 0:
-            raise ValueError(f"data.num_workers={self.num_workers}: expected a whole number >= 0")
-        if self.num_processes is not None and self.num_processes < 1:
-            raise ValueError(f"data.num_processes={self.num_processes}: expected a whole number >= 1, or null")
+        check_fields(self, "data.", BOUNDS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dmc.bounds import COUNT, check_fields
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -27,6 +29,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.fresh is None):
             raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
+        check_fields(self, "model.", {"merge_kv_heads": COUNT})
         if self.merge_kv_heads is not None and self.path is None:
             raise ValueError(
                 f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "

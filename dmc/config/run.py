@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from dmc.bounds import Bounds, check_fields
 from dmc.compression import CompressionConfig
 from dmc.config.data import DataConfig
 from dmc.config.model import ModelConfig
@@ -35,6 +36,7 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "", {"seed": Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")})
         if self.trainer.uses_deepspeed and self.model.dtype != "float32":
             raise ValueError(
                 f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dmc.bounds import COUNT, Bounds, check_fields
+
 Precision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
+
+
+BOUNDS = {
+    "num_nodes": COUNT,
+    "tensor_parallel_size": COUNT,
+    "peak_teraflops": Bounds(above=0, most=1e6, note="of one device; null: by its name"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,13 @@ class TrainerConfig:
     """What one device could do at best, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1:
-            raise ValueError(f"trainer.num_nodes={self.num_nodes}: expected a whole number >= 1")
-        if self.peak_teraflops is not None and self.peak_teraflops <= 0:
-            raise ValueError(f"trainer.peak_teraflops={self.peak_teraflops}: expected a number > 0, or null")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"trainer.tensor_parallel_size={self.tensor_parallel_size}: expected a whole number >= 1")
+        check_fields(self, "trainer.", BOUNDS)
+        is_count = isinstance(self.devices, (int, str)) and str(self.devices).isdecimal() and int(self.devices) > 0
+        if not (is_count or self.devices == "auto"):
+            raise ValueError(
+                f"trainer.devices={self.devices!r}: expected a whole number >= 1, or auto; CUDA_VISIBLE_DEVICES "
+                "chooses among them"
+            )
         if self.tensor_parallel_size > 1 and self.strategy != "fsdp2":
             raise ValueError(
                 f"trainer.tensor_parallel_size={self.tensor_parallel_size} needs trainer.strategy=fsdp2, "
@@ -78,10 +88,14 @@ class PlannerConfig:
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.utilisation <= 1:
-            raise ValueError(f"planner.utilisation={self.utilisation}: expected a share of the peak, > 0 and <= 1")
-        if self.device_memory_gib is not None and self.device_memory_gib <= 0:
-            raise ValueError(f"planner.device_memory_gib={self.device_memory_gib}: expected GiB > 0")
+        check_fields(
+            self,
+            "planner.",
+            {
+                "utilisation": Bounds(above=0, most=1, note="share of the peak"),
+                "device_memory_gib": Bounds(above=0, most=1e6, note="GiB"),
+            },
+        )
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dmc.bounds import COUNT, SHARE, Bounds, check_fields
 from dmc.budget import check_ratio
 from dmc.compression import HeadAgreement
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
+
+
+LEARNING_RATE = Bounds(above=0, most=1, note="AdamW moves every weight by about so much a step")
+STAGE_BOUNDS = {
+    "steps": Bounds(least=1, most=10**9, whole=True, note="at 1 ms each more would take weeks"),
+    "tokens": Bounds(above=0, most=1e15, note="the largest trainings have 1e14"),
+    "tokens_per_ratio": Bounds(above=0, most=1e15, note="the largest trainings have 1e14 tokens"),
+    "learning_rate": LEARNING_RATE,
+    "warmup_steps": Bounds(least=0, most=10**9, whole=True),
+    "final_fraction": SHARE,
+    "ramp_fraction": SHARE,
+}
+BOUNDS = {
+    "sequence_length": Bounds(least=2, whole=True, note="tokens: the last has none to predict"),
+    "batch_size": COUNT,
+    "micro_batch_size": COUNT,
+    "learning_rate": LEARNING_RATE,
+    "betas": Bounds(least=0, below=1, note="shares of the averages that are kept each step"),
+    "adam_eps": Bounds(above=0, most=1, note="0 would divide by 0"),
+    "weight_decay": Bounds(least=0, most=10, note="times the learning rate it is what a weight loses each step"),
+    "gradient_clip": Bounds(above=0, most=1e6, note="largest norm; null: gradients stay as they are"),
+    "ratio_weight": Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats"),
+    "delays": Bounds(least=0, whole=True, note="tokens"),
+    "head_agreement_weight": Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats"),
+    "calibration_sequences": COUNT,
+    "validation_sequences": COUNT,
+    "validate_every_steps": COUNT,
+    "checkpoint_every_steps": COUNT,
+    "log_every_steps": COUNT,
+    "max_nonfinite_steps": COUNT,
+    "hang_timeout_minutes": Bounds(least=0, most=1e6, note="0: never"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,21 +71,15 @@ class StageConfig:
     (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
 
     def __post_init__(self) -> None:
+        check_fields(self, f"stage {self.name}: ", STAGE_BOUNDS)
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
-        if len(given) != 1 or given[0] <= 0:
+        if len(given) != 1:
             raise ValueError(
                 f"stage {self.name}: steps={self.steps}, tokens={self.tokens}, "
                 f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0"
             )
-        if not 0 <= self.final_fraction <= 1 or self.warmup_steps < 0:
-            raise ValueError(
-                f"stage {self.name}: final_fraction={self.final_fraction} (expected 0..1), "
-                f"warmup_steps={self.warmup_steps} (expected >= 0)"
-            )
-        if self.ramp_fraction is not None and not (self.name == "retrofit" and 0 <= self.ramp_fraction <= 1):
-            raise ValueError(
-                f"stage {self.name}: ramp_fraction={self.ramp_fraction}; expected 0..1, and of a retrofit stage only"
-            )
+        if self.ramp_fraction is not None and self.name != "retrofit":
+            raise ValueError(f"stage {self.name}: ramp_fraction={self.ramp_fraction} is of a retrofit stage only")
 
     def ramp_share(self, decisions: str) -> float:
         """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
@@ -85,10 +111,9 @@ class DistillationConfig:
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise ValueError(f"training.distillation.weight={self.weight}: expected a share > 0 and <= 1")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"training.distillation.temperature={self.temperature}: expected a number > 0")
+        temperature = Bounds(least=1e-3, most=1e3, note="beyond, float32 has only one-hot or uniform distributions")
+        bounds = {"weight": Bounds(above=0, most=1, note="share of the divergence"), "temperature": temperature}
+        check_fields(self, "training.distillation.", bounds)
 
 
 @dataclass(frozen=True)
@@ -105,10 +130,8 @@ class RatioControlConfig:
     """The weight stays between 1 / max_weight and max_weight."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gain < math.inf:
-            raise ValueError(f"training.ratio_control.gain={self.gain}: expected a number > 0")
-        if not 1 < self.max_weight < math.inf:
-            raise ValueError(f"training.ratio_control.max_weight={self.max_weight}: expected a number > 1")
+        gain = Bounds(above=0, most=1, note="at 1 a cache twice too large makes the weight 2.7 times as large a step")
+        check_fields(self, "training.ratio_control.", {"gain": gain, "max_weight": Bounds(above=1, most=1e6)})
 
 
 @dataclass(frozen=True)
@@ -131,12 +154,9 @@ class MeasuredStartConfig:
     """Costs below this share of the largest count as equal: they are noise."""
 
     def __post_init__(self) -> None:
-        if self.sequences < 1:
-            raise ValueError(f"training.measured_start.sequences={self.sequences}: expected a whole number >= 1")
-        if not 0 < self.spread < math.inf:
-            raise ValueError(f"training.measured_start.spread={self.spread}: expected a number > 0")
-        if not 0 < self.floor < 1:
-            raise ValueError(f"training.measured_start.floor={self.floor}: expected a share > 0 and < 1")
+        spread = Bounds(above=0, most=100, note="logits")
+        bounds = {"sequences": COUNT, "spread": spread, "floor": Bounds(above=0, below=1, note="a share")}
+        check_fields(self, "training.measured_start.", bounds)
 
 
 @dataclass(frozen=True)
@@ -155,8 +175,8 @@ class TrainingConfig:
     adam_eps: float = 1e-5
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
-    gradient_clip: float = 1.0
-    """Largest gradient norm."""
+    gradient_clip: float | None = 1.0
+    """Largest gradient norm; None: gradients are never scaled."""
     ratio_weight: float = 1.0
     """Weight of the compression-ratio loss."""
     ratio_control: RatioControlConfig | None = None
@@ -200,18 +220,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("training.stages is empty: give at least one stage")
-        for name in (
-            "sequence_length", "batch_size", "micro_batch_size", "checkpoint_every_steps", "log_every_steps",
-            "max_nonfinite_steps", "calibration_sequences", "validation_sequences", "validate_every_steps",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name}={getattr(self, name)}: expected a whole number >= 1")
-        if not 0 <= self.head_agreement_weight < math.inf:
-            raise ValueError(f"training.head_agreement_weight={self.head_agreement_weight}: expected a number >= 0")
-        if not 0 <= self.hang_timeout_minutes < math.inf:
-            raise ValueError(
-                f"training.hang_timeout_minutes={self.hang_timeout_minutes}: expected minutes, 0 for never"
-            )
+        check_fields(self, "training.", BOUNDS)
+        if self.ratio_control is not None and self.ratio_weight == 0:
+            raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")
         for ratio in self.snapshot_ratios:
             check_ratio(ratio, "training.snapshot_ratios")
 

@@ -16,7 +16,7 @@ from dmc.compression import CompressionConfig
         ({"delay": True}, "delay=True: expected a whole number"),
         ({"action": "drop"}, "needs delay >= 1"),
         ({"action": "drop", "delay": 0}, "needs delay >= 1"),
-        ({"window_size": 0}, "window_size=0: expected a whole number >= 1, or None"),
+        ({"window_size": 0}, "window_size=0: expected a whole number >= 1 (tokens; None: averages of whole segments"),
         ({"window_size": -3}, "window_size=-3"),
         ({"window_size": 2.0}, "window_size=2.0"),
         ({"temperature": 0.0}, "temperature=0.0: expected a number > 0"),

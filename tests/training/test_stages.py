@@ -32,7 +32,7 @@ def test_stages_follow_each_other_with_their_schedules():
                 StageConfig("retrofit", steps=30),
                 StageConfig("solidify", steps=20, final_fraction=0.1),
             ],
-            learning_rate=2.0,
+            learning_rate=0.2,
         ),
         target_ratio=4.0,
     )
@@ -40,9 +40,9 @@ def test_stages_follow_each_other_with_their_schedules():
     assert plan.at(10).neuron_multiplier is None
     assert [plan.at(step).target_ratio for step in (10, 20, 30, 40, 59, 99)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert [plan.at(step).stage for step in (9, 10, 39, 40)] == ["zero_out", "retrofit", "retrofit", "solidify"]
-    assert plan.at(39).learning_rate == 2.0
-    assert plan.at(50).learning_rate == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
-    assert plan.at(59).learning_rate == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 19 / 20))))
+    assert plan.at(39).learning_rate == 0.2
+    assert plan.at(50).learning_rate == pytest.approx(0.2 * (0.1 + 0.9 * 0.5))
+    assert plan.at(59).learning_rate == pytest.approx(0.2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 19 / 20))))
 
 
 def test_neuron_is_removed_once_after_zero_out():

@@ -28,10 +28,10 @@ class StepMetrics(AfterStep):
 
     Args:
         guard: skips a step with a figure that is not finite.
-        gradient_clip: largest gradient norm.
+        gradient_clip: largest gradient norm; None: gradients are never scaled.
     """
 
-    def __init__(self, guard: NonFiniteGuard, gradient_clip: float) -> None:
+    def __init__(self, guard: NonFiniteGuard, gradient_clip: float | None) -> None:
         self.guard, self.gradient_clip = guard, gradient_clip
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -39,7 +39,8 @@ class StepMetrics(AfterStep):
         module: Any = pl_module
         if not module.strategy.owns_gradients:
             norm = self._finish(trainer, module, trainer.global_step)
-            clip_gradients(module, norm, self.gradient_clip)
+            if self.gradient_clip is not None:
+                clip_gradients(module, norm, self.gradient_clip)
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Log, and count a step that was skipped."""
