@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,13 +48,19 @@ def evaluating(model: Any) -> Any:
         model.train(was_training)
 
 
-def score_text(model: Any, batches: Iterable[Tensor], title: str | None = None) -> TextScore:
+def score_text(
+    model: Any,
+    batches: Iterable[Tensor],
+    title: str | None = None,
+    documents_of: Callable[[Tensor], Any] | None = None,
+) -> TextScore:
     """Score sequences of equal length.
 
     Args:
         model: stock or compressed causal LM.
         batches: token ids, each [B, T].
         title: of a progress bar; None: none.
+        documents_of: gives the documents of a batch at which gates and attention reset; None: they do not.
     """
     compression = getattr(model, "compression", None)
     losses, helds = [], []
@@ -62,7 +68,9 @@ def score_text(model: Any, batches: Iterable[Tensor], title: str | None = None) 
         for input_ids in tqdm(batches, title, leave=False, disable=title is None):
             input_ids = input_ids.to(model.device)
             trace = GateTrace(ranks=getattr(model, "ranks", ALONE))
-            gates = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
+            gates: dict[str, Any] = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
+            if gates and documents_of is not None:
+                gates["documents"] = documents_of(input_ids)
             logits = model(input_ids, use_cache=False, **gates).logits
             losses.append(next_token_loss(logits, input_ids).double().expand(input_ids.shape[0]))
             if compression is not None:

@@ -41,7 +41,7 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
     if spread is not None:
         spread(model)
     teacher = AutoModelForCausalLM.from_config(shape).eval() if config.distils else None
-    optimizer = torch.optim.AdamW(model.train().parameters(), fused=not mixed)
+    optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
     for _ in range(num_steps):
         for index in range(2):

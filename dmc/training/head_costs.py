@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +11,22 @@ from tqdm.auto import tqdm
 from dmc.compression import GateMode
 from dmc.measure import evaluating, next_token_loss
 from dmc.models import CompressedCausalLM
+from dmc.models.attention import Documents
 
 
-def measure_head_costs(model: CompressedCausalLM, batches: Sequence[Tensor], title: str | None = None) -> Tensor:
+def measure_head_costs(
+    model: CompressedCausalLM,
+    batches: Sequence[Tensor],
+    title: str | None = None,
+    documents_of: Callable[[Tensor], Documents | None] = lambda _: None,
+) -> Tensor:
     """Measure what the loss gains when one head merges (or drops) every token it can and all others none.
 
     Args:
         model: its layers whole on this rank.
         batches: token ids, each [B, T], all of one size.
         title: of a progress bar; None: none.
+        documents_of: gives the documents of a batch at which gates and attention reset, None where they do not.
     Returns:
         Nats per token, [L, H], on the CPU; noise makes some of them negative.
     """
@@ -30,7 +37,9 @@ def measure_head_costs(model: CompressedCausalLM, batches: Sequence[Tensor], tit
         losses = []
         for input_ids in batches:
             input_ids = input_ids.to(model.device)
-            losses.append(next_token_loss(model(input_ids, use_cache=False, gate_mode=mode).logits, input_ids))
+            documents = documents_of(input_ids)
+            logits = model(input_ids, use_cache=False, gate_mode=mode, documents=documents).logits
+            losses.append(next_token_loss(logits, input_ids))
         return float(torch.stack(losses).mean())
 
     costs = torch.zeros(layers, heads)

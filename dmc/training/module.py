@@ -34,9 +34,14 @@ def train_gates_only(model: CompressedCausalLM) -> None:
     for adapter in model.adapters():
         adapter.requires_grad_(True)
     for parameter, rows in model.neuron_rows():
-        trained = torch.zeros_like(parameter)
-        trained[rows] = 1
-        parameter.requires_grad_(True).register_hook(lambda gradient, trained=trained: gradient * trained)
+        parameter.requires_grad_(True).register_hook(lambda gradient, rows=rows: _of_rows(gradient, rows))
+
+
+def _of_rows(gradient: Tensor, rows: slice) -> Tensor:
+    """Keep some rows of a gradient, wherever it is by then, and set the others to 0."""
+    kept = torch.zeros_like(gradient)
+    kept[rows] = gradient[rows]
+    return kept
 
 
 class RetrofitModule(LightningModule):
@@ -120,9 +125,7 @@ class RetrofitModule(LightningModule):
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
-            documents=Documents.from_separator(input_ids, self.separator_id)
-            if self.config.training.reset_at_documents and state.neuron_multiplier is None
-            else None,
+            documents=self.documents_of(input_ids) if state.neuron_multiplier is None else None,
         ).logits
         loss = next_token_loss(logits, input_ids)
         noted = {"train/loss": loss.detach()}
@@ -140,6 +143,12 @@ class RetrofitModule(LightningModule):
                 loss = loss + self.config.training.head_agreement_weight * agreement_loss
         self.noted.append(noted)
         return loss
+
+    def documents_of(self, input_ids: Tensor) -> Documents | None:
+        """Find the documents of a batch [B, T] at which decisions and attention reset; None: they do not."""
+        if not self.config.training.reset_at_documents:
+            return None
+        return Documents.from_separator(input_ids, self.separator_id)
 
     def settings_at(self, step: int) -> dict[str, float]:
         """Name what the schedules set at a step."""
@@ -187,10 +196,9 @@ class RetrofitModule(LightningModule):
             {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
         ]
-        # Lightning refuses to clip gradients of a fused optimizer under autocast.
-        fused = self.config.trainer.precision == "32-true"
+        # Under autocast Lightning would refuse to clip gradients of a fused optimizer; here `StepMetrics` clips them.
         optimizer = torch.optim.AdamW(
-            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=fused
+            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=True
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.plan.at(step).learning_rate / training.learning_rate

@@ -39,7 +39,7 @@ def masked_attention(
         free_channel: channel that is 0 in query and key. The bias travels there and saves widening the head by one;
             its gradient is 0.
     Returns:
-        [batch, heads, time, head_dim] in query's dtype, differentiable in query, key, value and log_keep.
+        [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in query, key, value, log_keep.
     Raises:
         ValueError: shapes that do not belong together, or a free_channel the head does not have.
     """
@@ -81,7 +81,7 @@ def delayed_masked_attention(
             gradients.
         free_channel: channel that is 0 in query and keys, as in `masked_attention`.
     Returns:
-        [batch, heads, time, head_dim] in query's dtype, differentiable in all tensors but hidden.
+        [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in all tensors but hidden.
     Raises:
         ValueError: shapes that do not belong together, a free_channel the head does not have, or a delay below 0 (1
             for a drop gate).
@@ -158,14 +158,24 @@ def _attend(
 ) -> Tensor:
     keys = [states for states in (recent_key, recent_value, stream_key, stream_value) if states is not None]
     _check_shapes(form, query, keys, log_keep, hidden)
-    dtype = query.dtype
-    recent = [None if states is None else states.to(dtype) for states in (recent_key, recent_value)]
+    dtype = _product_dtype(query)
+    query, recent = query.to(dtype), [None if each is None else each.to(dtype) for each in (recent_key, recent_value)]
     operands = (query, *recent, stream_key.to(dtype), stream_value.to(dtype), log_keep, hidden)
     is_blocked = query.device.type == "cpu" and (query.shape[2] <= _SHORT or form.delay > _WIDE)
     is_blocked = is_blocked or find_flash_kernel(query) is None
     implementation = BlockedAttention if is_blocked else FlashAttention
     with torch.autocast(query.device.type, enabled=False):  # each product has the dtype it needs
         return implementation.apply(form, *operands)
+
+
+def _product_dtype(query: Tensor) -> torch.dtype:
+    """Give what autocast makes of the operands of PyTorch's own attention: rotated queries and keys are float32."""
+    device = query.device.type
+    if query.dtype == torch.float64 or not (
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    ):
+        return query.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _check_shapes(

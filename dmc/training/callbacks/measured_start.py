@@ -37,7 +37,8 @@ class MeasuredStart(Callback):
             return
         module: Any = pl_module
         model, settings = module.model, self.settings
-        measured = measure_head_costs(model, self._batches(), "cost of each head")
+        with trainer.precision_plugin.forward_context():
+            measured = measure_head_costs(model, self._batches(), "cost of each head", module.documents_of)
         costs: Tensor = trainer.strategy.broadcast(measured)
         scale = model.compression.decision_scale
         for adapter, biases in zip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
@@ -16,7 +17,9 @@ from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
 
 
 class Validation(AfterStep):
-    """Scores held-out text with thresholded decisions; logs loss, achieved ratio, and the ratio of every head.
+    """Scores held-out text as it is trained on, but with thresholded decisions.
+
+    Logs loss, achieved ratio, and the ratio of every head.
 
     Args:
         open_batches: called once the text is there; returns token ids, each [B, T].
@@ -35,7 +38,10 @@ class Validation(AfterStep):
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Validate after a step whose turn it is."""
         if step % self.every_steps == 0 or step == trainer.max_steps:
-            self.log_score(trainer, score_text(pl_module.model, self._batches, "validate"))
+            module: Any = pl_module
+            with trainer.precision_plugin.forward_context():
+                score = score_text(module.model, self._batches, "validate", module.documents_of)
+            self.log_score(trainer, score)
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:
         """Send a score to the loggers."""

@@ -187,18 +187,10 @@ class MemoryModel:
         return self.stored * counts.total if self.num_ranks > 1 else 0
 
     def optimizer_step(self) -> int:
-        """Temporaries of the update.
-
-        Fused AdamW (32-true): none. Else on a GPU one of all local weights, s P (/ N); on a CPU two of the largest
-        weight. ZeRO: float32 gradients, 4 P / N.
-        """
-        if self.zero_stage:
-            return 0 if self.config.trainer.offload_optimizer else 4 * self._share(self.counts.total, True)
-        if not self.mixed:
+        """Temporaries of the update: none, for AdamW is fused; ZeRO has float32 gradients, 4 P / N."""
+        if not self.zero_stage or self.config.trainer.offload_optimizer:
             return 0
-        if self.on_gpu:
-            return self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
-        return 2 * self.stored * self.model.vocab_size * self.model.hidden_size
+        return 4 * self._share(self.counts.total, True)
 
     def trace(self, gates: bool) -> StepBytes:
         """Trace a micro-batch, with or without gates."""

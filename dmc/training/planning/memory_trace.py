@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +95,7 @@ class StepBytes:
     embedding: int
     """Peak in the embedding's backward."""
     validation: int
-    """Peak of a forward without gradients, thresholded decisions, no autocast."""
+    """Peak of a forward without gradients, thresholded decisions."""
 
     def extended(self, two: StepBytes, num_layers: int) -> StepBytes:
         """Extrapolate from one layer (self) and `two` to `num_layers`."""
@@ -169,12 +168,12 @@ def _trace_layers(
         model.model.norm.register_forward_pre_hook(before_norm)
         model.model.embed_tokens.register_forward_hook(after_embedding)
         with live:
-            with torch.autocast("cpu", torch.bfloat16) if shape.autocast else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=shape.autocast):
                 loss = _loss(model, input_ids, teacher)
             loss.backward()
             del loss
             marks["embedding"] = live.take_peak()
-            with evaluating(model):
+            with evaluating(model), torch.autocast("cpu", torch.bfloat16, enabled=shape.autocast):
                 _loss(model, input_ids)
             marks["validation"] = live.take_peak()
     return StepBytes(**{name: marks[name] for name in StepBytes.__dataclass_fields__})

@@ -1,0 +1,195 @@
+"""What a mixed-precision run computes in: the attention of retrofit and control, validation, and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dmc.models.masked_attention as masked_attention_module
+from dmc.compression import GateMode, GateTrace
+from dmc.config import RunConfig, build_config
+from dmc.measure import next_token_loss, score_text
+from dmc.models.attention import CompressedAttentionMixin, Documents
+from dmc.models.modeling import families
+from dmc.training import train
+from dmc.training.callbacks import measured_start, validation
+from dmc.training.exporter import Exporter
+
+PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+class Products(TorchDispatchMode):
+    """Notes (operator, dtype of each operand) of every matrix product and attention kernel, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[torch.dtype, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.removesuffix("_backward") in PRODUCTS:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 3]
+            self.found.append((name, tuple(tensor.dtype for tensor in tensors)))
+        return func(*args, **(kwargs or {}))
+
+    def attention(self) -> set[torch.dtype]:
+        """Dtypes of query, key and value that attention kernels were given."""
+        return {dtype for name, dtypes in self.found if "attention" in name for dtype in dtypes[:3]}
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Attend by the device's kernel however short the sequence is: the one that a GPU has."""
+    monkeypatch.setattr(masked_attention_module, "_SHORT", 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("gates", [{}, {"delay": 3}, {"action": "drop", "delay": 3, "gate_input": "hidden"}, None])
+def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make_compressed, flash, family, gates):
+    model = (make_stock(family) if gates is None else make_compressed(family, gates=gates)).train()
+    input_ids = torch.arange(24).view(1, 24)
+    trace = GateTrace()
+    options = {} if gates is None else {"gate_mode": GateMode(noise_seeds=[0]), "gate_trace": trace}
+    with Products() as products:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids, use_cache=False, **options).logits
+        next_token_loss(logits, input_ids).backward()
+    assert products.attention() == {torch.bfloat16}
+    assert {name for name, _ in products.found} >= {PRODUCTS[-1], f"{PRODUCTS[-1]}_backward"}
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    if gates is not None:
+        assert {trace.stacked_alpha().dtype, trace.stacked_logits().dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_masks_and_sums_of_bfloat16_attention_stay_float32(make_compressed, monkeypatch, flash, delay):
+    seen: dict[str, torch.dtype] = {}
+
+    kernel = masked_attention_module.FlashAttention
+
+    class Spied(kernel):
+        @staticmethod
+        def forward(ctx, form, *tensors):
+            names = ("query", "recent_key", "recent_value", "stream_key", "stream_value", "log_keep", "hidden")
+            seen.update({name: each.dtype for name, each in zip(names, tensors, strict=True) if each is not None})
+            out = kernel.forward(ctx, form, *tensors)
+            *_, shares, attended = ctx.to_save
+            seen.update(log_sum_exps=shares.dtype, attended=attended.dtype)
+            return out
+
+    monkeypatch.setattr(masked_attention_module, "FlashAttention", Spied)
+    model = make_compressed(gates={"delay": delay}).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(24).view(1, 24), use_cache=False, gate_mode=GateMode(noise_seeds=[0]))
+    assert {seen.pop("log_keep"), seen.pop("log_sum_exps")} == {torch.float32}
+    assert set(seen.values()) == {torch.bfloat16}
+
+
+def test_bfloat16_attention_stays_near_float32(make_compressed, flash):
+    model = make_compressed(gates={"delay": 3}).train()
+    input_ids = torch.arange(64).view(1, 64)
+    losses = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = model(input_ids, use_cache=False, gate_mode=GateMode(noise_seeds=[0])).logits
+        losses.append(float(next_token_loss(logits, input_ids).detach()))
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+
+
+@pytest.fixture
+def two_steps(run_values, monkeypatch):
+    """A run of two steps that validates after each and exports nothing."""
+    run_values["training"] |= {
+        "stages": [{"name": "retrofit", "steps": 2}], "snapshot_ratios": [], "validate_every_steps": 1,
+        "validation_sequences": 2, "calibration_sequences": 2, "micro_batch_size": 4,
+    }  # fmt: skip
+    monkeypatch.setattr(Exporter, "write", lambda *_: None)
+    return run_values
+
+
+def noting_autocast(monkeypatch, module, name):
+    """Let a function note whether autocast is on when it is called."""
+    called, function = [], getattr(module, name)
+
+    def noted(*arguments, **options):
+        called.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, noted)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("auto", "bf16-mixed"), ("ddp", "bf16-mixed"), ("auto", "32-true")]
+)
+def test_validation_and_measured_start_compute_as_training_does(two_steps, monkeypatch, strategy, precision):
+    two_steps["trainer"] |= {"strategy": strategy, "precision": precision}
+    two_steps["compression"] |= {"gate_input": "hidden", "action": "drop"}
+    two_steps["training"] |= {"measured_start": {"sequences": 1}}
+    measured = noting_autocast(monkeypatch, measured_start, "measure_head_costs")
+    validated = noting_autocast(monkeypatch, validation, "score_text")
+    train(build_config(RunConfig, two_steps))
+    assert set(measured) == set(validated) == {precision == "bf16-mixed"}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_optimizer_is_fused_and_steps_under_autocast(two_steps, monkeypatch, precision):
+    fused = []
+    step = torch.optim.AdamW.step
+
+    def noted(self, closure=None):
+        fused.append(self.defaults["fused"])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    two_steps["trainer"]["precision"] = precision
+    two_steps["training"]["gradient_clip"] = 0.01
+    train(build_config(RunConfig, two_steps))
+    assert fused == [True] * 2
+
+
+SEPARATOR = 5
+
+
+def loss_of_each_document_alone(model: Any, input_ids: Tensor) -> float:
+    """Naive: every document by itself at the places it has; the separator predicts the next document's first token."""
+    ends = [*((input_ids[0, :-1] == SEPARATOR).nonzero().flatten() + 1).tolist(), input_ids.shape[1]]
+    pieces, begin = [], 0
+    for end in ends:
+        places = torch.arange(begin, end)[None]
+        pieces.append(model(input_ids[:, begin:end], position_ids=places, use_cache=False, gate_mode=GateMode()).logits)
+        begin = end
+    return float(next_token_loss(torch.cat(pieces, dim=1), input_ids))
+
+
+def test_scored_documents_do_not_see_each_other_where_training_resets(make_compressed):
+    model = make_compressed(gates={"delay": 2}).eval()
+    input_ids = torch.randint(6, 80, (1, 40), generator=torch.Generator().manual_seed(0))
+    input_ids[0, [9, 10, 27]] = SEPARATOR
+    with torch.no_grad():
+        expected = loss_of_each_document_alone(model, input_ids)
+    score = score_text(model, [input_ids], documents_of=lambda ids: Documents.from_separator(ids, SEPARATOR))
+    assert score.loss == pytest.approx(expected, abs=1e-5)
+    assert abs(score_text(model, [input_ids]).loss - expected) > 1e-3
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch, resets):
+    given = []
+    forward = CompressedAttentionMixin.forward
+
+    def noted(self, *arguments, documents=None, gate_mode=None, **options):
+        if not self.training and gate_mode == GateMode():
+            given.append(documents is not None)
+        return forward(self, *arguments, documents=documents, gate_mode=gate_mode, **options)
+
+    for family in families().values():
+        monkeypatch.setattr(family.attention_class, "forward", noted)
+    two_steps["training"]["reset_at_documents"] = resets
+    train(build_config(RunConfig, two_steps))
+    assert set(given) == {resets}
