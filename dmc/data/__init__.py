@@ -18,11 +18,12 @@ from dmc.data.synthetic import RecallSequences
 from dmc.data.text import TextSource
 from dmc.data.token_cache import DocumentSource
 from dmc.data.token_shards import TokenShards
-from dmc.data.tokenizer import train_tokenizer
+from dmc.data.tokenizer import Framing, framing_of, train_tokenizer
 
 __all__ = [
     "Blend",
     "DocumentSource",
+    "Framing",
     "OrderedDataset",
     "PackageSource",
     "PackedTokens",
@@ -35,6 +36,7 @@ __all__ = [
     "TokenShards",
     "build_packed",
     "format_report",
+    "framing_of",
     "pack_documents",
     "report_packed",
     "report_streams",

@@ -16,7 +16,7 @@ from dmc.data.blend import Blend
 from dmc.data.packing import PackedTokens
 from dmc.data.token_cache import DocumentSource, build_shards, open_shards
 from dmc.data.token_shards import ShardIndex, TokenShards
-from dmc.data.tokenizer import separator_id_of, tokenizer_digest
+from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,12 @@ def build_packed(
     *,
     seed: int = 0,
     num_processes: int | None = None,
+    framing: Framing | None = None,
 ) -> PackedTokens | Blend:
     """Tokenise sources into cached shards, where that is not done yet, and open them as one dataset.
 
-    The cache holds one folder per (documents, tokenizer), whatever the sequence length or weight. Every opening checks
-    the sizes of the shards and the bytes of up to 256 MiB of them; remove a folder's `index.json` to have all checked.
+    The cache holds one folder per (documents, tokenizer, framing), whatever the sequence length or weight. Every
+    opening checks the sizes of the shards and the bytes of up to 256 MiB; remove a folder's `index.json` for all.
     A damaged shard is rebuilt with a warning. Any number of processes and machines may build the same folder at once.
 
     Args:
@@ -46,6 +47,7 @@ def build_packed(
         seed: order of a blend.
         num_processes: processes that tokenise; None: the cores that this process may use. Other than one, the calling
             script needs `if __name__ == "__main__":`.
+        framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
     Returns:
         The sequences of the one source, in the documents' order; of several sources, an endless blend in their weights.
     Raises:
@@ -59,8 +61,8 @@ def build_packed(
         raise ValueError("No source of documents; pass at least one, for instance TextSource('corpus/*.txt').")
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
-    separator_id_of(tokenizer)
-    cached = [_Cached(source, tokenizer, Path(cache_folder)) for source in sources]
+    framing = framing or framing_of(tokenizer)
+    cached = [_Cached(source, tokenizer, framing, Path(cache_folder)) for source in sources]
     for each in cached:
         if each.index is None:
             each.source.check()
@@ -78,9 +80,12 @@ def available_cores() -> int:
 class _Cached:
     """A source's place in the cache, and its index where it is built and whole."""
 
-    def __init__(self, source: DocumentSource, tokenizer: PreTrainedTokenizerBase, cache_folder: Path) -> None:
-        content = {"format": _FORMAT, "source": source.description(), "tokenizer": tokenizer_digest(tokenizer)}
-        self.source, self.tokenizer = source, tokenizer
+    def __init__(
+        self, source: DocumentSource, tokenizer: PreTrainedTokenizerBase, framing: Framing, cache_folder: Path
+    ) -> None:
+        digest = tokenizer_digest(tokenizer, framing)
+        content = {"format": _FORMAT, "source": source.description(), "tokenizer": digest}
+        self.source, self.tokenizer, self.framing = source, tokenizer, framing
         self.key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", source.label).strip("-.")[-64:]
         self.folder = cache_folder / f"{name}-{self.key[:16]}"
@@ -89,7 +94,7 @@ class _Cached:
     def open(self, sequence_length: int, num_processes: int) -> PackedTokens:
         index = self.index
         if index is None:
-            index = build_shards(self.source, self.tokenizer, self.folder, self.key, num_processes)
+            index = build_shards(self.source, self.tokenizer, self.folder, self.key, num_processes, self.framing)
             self._report_skipped(index)
         return PackedTokens(
             TokenShards(self.folder, [shard.num_tokens for shard in index.shards], index.dtype),

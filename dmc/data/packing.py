@@ -18,7 +18,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def pack_documents(
-    token_ids: Iterable[Sequence[int]], separator_id: int, dtype: np.dtype | type | None = None
+    token_ids: Iterable[Sequence[int]],
+    separator_id: int,
+    dtype: np.dtype | type | None = None,
+    begin: Sequence[int] = (),
 ) -> np.ndarray:
     """Join documents in one flat array, the separator token after each of them (also after the last).
 
@@ -26,17 +29,18 @@ def pack_documents(
         token_ids: one sequence of token ids per document.
         separator_id: token id appended after each document.
         dtype: type of the result; None: uint16 where every id fits, else int32.
+        begin: token ids put before each document.
     Returns:
-        All token ids, [sum of (document length + 1)].
+        All token ids, [sum of (len(begin) + document length + 1)].
     Raises:
         ValueError: `separator_id` is negative (the tokenizer has none).
     """
     if separator_id < 0:
         raise ValueError(f"separator_id={separator_id} is not a token id; pass the tokenizer's eos_token_id.")
-    separator = np.array([separator_id], dtype=np.int32)
+    first, separator = np.array(begin, dtype=np.int32), np.array([separator_id], dtype=np.int32)
     parts: list[np.ndarray] = []
     for document in token_ids:
-        parts += (np.asarray(document, dtype=np.int32), separator)
+        parts += (first, np.asarray(document, dtype=np.int32), separator)
     if not parts:
         return np.empty(0, dtype=dtype or np.uint16)
     flat = np.concatenate(parts)

@@ -16,9 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from dmc.data.blend import integer_shares
 from dmc.data.streaming import Lane, StreamReader, open_lanes
 from dmc.data.text import TextSource
-from dmc.data.tokenizer import encode_documents
+from dmc.data.tokenizer import Framing, encode_documents, framing_of
 
 Sample = tuple[int, Tensor, dict[str, Any]]
+
+
+def check_lanes(num_lanes: int, world_size: int) -> None:
+    """Refuse lanes that `world_size` processes cannot share.
+
+    Raises:
+        ValueError: each would not have as many.
+    """
+    if num_lanes % world_size:
+        raise ValueError(
+            f"data.streaming_lanes={num_lanes} cannot be shared out evenly to {world_size} ranks; "
+            f"set a multiple of {world_size}, when the run starts"
+        )
 
 
 class StreamLoader:
@@ -45,6 +58,7 @@ class StreamLoader:
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        framing: Framing | None = None,
     ) -> None:
         """Check the numbers and open the streams.
 
@@ -59,21 +73,19 @@ class StreamLoader:
             num_workers: threads that read ahead; 0: none.
             rank: this process, 0 <= rank < world_size.
             world_size: processes that share the samples.
+            framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
         Raises:
             ValueError: a number is outside its range, or there is no source or an empty one.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be at least 0 and below world_size={world_size}.")
-        if num_lanes % world_size:
-            raise ValueError(
-                f"data.streaming_lanes={num_lanes} cannot be shared out evenly to {world_size} ranks; "
-                f"set a multiple of {world_size}, when the run starts"
-            )
+        check_lanes(num_lanes, world_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1.")
         self.lanes = open_lanes(sources, num_lanes)
         self.shares = integer_shares([source.weight for source in sources])
         self.tokenizer, self.sequence_length = tokenizer, sequence_length
+        self.framing = framing or framing_of(tokenizer)
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
         self.draws_per_step = draws_per_step
         self.rank, self.world_size = rank, world_size
@@ -132,7 +144,9 @@ class StreamLoader:
         return range(self.rank, len(self.lanes), self.world_size)
 
     def _open_lane(self, lane: int) -> Lane:
-        readers = [StreamReader(stream, self.tokenizer, self.sequence_length) for stream in self.lanes[lane]]
+        readers = [
+            StreamReader(stream, self.tokenizer, self.sequence_length, self.framing) for stream in self.lanes[lane]
+        ]
         return Lane(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
 
     def _samples(self) -> Iterator[Sample]:

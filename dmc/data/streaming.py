@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dmc.data.blend import blend_schedule
 from dmc.data.text import TextSource
-from dmc.data.tokenizer import encode_documents, separator_id_of
+from dmc.data.tokenizer import Framing, encode_documents, framing_of
 
 _BATCH_DOCUMENTS = 16
 
@@ -113,20 +113,27 @@ class StreamReader(Iterator[Tensor]):
     Documents without text are left out (`num_skipped` of the state counts them).
     """
 
-    def __init__(self, stream: IterableDataset, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> None:
+    def __init__(
+        self,
+        stream: IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        framing: Framing | None = None,
+    ) -> None:
         """Begin the stream.
 
         Args:
             stream: rows of text, one of `open_lanes`.
             tokenizer: any tokenizer with an eos token, which ends each document.
             sequence_length: tokens of a sequence, >= 1.
+            framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
         Raises:
             ValueError: `sequence_length` < 1, or no eos token.
         """
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
         self.stream, self.tokenizer, self.sequence_length = stream, tokenizer, sequence_length
-        self.separator_id = separator_id_of(tokenizer)
+        self.framing = framing or framing_of(tokenizer)
         self.load_state_dict(
             {
                 "stream": None,  # the stream's own state before the batch of documents in work
@@ -155,8 +162,7 @@ class StreamReader(Iterator[Tensor]):
             texts = [text for text in map(_text_of, batch) if text.strip()]
             tokens = list(self._state["remainder"])
             for token_ids in encode_documents(self.tokenizer, texts):
-                tokens += token_ids
-                tokens.append(self.separator_id)
+                tokens += (*self.framing.begin, *token_ids, self.framing.end)
             num_sequences = len(tokens) // self.sequence_length
             for number in range(self._state["num_yielded"], num_sequences):
                 start = number * self.sequence_length

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dmc.data.packing import pack_documents, token_dtype
 from dmc.data.token_shards import INDEX_NAME, ShardIndex, ShardRecord, damage_of, is_whole, shard_path
-from dmc.data.tokenizer import encode_documents, separator_id_of
+from dmc.data.tokenizer import Framing, encode_documents, framing_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,15 @@ class Build:
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     key: str
-    """Hash of the source's description and of the tokenizer."""
+    """Hash of the source's description, of the tokenizer and of the framing."""
     num_shards: int
+    framing: Framing
 
     @property
     def dtype(self) -> np.dtype:
         """Stored type of a token id."""
-        return token_dtype(max(len(self.tokenizer), separator_id_of(self.tokenizer) + 1))
+        largest = max((*self.framing.begin, self.framing.end))
+        return token_dtype(max(len(self.tokenizer), largest + 1))
 
     def finish(self, shard: int) -> tuple[ShardRecord, str | None]:
         """Return the shard's record and what was wrong with the files that were there; write them if need be."""
@@ -129,13 +131,13 @@ class Build:
 
     def _tokens(self, shard: int, counts: dict[str, int]) -> Iterator[np.ndarray]:
         """Yield the shard's packed tokens batch by batch, and count its documents."""
-        separator_id, dtype = separator_id_of(self.tokenizer), self.dtype
+        dtype = self.dtype
         for batch in _batches(_readable(self.source.documents(shard, self.num_shards), counts)):
             documents = [token_ids for token_ids in encode_documents(self.tokenizer, batch) if token_ids]
             counts["num_empty"] += len(batch) - len(documents)
             counts["num_documents"] += len(documents)
             if documents:
-                yield pack_documents(documents, separator_id, dtype)
+                yield pack_documents(documents, self.framing.end, dtype, self.framing.begin)
 
 
 def open_shards(folder: Path, key: str) -> ShardIndex | None:
@@ -155,16 +157,24 @@ def open_shards(folder: Path, key: str) -> ShardIndex | None:
 
 
 def build_shards(
-    source: DocumentSource, tokenizer: PreTrainedTokenizerBase, folder: Path, key: str, num_processes: int
+    source: DocumentSource,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    key: str,
+    num_processes: int,
+    framing: Framing | None = None,
 ) -> ShardIndex:
     """Tokenise a source into shards; whole ones that are there are kept, damaged ones replaced with a warning.
+
+    What stands around the documents is the tokenizer's own where `framing` is None.
 
     Raises:
         ValueError: no document holds text.
         ChildProcessError: a process was killed.
     """
     _require_text(source)
-    build = Build(source, tokenizer, folder, key, max(1, -(-source.num_bytes() // SHARD_BYTES)))
+    num_shards = max(1, -(-source.num_bytes() // SHARD_BYTES))
+    build = Build(source, tokenizer, folder, key, num_shards, framing or framing_of(tokenizer))
     folder.mkdir(parents=True, exist_ok=True)
     records: dict[int, ShardRecord] = {}
     progress = tqdm(

@@ -8,6 +8,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,32 +17,79 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXTS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")
+"""How pretraining ended a text: Llama 3; GPT, Qwen and most others; Llama 2 and Mistral; Gemma."""
+ENDS_OF_TURNS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>"}
+)
+"""How instruct models end a turn: their tokenizers have it as eos token."""
 _TRAINING_FILE = "trained_on.json"
 _MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
 
 
-def separator_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token id that ends a document: the tokenizer's end-of-sequence token.
+@dataclass(frozen=True)
+class Framing:
+    """What stands around each document of packed text."""
 
+    begin: tuple[int, ...]
+    """Token ids before it."""
+    end: int
+    """Token id behind it, the separator."""
+
+
+def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | None = None, separator: str | None = None) -> Framing:
+    """Find how documents are framed: by default as in the pretraining of the tokenizer's model.
+
+    Before a document stands what the tokenizer itself puts before a text (`<s>`, `<|begin_of_text|>` or nothing),
+    behind it the end of a text. Where the eos token ends a turn of a conversation, as in instruct models, that is the
+    token of pretraining which the vocabulary still has.
+
+    Args:
+        tokenizer: any with an eos token.
+        bos: whether its bos token stands before each document; None: as the tokenizer does.
+        separator: token behind each document, such as `<|endoftext|>`; None: the end of a text.
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no such token.
     """
-    if tokenizer.eos_token_id is None:
+    vocabulary = tokenizer.get_vocab()
+    name = f"The tokenizer {tokenizer.name_or_path!r}"
+    if separator is None:
+        separator = tokenizer.eos_token
+        if separator in ENDS_OF_TURNS:
+            separator = next((token for token in ENDS_OF_TEXTS if token in vocabulary), separator)
+    if separator is None:
         raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no eos token to separate documents; set tokenizer.eos_token."
+            f"{name} has no eos token to separate documents; set data.tokenizer.separator, or tokenizer.eos_token."
         )
-    return tokenizer.eos_token_id
+    if separator not in vocabulary:
+        raise ValueError(f"{name} has no token {separator!r}: data.tokenizer.separator is one of its vocabulary.")
+    if bos and tokenizer.bos_token_id is None:
+        raise ValueError(f"{name} has no bos token to begin documents with: leave data.tokenizer.bos=null, or false.")
+    if bos is None:
+        return Framing(_put_before(tokenizer), vocabulary[separator])
+    return Framing((tokenizer.bos_token_id,) if bos else (), vocabulary[separator])
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides which ids a text gets (not of names, padding or truncation)."""
+def _put_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before a text."""
+    token_ids, alone = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    for start in range(len(token_ids) - len(alone) + 1):
+        if token_ids[start : start + len(alone)] == alone:
+            return tuple(token_ids[:start])
+    return ()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, framing: Framing) -> str:
+    """Return a hash of all that decides which ids a document gets (not of names, padding or truncation)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
         content.update(padding=None, truncation=None)
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    content["separator"] = tokenizer.eos_token_id
+    content["separator"] = framing.end
+    if framing.begin:
+        content["begin"] = framing.begin
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

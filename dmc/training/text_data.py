@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dmc.config import DataConfig, RunConfig
 from dmc.data import (
     Blend,
+    Framing,
     OrderedDataset,
     PackedTokens,
     ResumableOrder,
@@ -22,6 +23,7 @@ from dmc.data import (
     StreamLoader,
     build_packed,
     format_report,
+    framing_of,
     report_packed,
     report_streams,
     train_tokenizer,
@@ -59,6 +61,15 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
+    """Find what stands around each document of a run.
+
+    Raises:
+        ValueError: the tokenizer has no such token.
+    """
+    return framing_of(tokenizer, data.tokenizer.bos, data.tokenizer.separator)
 
 
 def held_out_batches(packed: PackedTokens | Blend, num_sequences: int, batch_size: int) -> list[Tensor]:
@@ -101,6 +112,7 @@ class TextData(LightningDataModule):
         super().__init__()
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
         self.num_draws = total_steps * config.training.batch_size
+        self.framing = document_framing(config.data, tokenizer)
         self._train: Any = None
 
     def prepare_data(self) -> None:
@@ -126,7 +138,7 @@ class TextData(LightningDataModule):
         rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_lanes": self.config.data.streaming_lanes, "num_draws": self.num_draws}
-            options |= {"draws_per_step": training.batch_size}
+            options |= {"draws_per_step": training.batch_size, "framing": self.framing}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
@@ -179,4 +191,5 @@ class TextData(LightningDataModule):
             data.cache_folder,
             seed=self.config.seed,
             num_processes=data.num_processes,
+            framing=self.framing,
         )

@@ -12,10 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dmc.data import tokenizer as tokenizer_module
 from dmc.data import train_tokenizer
-from dmc.data.tokenizer import END_OF_TEXT, encode_documents, separator_id_of, tokenizer_digest
+from dmc.data.tokenizer import END_OF_TEXT, Framing, encode_documents, framing_of, tokenizer_digest
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged", ""] * 3
 STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
+
+
+def digest_of(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash a tokenizer with its own framing."""
+    return tokenizer_digest(tokenizer, framing_of(tokenizer))
 
 
 def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
@@ -23,9 +28,9 @@ def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tmp_path / "bpe")
     assert len(trained) == len(loaded) == 300
     assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
-    assert loaded.eos_token_id == separator_id_of(loaded) == 0
+    assert loaded.eos_token_id == 0 and framing_of(loaded) == Framing((), 0)
     assert loaded(TEXTS)["input_ids"] == trained(TEXTS)["input_ids"]
-    assert tokenizer_digest(loaded) == tokenizer_digest(trained)
+    assert digest_of(loaded) == digest_of(trained)
     assert [path.name for path in tmp_path.iterdir()] == ["bpe"]
 
 
@@ -78,9 +83,9 @@ def test_digest_follows_what_changes_the_ids(tokenizer: PreTrainedTokenizerFast,
     same, other_separator = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
     same(["a", "a b c d"], padding=True, truncation=True, max_length=3)
     other_separator.eos_token = "a"
-    assert tokenizer_digest(same) == tokenizer_digest(tokenizer)
-    assert tokenizer_digest(other_separator) != tokenizer_digest(tokenizer)
-    assert tokenizer_digest(train_tokenizer(TEXTS, 280, tmp_path / "bpe")) != tokenizer_digest(tokenizer)
+    assert digest_of(same) == digest_of(tokenizer)
+    assert digest_of(other_separator) != digest_of(tokenizer)
+    assert digest_of(train_tokenizer(TEXTS, 280, tmp_path / "bpe")) != digest_of(tokenizer)
 
 
 def test_long_text_is_encoded_in_pieces_without_loss(

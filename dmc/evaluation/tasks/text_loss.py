@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmc.data import DocumentSource, build_packed
+from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.far_repeats import far_repeats
 from dmc.runtime import Engine
@@ -61,7 +61,7 @@ class TextLoss:
         """See `Task.samples`."""
         if tokenizer is None:
             raise ValueError("text_loss needs a tokenizer in the model's folder")
-        begin = list(tokenizer("")["input_ids"])
+        begin = list(framing_of(tokenizer).begin)
         context = self.context_tokens - len(begin)
         if context < 0:
             raise ValueError(f"context_tokens={self.context_tokens}: a text begins with {len(begin)} special tokens")
@@ -69,7 +69,8 @@ class TextLoss:
         samples = []
         for index in _spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
-            samples.append(Sample(begin + tokens[:context], tokens[context:]))
+            start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
+            samples.append(Sample(begin + tokens[start:context], tokens[context:]))
         if self.repeat_ngram is not None:
             samples = [sample for sample in samples if self._far_repeats(sample)]
             if not samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import re
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dmc.data import DocumentSource, build_packed
+from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.evaluation.chat_form import ChatForm, read_chat_form
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.text_loss import mean_loss
@@ -125,10 +126,11 @@ class Encoder:
         if isinstance(haystack, str):
             once = self.encode(haystack)
             return [(once * (count // len(once) + 1))[:count]] * number
-        windows: Any = build_packed(haystack, self.tokenizer, count, cache_folder)
+        framing = dataclasses.replace(framing_of(self.tokenizer), begin=())
+        windows: Any = build_packed(haystack, self.tokenizer, count, cache_folder, framing=framing)
         line_end = self.encode("\n")[-1]
         chosen = [windows[index % len(windows)]["input_ids"] for index in range(number)]
-        return [torch.where(each == self.tokenizer.eos_token_id, line_end, each).tolist() for each in chosen]
+        return [torch.where(each == framing.end, line_end, each).tolist() for each in chosen]
 
 
 def check_haystack(haystack: DocumentSource | str) -> Any:
