@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from dmc.compression import GateMode
 from dmc.measure import evaluating
 from dmc.models import CompressedCausalLM, load_model
+from dmc.models.weights import check_weights
 from dmc.provenance import provenance
 from dmc.replacement import replacement
 
+logger = logging.getLogger(__name__)
 METRICS_NAME = "retrofit.json"
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to their largest, between the model in memory and the folder."""
@@ -85,6 +88,18 @@ def export(
         describe(partial, tokenizer, card, compression)
         _compare(model, partial)
     return Path(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Tell whether a folder holds an exported model: its figures, and all of its weights as they should be."""
+    if not (folder / METRICS_NAME).is_file():
+        return False
+    try:
+        check_weights(folder)
+    except (OSError, ValueError) as error:
+        logger.warning("%s does not count as exported: %s", folder, error)
+        return False
+    return True
 
 
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:

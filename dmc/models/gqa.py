@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from dmc.models.modeling import CompressedCausalLM
-
 
 def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
     """Average contiguous groups of KV heads (Ainslie et al., arXiv:2305.13245), in place; then train on.
@@ -25,11 +23,6 @@ def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
     Raises:
         ValueError: the heads cannot be divided into so many groups, or the model has gates.
     """
-    if isinstance(model, CompressedCausalLM):
-        raise ValueError(
-            f"{type(model).__name__} has gates that decide for each KV head: merge the heads of the stock model, then "
-            "retrofit it"
-        )
     merge_heads_of_config(model.config, num_key_value_heads)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -46,8 +39,13 @@ def merge_heads_of_config(config: PreTrainedConfig, num_key_value_heads: int) ->
     """Set the KV heads of a configuration.
 
     Raises:
-        ValueError: those it has cannot be divided into so many groups of equal size.
+        ValueError: those it has cannot be divided into so many groups of equal size, or have gates.
     """
+    if config.model_type.startswith("dmc_"):
+        raise ValueError(
+            f"a {config.model_type} model has gates that decide for each KV head: merge the heads of the stock model, "
+            "then retrofit it"
+        )
     before = config.num_key_value_heads
     if num_key_value_heads < 1 or before % num_key_value_heads:
         divisors = [str(count) for count in range(1, before + 1) if before % count == 0]

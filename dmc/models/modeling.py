@@ -57,6 +57,20 @@ class CompressedConfigMixin:
             plan = getattr(self, "base_model_tp_plan", None) or {}
             self.base_model_tp_plan = plan | {"layers.*.self_attn.gate_adapter": "colwise"}
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read what a folder holds.
+
+        Raises:
+            ValueError: the settings of the gates are missing, and defaults would be another model.
+        """
+        if not (config_dict.get("compression") or kwargs.get("compression")):
+            raise ValueError(
+                f"this config.json of a {config_dict.get('model_type')} model has no compression, the settings of its "
+                "gates: copy the folder again, or export it anew"
+            )
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
 
 class CompressedCausalLM(PreTrainedModel):
     """Mixed in before a stock `*ForCausalLM`: every `self_attn` becomes the family's compressed attention.
@@ -103,11 +117,7 @@ class CompressedCausalLM(PreTrainedModel):
 
     @compression.setter
     def compression(self, compression: CompressionConfig) -> None:
-        if compression.has_adapter != self.compression.has_adapter:
-            raise ValueError(
-                f"gate_input={compression.gate_input!r} cannot replace {self.compression.gate_input!r} in a model that "
-                "is already compressed: an adapter is part of its weights; retrofit the stock model"
-            )
+        check_retrofit(self.config, compression)
         self.config.compression = compression.to_dict()
         for layer in self.model.layers:
             layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
@@ -288,6 +298,36 @@ def register_families() -> None:
         AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
 
 
+def check_retrofit(config: Any, compression: CompressionConfig) -> None:
+    """Refuse a model, by its configuration alone, that cannot have these gates.
+
+    Args:
+        config: of a stock causal LM, or of a compressed one whose gates shall change.
+        compression: what the gates shall do and when.
+    Raises:
+        ValueError: the family is not supported, the head cannot lend a neuron, or an adapter is missing or in the way.
+        NotImplementedError: see `refuse_other_attention`.
+    """
+    if config.model_type.removeprefix("dmc_") not in families():
+        raise ValueError(_unknown_family(config.model_type))
+    refuse_other_attention(config)
+    Compressor(compression, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if config.model_type.startswith("dmc_"):
+        before = CompressionConfig.from_dict(config.compression)
+        if compression.has_adapter != before.has_adapter:
+            raise ValueError(
+                f"gate_input={compression.gate_input!r} cannot replace {before.gate_input!r} in a model that is "
+                "already compressed: an adapter is part of its weights; retrofit the stock model"
+            )
+
+
+def _unknown_family(model: str) -> str:
+    known = ", ".join(sorted(families()))
+    return (
+        f"{model} cannot be retrofitted: expected a causal LM of one of {known}; a new family is one file in dmc/models"
+    )
+
+
 def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
 
@@ -307,10 +347,8 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     known = families()
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if model_type not in known or type(model).__name__ != known[model_type].__name__.removeprefix("DMC"):
-        raise ValueError(
-            f"{type(model).__name__} (model_type {model_type!r}) cannot be retrofitted: expected a causal LM of one of "
-            f"{', '.join(sorted(known))}; a new family is one file in dmc/models"
-        )
+        raise ValueError(_unknown_family(f"{type(model).__name__} (model_type {model_type!r})"))
+    check_retrofit(model.config, compression)
     model_class = known[model_type]
     values = model.config.to_dict()
     for key in ("model_type", "architectures", "transformers_version"):

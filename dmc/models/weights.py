@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +94,8 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
     """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such folder; see `stored_shapes`; or a weight has another shape, or
-            is missing.
+        FileNotFoundError, ValueError: there is no such folder; see `stored_shapes`; or a weight has another shape, is
+            missing, or belongs to a layer that the configuration does not have.
     """
     name, folder = str(folder), Path(str(folder))
     if not folder.is_dir():
@@ -108,6 +110,7 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class
     with torch.device("meta"):
         model = build(config)
+    _refuse_more_layers(folder, shapes, model)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     for name, parameter in model.named_parameters():
         if name not in shapes:
@@ -118,6 +121,19 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
         elif shapes[name] != tuple(parameter.shape):
             raise ValueError(
                 f"{folder}: weight {name} has shape {shapes[name]}, its config.json asks for {tuple(parameter.shape)}"
+            )
+
+
+def _refuse_more_layers(folder: Path, names: Iterable[str], model: Any) -> None:
+    """Refuse weights of layers behind the last one: without them the model would be another."""
+    count = model.config.num_hidden_layers
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    for name in names:
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer and int(layer[1]) >= count and not any(re.search(pattern, name) for pattern in ignored):
+            raise ValueError(
+                f"{folder} holds {name}, but its config.json has num_hidden_layers={count}: half a model would be "
+                "loaded; copy the folder again, or export it anew"
             )
 
 
@@ -136,9 +152,10 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     if not Path(str(folder)).is_dir():
         config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
         refuse_kernels(config, str(folder))
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
-    )
+    safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    model, found = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
+    if missing := sorted(found["missing_keys"]):  # of a hub name, whose files were not there to be checked before
+        raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     return model.eval()
 
 

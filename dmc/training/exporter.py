@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
 from dmc.config import RunConfig
 from dmc.export import ModelCard, export
@@ -105,11 +106,12 @@ def export_checkpoint(
     """
     refuse_occupied(output, overwrite, [run_folder])
     config = read_foreign_config(run_folder, trust_run)
+    target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
     checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / 'checkpoints' / LAST_CHECKPOINT} does not exist: nothing is saved yet")
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
-    exporter.write(model, output, target_ratio or config.target_ratio, overwrite)
+    exporter.write(model, output, target_ratio, overwrite)
     return output

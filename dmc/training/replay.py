@@ -18,7 +18,7 @@ from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
-from dmc.training.text_data import build_tokenizer
+from dmc.training.text_data import build_tokenizer, document_framing
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     checkpoint = latest(run_folder / "checkpoints")
     header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
-    tokenizer = build_tokenizer(config.data, config.model.path)
+    framing = document_framing(config.data, build_tokenizer(config.data, config.model.path))
     plan = Plan(config.training, config.target_ratio, config.compression)
-    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config))
+    module = RetrofitModule(model, config, plan, framing.end, WholeModel(config))
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     module.to("cuda" if cuda else "cpu").train()
     nonfinite = _watch_outputs(model)

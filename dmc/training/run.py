@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
-from dmc.export import METRICS_NAME
+from dmc.export import METRICS_NAME, is_whole
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
@@ -29,6 +29,7 @@ from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import choose_wandb_mode, open_loggers
 from dmc.training.module import RetrofitModule
+from dmc.training.planning.start_checks import check_start, devices_per_node
 from dmc.training.record import claim, is_rank_zero, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
@@ -52,8 +53,8 @@ class TrainedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the model is exported after the last step."""
-        return (self.final / METRICS_NAME).is_file()
+        """Whether the model is exported, with all of its weights."""
+        return is_whole(self.final)
 
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Figures measured when `folder` was exported."""
@@ -111,7 +112,8 @@ def train(config: RunConfig) -> TrainedRun:
     data order and noise. With several processes all call this; rank 0 writes.
 
     Raises:
-        ValueError: the output folder holds a run with other settings, or a damaged or foreign checkpoint.
+        ValueError, NotImplementedError: the run cannot start, see `check_start`; the output folder holds a run with
+            other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
         FileExistsError: files of somebody else lie where a model is to be exported to.
         OSError: a checkpoint could not be written; the one before it stays.
@@ -124,7 +126,10 @@ def train(config: RunConfig) -> TrainedRun:
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
-    with nullcontext() if run.is_finished else _alone_in(folder):
+    is_finished = run.is_finished
+    if not is_finished:
+        check_start(config, devices_per_node(config) * config.trainer.num_nodes)
+    with nullcontext() if is_finished else _alone_in(folder):
         claim(folder, config)
         if run.is_finished:
             logger.info("%s is finished; reused", folder)
@@ -150,12 +155,12 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     if config.compression is not None and config.has_gates:
         model = retrofit(model, config.compression)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
-    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, strategy)
+    data = TextData(config, tokenizer, plan.total_steps)
+    module = RetrofitModule(model, config, plan, data.framing.end, strategy)
     distillation = config.training.distillation
     if distillation is not None and config.distils:
         path = distillation.path or str(config.model.path)
         module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
-    data = TextData(config, tokenizer, plan.total_steps)
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)

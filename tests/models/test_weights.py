@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dmc
 from dmc import load_model
+from dmc.compression import CompressionConfig
 from dmc.models.build import assemble
 from dmc.models.weights import read_header, stored_shapes, weight_files
 
@@ -188,3 +189,42 @@ def test_attention_from_the_hub_is_refused(sharded: Path) -> None:
         load_model(sharded)
     with pytest.raises(ValueError, match="code on the hub"):
         assemble(AutoConfig.from_pretrained(sharded), {})
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change values of a folder's config.json; None takes one away."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def test_half_of_a_models_layers_are_not_loaded_with_a_warning(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"holds model\.layers\.1\..*num_hidden_layers=1: half a model"):
+        load_model(folder)
+
+
+def test_weights_that_are_missing_behind_a_hub_name_are_no_warning(folder: Path, monkeypatch: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[WEIGHT]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr("dmc.models.weights.check_weights", lambda _: None)  # a hub name has no files to look at
+    monkeypatch.setattr("dmc.models.modeling.check_weights", lambda *_: None)
+    with pytest.raises(ValueError, match=f"lacks the weight {WEIGHT}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("compression", [None, {}])
+def test_a_compressed_folder_without_the_settings_of_its_gates_is_refused(
+    make_compressed: Any, tmp_path: Path, compression: Any
+) -> None:
+    make_compressed().save_pretrained(tmp_path)
+    change_config(tmp_path, compression=compression)
+    for load in (load_model, load_compressed):
+        with pytest.raises(ValueError, match=r"config\.json of a dmc_llama model has no compression"):
+            load(tmp_path)
+
+
+def test_gates_at_their_defaults_are_written_and_read(make_stock: Any, tmp_path: Path) -> None:
+    dmc.retrofit(make_stock(), CompressionConfig()).save_pretrained(tmp_path)
+    assert load_model(tmp_path).compression == CompressionConfig()

@@ -277,3 +277,23 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     run_values["data"]["test"] = []
     with pytest.raises(ValueError, match=r"data\.test is empty: name at least one source, or null"):
         build_config(RunConfig, run_values)
+
+
+def test_a_final_model_without_whole_weights_is_not_finished_and_is_written_again(run_values, tmp_path):
+    run_values["training"] |= {"stages": [{"name": "retrofit", "steps": 1}], "snapshot_ratios": [], "calibrate": False}
+    config = build_config(RunConfig, run_values)
+    run = train(config)
+    before = load_model(run.final).state_dict()
+    weights = run.final / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    assert not run.is_finished
+    torch.testing.assert_close(load_model(train(config).final).state_dict(), before, rtol=0, atol=0)
+    assert run.is_finished
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert not run.is_finished
+    with pytest.raises(FileExistsError, match=r"holds model.safetensors, which has changed since it was exported"):
+        train(config)
+    with pytest.raises(ValueError, match="target_ratio=0 is not a compression ratio"):
+        export_checkpoint(run.folder, tmp_path / "out", target_ratio=0)
+    assert not (tmp_path / "out").exists()

@@ -10,19 +10,21 @@ from dmc.config import RunConfig
 from dmc.models.gqa import merge_heads_of_config
 
 
-def model_shape(config: RunConfig) -> PretrainedConfig:
+def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:
     """Give the transformers configuration of the model that a run trains, its KV heads merged if they are to be.
+
+    Without `with_vocabulary`, that of a fresh model need not be known: a start gets it from the tokenizer.
 
     Raises:
         ValueError: it is not known, or the heads cannot be merged so.
     """
-    shape = base_shape(config)
+    shape = base_shape(config, with_vocabulary)
     if config.model.merge_kv_heads is not None:
         merge_heads_of_config(shape, config.model.merge_kv_heads)
     return shape
 
 
-def base_shape(config: RunConfig) -> PretrainedConfig:
+def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:
     """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub.
 
     Raises:
@@ -41,7 +43,7 @@ def base_shape(config: RunConfig) -> PretrainedConfig:
                 "the values of its configuration as model.architecture, as configs/model/llama2_7b.yaml does"
             ) from error
     values = dict(values)
-    if settings.fresh is not None and "vocab_size" not in values:
+    if settings.fresh is not None and "vocab_size" not in values and with_vocabulary:
         if config.data.tokenizer.train_vocab_size is None:
             raise ValueError("the plan of a fresh model needs model.fresh.vocab_size: its tokenizer is not read")
         values["vocab_size"] = config.data.tokenizer.train_vocab_size

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dmc.config import PlannerConfig, RunConfig
-from dmc.models.tensor_parallel import check_divides
 from dmc.training.flops import flops_per_token, peak_flops
 from dmc.training.planning.memory_plan import LAYER, Memory, MemoryModel
 from dmc.training.planning.model_shape import model_shape
+from dmc.training.planning.start_checks import check_start, devices_per_node
 from dmc.training.stages import Plan
 
 ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0
@@ -130,18 +130,16 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     """Plan a run; writes nothing, and needs no network where the model's shape is a folder's or the YAML's.
 
     Raises:
-        ValueError: batch, heads or devices cannot be divided so, the shape of the model or the number of devices is
-            not known, or the stages contradict each other.
+        ValueError, NotImplementedError: the number of devices is not known; or the start would be refused, see
+            `check_start`.
     """
     trainer, training = config.trainer, config.training
     num_local = devices_per_node(config)
     num_devices, cuts = num_local * trainer.num_nodes, trainer.tensor_parallel_size
-    if num_devices % cuts:
-        raise ValueError(f"trainer.tensor_parallel_size={cuts} does not divide the {num_devices} devices of the run")
+    check_start(config, num_devices)
+    model = model_shape(config)
     micro_batches = training.accumulation(num_devices // cuts)
     lengths = Plan(training, config.target_ratio, config.compression).lengths
-    model = model_shape(config)
-    check_divides(model, cuts)
     device = Device.of(config, planner)
     memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu)
     memory, num_weights = memory_model.memory(), memory_model.counts.whole
@@ -170,23 +168,4 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         utilisation=planner.utilisation,
         gpu_hours=None if peak is None else flops / (peak * planner.utilisation) / 3600,
         checkpoint_bytes=3 * memory_model.stored * num_weights,
-    )
-
-
-def devices_per_node(config: RunConfig) -> int:
-    """Return the devices of one node.
-
-    Raises:
-        ValueError: all are asked for, and there is none here to count.
-    """
-    devices = config.trainer.devices
-    if isinstance(devices, int) and devices > 0:
-        return devices
-    if str(devices).isdigit():
-        return int(devices)
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    raise ValueError(
-        f"trainer.devices={devices} and this machine has no GPU to count: give the GPUs of a node, "
-        "such as trainer.devices=8"
     )

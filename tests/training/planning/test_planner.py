@@ -19,6 +19,7 @@ from dmc.training.planning.planner import GIB, plan_training
 ROOT = Path(__file__).parents[3]
 STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
 """Tolerances: of weights, gradients and optimizer states; of the peak on one device; of a rank's of two."""
+TEXT = {"_target_": "dmc.data.StandardLibrarySource"}
 SHAPE = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
@@ -28,7 +29,7 @@ SHAPE = {
 def run(shape=SHAPE, compression=True, **changes) -> RunConfig:
     values = {
         "model": {"fresh": shape},
-        "data": {"train": [{}], "validation": [{}]},
+        "data": {"train": [TEXT], "validation": [TEXT], "tokenizer": {"path": "somewhere"}},
         "compression": {} if compression is True else compression,
         "training": {
             "stages": [{"name": "zero_out", "steps": 2}, {"name": "retrofit", "steps": 5}],

@@ -1,0 +1,80 @@
+"""What the start of a run refuses on any machine, before it reads a weight or writes; a plan asks the same."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from dmc.config import RunConfig
+from dmc.data.stream_loader import check_lanes
+from dmc.models.modeling import check_retrofit
+from dmc.models.tensor_parallel import check_divides
+from dmc.training.planning.model_shape import model_shape
+from dmc.training.stages import Plan
+from dmc.training.text_data import build_sources
+
+logger = logging.getLogger(__name__)
+
+
+def check_start(config: RunConfig, num_devices: int) -> None:
+    """Refuse a run that could not start on so many devices.
+
+    What depends on the machine is left to the start: GPUs that are there, installed libraries, a login, the text.
+
+    Raises:
+        ValueError, NotImplementedError: batch, lanes, heads or devices cannot be divided so, the model is not known or
+            cannot have these gates, there is no tokenizer, a source is none, or the stages contradict each other.
+    """
+    trainer, training, data = config.trainer, config.training, config.data
+    if num_devices % trainer.tensor_parallel_size:
+        raise ValueError(
+            f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide the {num_devices} devices of "
+            "the run"
+        )
+    num_ranks = num_devices // trainer.tensor_parallel_size
+    training.accumulation(num_ranks)
+    Plan(training, config.target_ratio, config.compression)
+    if data.tokenizer.train_vocab_size is None and data.tokenizer.path is None and config.model.path is None:
+        raise ValueError(
+            "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
+        )
+    for split in ("train", "validation", "calibration", "test"):
+        sources = build_sources(getattr(data, split) or [], f"data.{split}")
+        if split == "train" and data.streaming:
+            check_lanes(data.streaming_lanes, num_ranks)
+            for index, source in enumerate(sources):
+                if not hasattr(source, "stream"):
+                    raise ValueError(
+                        f"data.train[{index}] is {type(source).__name__}, which cannot be streamed: use "
+                        "data.streaming=false, or dmc.data.TextSource"
+                    )
+    model = model_shape(config, with_vocabulary=False)
+    if config.compression is not None and config.has_gates:
+        check_retrofit(model, config.compression)
+    if trainer.tensor_parallel_size > 1:
+        check_divides(model, trainer.tensor_parallel_size)
+    if training.sequence_length > model.max_position_embeddings:
+        logger.warning(
+            "training.sequence_length=%d is beyond the %d positions that the model knows (max_position_embeddings)",
+            training.sequence_length, model.max_position_embeddings,
+        )  # fmt: skip
+
+
+def devices_per_node(config: RunConfig) -> int:
+    """Return the devices of one node.
+
+    Raises:
+        ValueError: all are asked for, and there is none here to count.
+    """
+    devices, accelerator = config.trainer.devices, config.trainer.accelerator
+    if devices != "auto":
+        return int(devices)
+    if accelerator != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if accelerator in ("auto", "cpu"):
+        return 1  # as Lightning does
+    raise ValueError(
+        f"trainer.devices={devices} and this machine has no GPU to count: give the GPUs of a node, "
+        "such as trainer.devices=8"
+    )

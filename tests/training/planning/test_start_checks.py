@@ -1,0 +1,138 @@
+"""A plan and a start refuse the same runs, and every experiment that is shipped can start on its own ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_configs import CONFIGS, composed, names
+
+from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.training import train
+from dmc.training.planning import planner
+from dmc.training.planning.start_checks import check_start, devices_per_node
+
+GPUS_OF_A_NODE = 8
+TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}
+
+
+def shipped(name: str) -> RunConfig:
+    """Compose an experiment; a base that another experiment trains has the shape of the tiny model it is."""
+    config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
+    if config.model.path is None or config.model.architecture is not None:
+        return config
+    tiny = "tiny_llama_32_heads" if name.startswith("study/") else "tiny_llama"
+    shape = composed(f"model={tiny}").model.fresh
+    architecture = {**(shape or {}), "vocab_size": config.data.tokenizer.train_vocab_size}
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+
+
+@pytest.mark.parametrize("name", names("experiment"))
+def test_every_experiment_passes_the_checks_of_its_start_at_its_own_ranks(name, caplog):
+    config = shipped(name)
+    check_start(config, devices_per_node(config) * config.trainer.num_nodes)
+    assert not caplog.records
+
+
+def test_the_70b_experiment_is_the_papers_on_256_ranks():
+    config = shipped("llama2_70b_cr2")
+    assert devices_per_node(config) * config.trainer.num_nodes == 256
+    assert config.data.streaming_lanes == 256
+    assert config.training.learning_rate == 1.5e-5  # 7B and 13B: 3e-5
+
+
+@pytest.fixture
+def startable(run_values, monkeypatch) -> dict[str, Any]:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run_values["model"]["fresh"] |= {"vocab_size": 300, "max_position_embeddings": 64}
+    return run_values
+
+
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
+    for path, value in changes.items():
+        *folders, last = path.split(".")
+        place = values
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return build_config(RunConfig, values)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"trainer.devices": 3}, r"batch_size=4 is not a multiple of micro_batch_size \* devices = 2 \* 3"),
+    (
+        {"data.streaming": True, "data.streaming_lanes": 3, "trainer.devices": 2, "trainer.strategy": "ddp"},
+        "streaming_lanes=3 cannot be shared out evenly to 2 ranks",
+    ),
+    (
+        {"data.streaming": True, "data.train": [{"_target_": "dmc.data.StandardLibrarySource"}]},
+        r"data.train\[0\] is StandardLibrarySource, which cannot be streamed",
+    ),
+    ({"data.train": [{"_target_": "dmc.data.TextSauce"}]}, r"has no TextSauce; did you mean"),
+    ({"data.calibration": [{}]}, r"data.calibration\[0\] has no _target_"),
+    ({"data.tokenizer": {}}, "no tokenizer: set data.tokenizer.path"),
+    ({"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2}, "does not divide the 1 devices"),
+    (
+        {
+            "trainer.strategy": "fsdp2",
+            "trainer.tensor_parallel_size": 4,
+            "trainer.devices": 4,
+            "model.fresh.head_dim": 8,
+        },
+        "num_key_value_heads=2 cannot be divided among 4 ranks evenly",
+    ),
+    ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
+    ({"model.fresh.model_type": "gpt2"}, "gpt2 cannot be retrofitted: expected a causal LM of one of llama"),
+    (
+        {"model.fresh.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type='dynamic' changes",
+    ),
+    ({"model.fresh": {"vocab_size": 9}}, "no model_type"),
+    ({"model": {"path": "nowhere", "architecture": {"hidden_size": 8}}}, "no model_type"),
+    (
+        {"training.stages": [{"name": "retrofit", "steps": 2}, {"name": "zero_out", "steps": 2}]},
+        "zero_out removes the neuron the gates use",
+    ),
+    ({"trainer.devices": "auto", "trainer.accelerator": "gpu"}, "this machine has no GPU to count"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda each: next(iter(each)) if each else "")
+def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(startable, changes, message):
+    config = changed(startable, changes)
+    said = []
+    for begin in (lambda: planner.plan_training(config, PlannerConfig()), lambda: train(config)):
+        with pytest.raises((ValueError, NotImplementedError), match=message) as refused:
+            begin()
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert not Path(config.output_dir).exists()
+
+
+def test_a_compressed_base_without_the_adapter_is_refused_by_plan_and_start(startable, make_compressed, tmp_path):
+    make_compressed().save_pretrained(tmp_path / "base")
+    startable["model"] = {"path": str(tmp_path / "base")}
+    test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(
+        startable, {"compression.gate_input": "hidden"}, "gate_input='hidden' cannot replace 'neuron'"
+    )
+
+
+def test_sequences_beyond_the_positions_of_the_model_are_told(startable, caplog):
+    check_start(changed(startable, {"training.sequence_length": 64}), 1)
+    assert not caplog.records
+    check_start(changed(startable, {"training.sequence_length": 65}), 1)
+    assert "sequence_length=65 is beyond the 64 positions" in caplog.text
+
+
+def test_a_vocabulary_that_only_the_tokenizer_knows_stops_no_start(startable):
+    del startable["model"]["fresh"]["vocab_size"]
+    check_start(changed(startable, {"data.tokenizer": {"path": "somewhere"}}), 1)
+
+
+def test_an_architecture_of_every_model_option_can_be_retrofitted():
+    for name in names("model"):
+        if yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()).get("architecture"):
+            check_start(composed("experiment=llama2_7b_cr2", f"model={name}"), GPUS_OF_A_NODE)
