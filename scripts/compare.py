@@ -17,7 +17,7 @@ from dmc.config import build_config
 from dmc.evaluation.compare import failed_cells, run_cells, unfinished
 from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
 from dmc.evaluation.grid import CompareConfig, plan_grid
-from dmc.evaluation.row_store import RowStore
+from dmc.evaluation.row_store import RowStore, check_kind
 from dmc.loading import load_with_tokenizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -30,6 +30,7 @@ def main(settings: DictConfig) -> None:
     grid = plan_grid(config, CONFIGS)
     folder = Path(config.output)
     store = RowStore(folder / "cells.jsonl")
+    check_kind(store.rows(), store.path, benchmarks=False)
     cells = unfinished(grid.cells, store.rows())
     print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
     run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(**asdict(model)))

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmc.command_line import script
 from dmc.config import build_config
 from dmc.evaluation.compare import failed_cells, unfinished
-from dmc.evaluation.row_store import RowStore
+from dmc.evaluation.row_store import RowStore, check_kind
 from dmc.loading import load_with_tokenizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -35,6 +35,7 @@ def main(settings: DictConfig) -> None:
     config = build_config(EvaluateConfig, values)
     evaluation = plan_evaluation(config, CONFIGS)
     store = RowStore(Path(config.output) / "cells.jsonl")
+    check_kind(store.rows(), store.path, benchmarks=True)
     cells = unfinished(evaluation.cells, store.rows())
     print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)
     run_evaluation(evaluation, cells, config, store, lambda model: load_with_tokenizer(**asdict(model)))

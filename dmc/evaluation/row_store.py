@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ class RowStore:
     def num_damaged(self) -> int:
         """Lines that `rows` has left out so far."""
         return len(self._reported)
+
+
+def check_kind(rows: Iterable[Row], path: Path, benchmarks: bool) -> None:
+    """Raise a ValueError if rows are of evaluate.py where those of compare.py shall go on, or the other way round."""
+    if any(("benchmark" in row) != benchmarks for row in rows):
+        own, other = ("evaluate.py", "compare.py") if benchmarks else ("compare.py", "evaluate.py")
+        raise ValueError(
+            f"{path} holds rows of {other}, whose table {own} would replace: give another folder, output=DIR"
+        )
 
 
 def is_row(row: Any) -> bool:

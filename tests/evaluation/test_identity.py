@@ -223,3 +223,25 @@ def test_one_policy_over_two_models_in_two_folders_is_not_taken_for_one_method(t
         "one h2o",
         "two h2o",
     }
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "other"),
+    [
+        ("compare.py", evaluate_row("full", 1.0, "cs", "cs_a", 0.6), "evaluate.py"),
+        ("evaluate.py", compare_row("full"), "compare.py"),
+    ],
+)
+def test_rows_of_the_other_script_are_refused(
+    script: str, row: Any, other: str, folders: Any, tasks_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_rows([row], tmp_path / "cells.jsonl")
+    before = (folder / "cells.jsonl").read_bytes()
+    settings = [f"models={{base: {folders.stock}}}", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "policies=full"]
+    if script == "evaluate.py":
+        pytest.importorskip("lm_eval")
+        settings = [f"model={folders.stock}", "tasks=local_choice", f"tasks_folder={tasks_folder}"]
+    told = run_script(script, *settings, f"output={folder}")
+    assert told.startswith(f"error: {folder}/cells.jsonl holds rows of {other}, whose table {script} would replace")
+    assert [path.name for path in folder.iterdir()] == ["cells.jsonl"]
+    assert (folder / "cells.jsonl").read_bytes() == before
