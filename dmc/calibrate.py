@@ -12,6 +12,7 @@ from tqdm.auto import trange
 
 from dmc.budget import check_ratio
 from dmc.measure import score_text
+from dmc.ranks import ALONE, Ranks
 
 NUM_HALVINGS = 12
 TOLERANCE = 0.002
@@ -28,7 +29,9 @@ class Calibration:
     achieved_ratio: float
 
 
-def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float, reach: float = 4.0) -> Calibration:
+def calibrate_offset(
+    model: Any, batches: Sequence[Tensor], target_ratio: float, reach: float = 4.0, sharing: Ranks = ALONE
+) -> Calibration:
     """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
 
     Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
@@ -39,6 +42,7 @@ def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float,
         batches: held-out token ids, each [B, T].
         target_ratio: CR >= 1.
         reach: largest shift of the offset.
+        sharing: ranks that read a part of the batches each; all of them call this, and find the same.
     Raises:
         ValueError: the target is no ratio, or the model has no gates, or none with an offset.
     """
@@ -51,12 +55,12 @@ def calibrate_offset(model: Any, batches: Sequence[Tensor], target_ratio: float,
 
     def ratio_at(offset: float) -> float:
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-        return score_text(model, batches).achieved_ratio
+        return score_text(model, batches, sharing=sharing).achieved_ratio
 
     best_offset, best_ratio = before, ratio_at(before)
     ratio_before, low, high = best_ratio, before - reach, before + reach
     offset, ratio = before, ratio_before
-    for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False):
+    for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
         if abs(best_ratio / target_ratio - 1) <= TOLERANCE:
             break
         low, high = (offset, high) if ratio > target_ratio else (low, offset)

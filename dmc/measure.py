@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm.auto import trange
 
 from dmc.compression import GateMode, GateTrace, held_fraction
-from dmc.ranks import ALONE
+from dmc.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def score_text(
     batches: Iterable[Tensor],
     title: str | None = None,
     documents_of: Callable[[Tensor], Any] | None = None,
+    sharing: Ranks = ALONE,
 ) -> TextScore:
     """Score sequences of equal length.
 
@@ -61,19 +62,35 @@ def score_text(
         batches: token ids, each [B, T].
         title: of a progress bar; None: none.
         documents_of: gives the documents of a batch at which gates and attention reset; None: they do not.
+        sharing: ranks that read a part of the batches each; all of them call this, and get the score of all batches.
     """
     compression = getattr(model, "compression", None)
-    losses, helds = [], []
+    batches = list(batches)
+    cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
+    reader, num_readers = sharing.rank // cutting.size, max(1, sharing.size // cutting.size)
+    scores = None
     with evaluating(model):
-        for input_ids in tqdm(batches, title, leave=False, disable=title is None):
-            input_ids = input_ids.to(model.device)
-            trace = GateTrace(ranks=getattr(model, "ranks", ALONE))
+        for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
+            own = turn + reader
+            # A rank without a batch takes part in the pass of those that have one: some must make each pass together.
+            input_ids = batches[min(own, len(batches) - 1)].to(model.device)
+            trace = GateTrace(ranks=cutting)
             gates: dict[str, Any] = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
             if gates and documents_of is not None:
                 gates["documents"] = documents_of(input_ids)
             logits = model(input_ids, use_cache=False, **gates).logits
-            losses.append(next_token_loss(logits, input_ids).double().expand(input_ids.shape[0]))
+            found = next_token_loss(logits, input_ids).double().expand(input_ids.shape[0], 1)
             if compression is not None:
-                helds.append(held_fraction(trace.stacked_alpha(), delay=compression.delay).transpose(0, 1))  # [B, L, H]
-    loss = float(torch.cat(losses).mean())
-    return TextScore(loss, torch.cat(helds).mean(0).cpu() if helds else None)
+                held = held_fraction(trace.stacked_alpha(), delay=compression.delay).transpose(0, 1)  # [B, L, H]
+                found = torch.cat([found, held.flatten(1).double()], dim=1)
+            if scores is None:
+                scores = torch.zeros(sum(len(each) for each in batches), found.shape[1], dtype=torch.float64)
+            if own < len(batches) and sharing.rank % cutting.size == 0:
+                first = sum(len(each) for each in batches[:own])
+                scores[first : first + len(found)] = found.cpu()
+    assert scores is not None, "no batches"
+    scores = sharing.added(scores)  # every rank's rows are 0 where they are another's: the sum is exact
+    shares = scores[:, 1:].float().mean(0)
+    return TextScore(
+        float(scores[:, 0].mean()), None if compression is None else shares.view(held.shape[1], held.shape[2])
+    )

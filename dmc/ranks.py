@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,41 @@ class Ranks:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
+
+    @classmethod
+    def all(cls) -> Ranks:
+        """Name every process that torch.distributed joins; a process alone where it joins none."""
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else cls()
+
+    def while_others_wait(self, name: str, act: Callable[[], None], store: Any = None) -> None:
+        """Let the first rank act, and the others wait for as long as that takes, outside of any collective.
+
+        Args:
+            name: of this wait, no other's.
+            act: called on the first rank.
+            store: what the ranks tell each other through; None: the one they met in.
+        Raises:
+            RuntimeError: it failed; the first rank raises what it met.
+        """
+        if self.size == 1:
+            return act()
+        store = store or dist.distributed_c10d._get_default_store()
+        if self.rank:
+            while not store.check([name]):  # a collective would time out; the store ends this if the first rank dies
+                time.sleep(_POLL_SECONDS)
+            if told := store.get(name).decode():
+                raise RuntimeError(f"{name} failed on the first rank: {told}")
+            return
+        try:
+            act()
+        except BaseException as error:
+            store.set(name, f"{type(error).__name__}: {error}")
+            raise
+        store.set(name, "")
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """Add up the ranks' tensors, on the CPU: the same on all of them."""
+        return tensor if self.size == 1 else self._summed(tensor.to(_device())).cpu()
 
     def minimum(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""

@@ -19,6 +19,7 @@ def main(settings: DictConfig) -> None:
         overwrite=settings.overwrite,
         use_previous_checkpoint=settings.use_previous_checkpoint,
         trust_run=settings.trust_run,
+        device=settings.device,
     )
     print(f"exported {folder}")
 

@@ -183,6 +183,32 @@ def noted_positions(log: Path, num_ranks: int = 1) -> list[tuple[int, list[int]]
     return [(step, sorted(positions)) for (step, _), positions in steps.items()]
 
 
+def count_scored(rank: int) -> None:
+    """Write down beside the log how many sequences each score has read on this rank."""
+    import json
+
+    import dmc.measure
+
+    plain, counts = dmc.measure.score_text, []
+
+    def score_text(model: Any, *arguments: Any, **options: Any) -> Any:
+        counts.append(0)
+        hook = model.register_forward_hook(lambda module, inputs, output: _add(counts, inputs[0].shape[0]))
+        try:
+            return plain(model, *arguments, **options)
+        finally:
+            hook.remove()
+            log = Path(os.readlink("/proc/self/fd/1"))
+            log.with_name(f"scored_{rank}.json").write_text(json.dumps(counts))
+
+    for name in ("dmc.measure", "dmc.calibrate", "dmc.training.exporter", "dmc.training.callbacks.validation"):
+        sys.modules[name].score_text = score_text  # type: ignore[attr-defined]
+
+
+def _add(counts: list[int], number: int) -> None:
+    counts[-1] += number
+
+
 def expect_exact_angles(rank: int) -> None:
     """Fail where RoPE's frequencies are not float32 in a forward pass."""
     from dmc.training.module import RetrofitModule

@@ -33,7 +33,7 @@ ALLOWED = {
     "runtime": {"kernels", "compression", "policies", "budget", "ranks", "full_attention"},
     "data": {"config", "checksums"},
     "measure": {"compression", "budget", "ranks"},
-    "calibrate": {"measure", "compression", "budget"},
+    "calibrate": {"measure", "compression", "budget", "ranks"},
     "export": {"models", "compression", "budget", "measure", "provenance", "replacement"},
     "megatron": {"export", "models", "compression", "replacement"},
     "training": {

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
@@ -13,10 +18,11 @@ from dmc.config import RunConfig
 from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
+from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT
 from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model
-from dmc.training.record import is_rank_zero, read_foreign_config
+from dmc.training.record import read_foreign_config
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
@@ -36,21 +42,22 @@ class Exporter:
 
     def __init__(self, config: RunConfig, data: TextData, tokenizer: Any, strategy: WholeModel) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
+        self._num_written = 0
 
     def write(self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True) -> None:
         """Export `model` with its figures on held-out text; the training model keeps its own offset.
 
-        Called by all ranks; rank 0 writes, and the others help where the weights are spread.
+        Called by all ranks: each reads its share of the text where the model's weights lie, and rank 0 writes.
         """
-        if not (is_rank_zero() or self.strategy.exports_together):
-            return
+        ranks = Ranks.all()
+        self._num_written += 1
         compressed = isinstance(model, CompressedCausalLM)
         metrics: dict[str, Any] = {}
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio)
+                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, sharing=ranks)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
@@ -62,10 +69,10 @@ class Exporter:
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches(), "validate")
+        score = score_text(model, self.data.validation_batches(), "validate", sharing=ranks)
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         if self.config.data.test is not None:
-            score = score_text(model, self.data.test_batches(), "test")
+            score = score_text(model, self.data.test_batches(), "test", sharing=ranks)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
@@ -76,10 +83,49 @@ class Exporter:
             title += f" at CR {target_ratio:g}"
         card = ModelCard(title, base, text, metrics)
         whole = self.strategy.gather(model)
-        if is_rank_zero():
-            export(whole, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+
+        def write() -> None:
+            with _all_cores() if ranks.size > 1 else nullcontext():
+                export(whole, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+
+        ranks.while_others_wait(f"export {self._num_written} to {folder}", write)
         if trained is not None:
             model.compression = trained
+
+
+def check_device(device: str) -> None:
+    """Check that a device is there.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device}: {str(error).splitlines()[0]}; expected cpu, or cuda with a GPU") from error
+
+
+def roomy_device(model: Any) -> str:
+    """Choose the GPU where it has room for a model twice, which is compared with what was written, else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    needed = 2.2 * sum(parameter.nbytes for parameter in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if needed > free:
+        logger.warning("the GPU has %.0f GiB free, %.0f are needed: the CPU exports", free / 2**30, needed / 2**30)
+        return "cpu"
+    return "cuda"
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Compute with as many threads as there are cores: launchers of several ranks leave each with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def export_checkpoint(
@@ -90,6 +136,7 @@ def export_checkpoint(
     overwrite: bool = False,
     use_previous_checkpoint: bool = False,
     trust_run: bool = False,
+    device: str | None = None,
 ) -> Path:
     """Export the last checkpoint of a run, finished or not.
 
@@ -100,11 +147,14 @@ def export_checkpoint(
         overwrite: replace a folder that was exported here.
         use_previous_checkpoint: take `previous.ckpt` where `last.ckpt` is damaged.
         trust_run: let the run's record name code of others as its text.
+        device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
     Raises:
         FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
     refuse_occupied(output, overwrite, [run_folder])
+    if device is not None:
+        check_device(device)
     config = read_foreign_config(run_folder, trust_run)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
     checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
@@ -113,5 +163,6 @@ def export_checkpoint(
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
+    model.to(roomy_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite)
     return output

@@ -12,6 +12,7 @@ from typing import Any
 
 from dmc.config import RunConfig, build_config
 from dmc.data import PackageSource, StandardLibrarySource, TextSource
+from dmc.export import METRICS_NAME
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
 
@@ -25,7 +26,6 @@ OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
-    "data.test",
     "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.offload",
@@ -33,8 +33,8 @@ PLACES = (
 )  # fmt: skip
 """Settings that may change between the parts of one run: none of them changes what is computed."""
 MEASURED = (
-    "data.calibration", "training.calibrate", "training.calibration_sequences", "training.validate_every_steps",
-    "training.validation_sequences",
+    "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
+    "training.validate_every_steps", "training.validation_sequences",
 )  # fmt: skip
 """Settings of what is measured and exported, not of what is trained: a run may go on with others, and takes note."""
 
@@ -67,7 +67,7 @@ def claim(folder: Path, config: RunConfig) -> None:
             raise ValueError(
                 f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
             )
-        if is_rank_zero() and differing.intersection(MEASURED):
+        if is_rank_zero() and differing.intersection(MEASURED) and not (folder / "final" / METRICS_NAME).is_file():
             content = json.loads(record.read_text())
             for section, _, name in (key.partition(".") for key in differing.intersection(MEASURED)):
                 content["config"][section][name] = dataclasses.asdict(config)[section][name]

@@ -181,5 +181,6 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         raise ValueError(
             f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
         )
+    module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
     exporter.write(module.model, run.final, config.target_ratio)
     trainer.strategy.barrier("export")

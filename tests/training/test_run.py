@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged_losses, train_ranks
+from launching import Ranks, count_scored, logged_losses, train_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.training import export_checkpoint, train
 from dmc.training.checkpoints.reading import read_header
+from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import claim, read_config
 from dmc.training.stages import Plan
@@ -20,8 +21,15 @@ from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text
 
 
-def test_run_leaves_loadable_models_and_records(run_config):
+def test_run_leaves_loadable_models_and_records(run_config, monkeypatch):
+    moves, places = [], []
+    move, write = CompressedCausalLM.to, Exporter.write
+    monkeypatch.setattr(CompressedCausalLM, "to", lambda self, *to, **how: moves.append(to) or move(self, *to, **how))
+    monkeypatch.setattr(
+        Exporter, "write", lambda self, *what, **how: places.append(moves[-1:]) or write(self, *what, **how)
+    )
     run = train(run_config)
+    assert places == [[], [(torch.device("cpu"),)]]  # for the final one back to where the strategy computes
     assert set(run.snapshots) == {2.0}
     for folder in (run.final, run.snapshots[2.0]):
         model = load_model(folder)
@@ -64,6 +72,9 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
     run_values["data"]["calibration"] = run_values["data"]["validation"]
     claim(run.folder, other := build_config(RunConfig, run_values))
+    assert read_config(run.folder) == run_config  # with which it was exported
+    (run.final / "retrofit.json").unlink()
+    claim(run.folder, other)
     assert read_config(run.folder) == other
     assert {**json.loads(record.read_text()), "config": None} == {**content, "config": None}
 
@@ -232,7 +243,14 @@ def test_streaming_text_trains(run_values):
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    train_ranks(run_values, 2, tmp_path / "ranks.log")
+    with Ranks(run_values, 2, tmp_path / "ranks.log", count_scored) as ranks:
+        assert ranks.join() == [0, 0], (tmp_path / "ranks.log").read_text()[-4000:]
+    folder = Path(run_values["output_dir"])
+    scored = [json.loads((tmp_path / f"scored_{rank}.json").read_text()) for rank in (0, 1)]
+    assert scored[0] == scored[1] and set(scored[0]) == {2}  # each pass is half of the four sequences
+    metrics = json.loads((folder / "final" / "retrofit.json").read_text())["metrics"]
+    alone = export_checkpoint(folder, tmp_path / "alone")
+    assert json.loads((alone / "retrofit.json").read_text())["metrics"] == metrics  # of the same weights, to the bit
     two = logged_losses(Path(run_values["output_dir"]))
     run_values["trainer"] |= {"devices": 1, "strategy": "auto"}
     run_values["output_dir"] = str(tmp_path / "one")

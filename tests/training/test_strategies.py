@@ -95,7 +95,7 @@ def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
     options = {"micro_batch_size": 1, "activation_checkpointing": True}
@@ -105,6 +105,9 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     model, same = load_model(alone / "final"), load_model(folder / "final")
     for name, value in model.state_dict().items():
         torch.testing.assert_close(same.state_dict()[name].to(value.dtype), value, atol=0.02, rtol=0)
+    again = load_model(export_checkpoint(folder, tmp_path / "exported"), dtype="auto").state_dict()
+    for name, value in load_model(folder / "final", dtype="auto").state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, again[name]), name  # as model.dtype says
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from dmc.measure import TextScore, score_text
+from dmc.ranks import Ranks
 from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.callbacks.heatmap import draw_ratio_evolution, draw_ratio_heatmap
 from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
@@ -40,7 +41,7 @@ class Validation(AfterStep):
         if step % self.every_steps == 0 or step == trainer.max_steps:
             module: Any = pl_module
             with trainer.precision_plugin.forward_context():
-                score = score_text(module.model, self._batches, "validate", module.documents_of)
+                score = score_text(module.model, self._batches, "validate", module.documents_of, Ranks.all())
             self.log_score(trainer, score)
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:

@@ -51,7 +51,6 @@ class Fsdp2(WholeModel):
     """
 
     format = "fsdp2"
-    exports_together = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

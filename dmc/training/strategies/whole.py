@@ -24,8 +24,6 @@ class WholeModel:
     """How a checkpoint is written and read: one file, or a folder of each rank's shards by the strategy's name."""
     precision: Precision
     """What Lightning does about precision."""
-    exports_together = False
-    """Whether all ranks must take part in a forward pass."""
     owns_gradients = False
     """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
 

@@ -38,7 +38,6 @@ class Zero(WholeModel):
         super().__init__(config)
         self.format = config.trainer.strategy
         self.stage = int(self.format[-1])
-        self.exports_together = self.stage == 3
 
     def lightning_strategy(self) -> Any:
         """See `WholeModel`."""
@@ -105,14 +104,13 @@ class Zero(WholeModel):
         return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
 
     def gather(self, model: Any) -> Any:
-        """See `WholeModel`."""
-        if self.stage < 3:
-            return model
+        """See `WholeModel`: the optimizer's float32 weights, not the copies of bf16-mixed."""
         state = {}
         for name, parameter in model.state_dict(keep_vars=True).items():
-            with GatheredParameters([parameter]):
+            master = safe_get_full_fp32_param(parameter)
+            with GatheredParameters([parameter], enabled=self.stage == 3 and master is None):
                 if torch.distributed.get_rank() == 0:
-                    state[name] = parameter.detach().cpu().clone()
+                    state[name] = (parameter if master is None else master).detach().cpu().clone()
         return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
 
 

@@ -1,0 +1,47 @@
+"""What the processes of one run tell each other without a collective."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dmc.ranks import Ranks
+
+
+def act_and_wait(act: Any) -> list[str]:
+    """Let two ranks meet, rank 1 first; return what happened in its order."""
+    store, events = dist.HashStore(), []
+
+    def wait(rank: int) -> None:
+        try:
+            Ranks(rank, 2).while_others_wait("export", lambda: act(events), store)
+            events.append(f"{rank} goes on")
+        except (OSError, RuntimeError) as error:
+            events.append(f"{rank} {type(error).__name__}: {error}")
+
+    second = threading.Thread(target=wait, args=(1,))
+    second.start()
+    wait(0)
+    second.join()
+    return events
+
+
+def test_others_wait_until_the_first_rank_is_done() -> None:
+    events = act_and_wait(lambda events: events.append("written"))
+    assert events[0] == "written" and sorted(events[1:]) == ["0 goes on", "1 goes on"]
+
+
+def test_what_fails_on_the_first_rank_ends_all() -> None:
+    def fail(_: Any) -> None:
+        raise OSError("no space left on device")
+
+    failed = "1 RuntimeError: export failed on the first rank: OSError: no space left on device"
+    assert sorted(act_and_wait(fail)) == ["0 OSError: no space left on device", failed]
+
+
+def test_a_process_alone_acts() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Ranks.all().while_others_wait("export", lambda: print(1 // 0))
