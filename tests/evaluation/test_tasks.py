@@ -40,24 +40,6 @@ def test_windows_of_text_are_spread_and_scored_behind_their_context(folders: Any
         assert (result.stats.tokens_seen, result.stats.achieved_ratio) == (31, 1.0)
 
 
-def test_a_text_begins_as_the_tokenizer_begins_one(folders: Any, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
-
-    class Beginning:
-        eos_token_id, backend_tokenizer, name_or_path = 0, tokenizer.backend_tokenizer, ""
-
-        def __len__(self) -> int:
-            return len(tokenizer)
-
-        def __call__(self, text: str | list[str], **options: Any) -> Any:
-            return tokenizer(text, **options) if options else {"input_ids": [7]}
-
-    (sample, *_) = text_loss(folders, tmp_path).samples(Beginning(), 300)
-    (plain, *_) = text_loss(folders, tmp_path).samples(tokenizer, 300)
-    assert sample.prompt == [7, *plain.prompt[:23]]
-    assert sample.continuation[0] == plain.prompt[23]
-
-
 def test_text_needs_a_tokenizer_and_room(folders: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a tokenizer"):
         text_loss(folders, tmp_path).samples(None, 300)

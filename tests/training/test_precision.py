@@ -17,7 +17,7 @@ from dmc.measure import next_token_loss, score_text
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.modeling import families
 from dmc.training import train
-from dmc.training.callbacks import measured_start, validation
+from dmc.training.callbacks import measured_start, step_metrics, validation
 from dmc.training.exporter import Exporter
 
 PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -193,3 +193,14 @@ def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch,
     two_steps["training"]["reset_at_documents"] = resets
     train(build_config(RunConfig, two_steps))
     assert set(given) == {resets}
+
+
+def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
+    clipped = []
+    monkeypatch.setattr(step_metrics, "clip_gradients", lambda *_: clipped.append(1))
+    for clip, times in ((1.0, 2), (None, 0)):
+        clipped.clear()
+        two_steps["training"]["gradient_clip"] = clip
+        two_steps["output_dir"] += f"_{clip}"
+        train(build_config(RunConfig, two_steps))
+        assert len(clipped) == times
