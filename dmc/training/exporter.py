@@ -21,8 +21,9 @@ from dmc.models import CompressedCausalLM
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT
-from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model
+from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model, read_header
 from dmc.training.record import read_foreign_config
+from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
@@ -44,7 +45,9 @@ class Exporter:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self._num_written = 0
 
-    def write(self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True) -> None:
+    def write(
+        self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True, *, step: int | None = None
+    ) -> None:
         """Export `model` with its figures on held-out text; the training model keeps its own offset.
 
         Called by all ranks: each reads its share of the text where the model's weights lie, and rank 0 writes.
@@ -53,6 +56,9 @@ class Exporter:
         self._num_written += 1
         compressed = isinstance(model, CompressedCausalLM)
         metrics: dict[str, Any] = {}
+        if step is not None:  # optimizer steps that the model has seen
+            plan = Plan(self.config.training, self.config.target_ratio, self.config.compression)
+            metrics |= {"steps": step, "planned_steps": plan.total_steps}
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
@@ -164,5 +170,5 @@ def export_checkpoint(
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     model.to(roomy_device(model) if device is None else device)
-    exporter.write(model, output, target_ratio, overwrite)
+    exporter.write(model, output, target_ratio, overwrite, step=read_header(checkpoint).global_step)
     return output
