@@ -18,6 +18,7 @@ from dmc.config import RunConfig
 from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
+from dmc.models.attention import Documents
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT
@@ -55,6 +56,9 @@ class Exporter:
         ranks = Ranks.all()
         self._num_written += 1
         compressed = isinstance(model, CompressedCausalLM)
+        reading: dict[str, Any] = {"sharing": ranks}
+        if self.config.training.reset_at_documents:  # as it was trained
+            reading["documents_of"] = lambda ids: Documents.from_separator(ids, self.data.framing.end)
         metrics: dict[str, Any] = {}
         if step is not None:  # optimizer steps that the model has seen
             plan = Plan(self.config.training, self.config.target_ratio, self.config.compression)
@@ -63,7 +67,7 @@ class Exporter:
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, sharing=ranks)
+                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, **reading)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
@@ -75,10 +79,10 @@ class Exporter:
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches(), "validate", sharing=ranks)
+        score = score_text(model, self.data.validation_batches(), "validate", **reading)
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         if self.config.data.test is not None:
-            score = score_text(model, self.data.test_batches(), "test", sharing=ranks)
+            score = score_text(model, self.data.test_batches(), "test", **reading)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
