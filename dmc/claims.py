@@ -70,12 +70,14 @@ class ClaimedError(OSError):
 
 
 @contextmanager
-def claim(path: Path, wait: bool = False) -> Iterator[None]:
+def claim(path: Path, wait: bool = False) -> Iterator[threading.Event]:
     """Hold the claim `path`, a name in a folder that is there, and give it back at the end.
 
     Args:
         path: the claim; its files are `path` with a dot and a number.
         wait: watch a holder that may be gone until it shows life, or its claim is void: at most `EXPIRY` seconds.
+    Yields:
+        Set when the claim is lost: this process could not touch it for long, and another one has taken it over.
     Raises:
         ClaimedError: another process holds it.
         OSError: it cannot be written.
@@ -96,11 +98,11 @@ def claim(path: Path, wait: bool = False) -> Iterator[None]:
                 logger.warning("%s: looking for %g s at most whether it still runs", error, EXPIRY)
             seen = known
             time.sleep(BEAT / 10)
-    over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(own, over), name=f"claim {path.name}", daemon=True)
+    over, lost = threading.Event(), threading.Event()
+    beating = threading.Thread(target=_beat, args=(own, over, lost), name=f"claim {path.name}", daemon=True)
     beating.start()
     try:
-        yield
+        yield lost
     finally:
         over.set()
         beating.join()
@@ -192,13 +194,14 @@ def _beats(path: Path) -> dict[Path, int]:
     return found
 
 
-def _beat(own: Path, over: threading.Event) -> None:
-    """Touch a claim until it is given back."""
+def _beat(own: Path, over: threading.Event, lost: threading.Event) -> None:
+    """Touch a claim until it is given back or lost."""
     while not over.wait(BEAT):
         try:
             os.utime(own)
         except FileNotFoundError:
             logger.warning("%s is gone: this process was taken for dead, another one may do the same work", own)
+            lost.set()
             return
         except OSError as error:  # a server that comes back
             logger.warning("%s could not be touched: %s", own, error)

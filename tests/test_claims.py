@@ -108,6 +108,15 @@ def test_a_holder_touches_its_claim(path, monkeypatch):
             time.sleep(0.001)
 
 
+def test_a_holder_that_was_taken_for_dead_notices(path, monkeypatch):
+    monkeypatch.setattr(claims, "BEAT", 0.01)
+    with claim(path) as lost:
+        (file,) = path.parent.iterdir()
+        assert not lost.is_set()
+        file.unlink()  # as by who takes over
+        assert lost.wait(20)
+
+
 def test_a_requeued_job_takes_over_from_its_earlier_start_at_once(path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

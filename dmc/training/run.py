@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -85,24 +86,27 @@ def _keep_quiet() -> None:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path) -> Iterator[threading.Event]:
     """Let no other start train the run in `folder` meanwhile; rank 0 stands for all of its ranks.
 
+    Yields:
+        Set when another start has taken over all the same, see `dmc.claims.claim`.
     Raises:
         ClaimedError: another one does; nothing is touched.
     """
+    lost = threading.Event()
     with ExitStack() as held:
         if is_rank_zero():
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(hold(folder / "claim", wait=True))
+                lost = held.enter_context(hold(folder / "claim", wait=True))
             except ClaimedError as error:
                 raise ClaimedError(
                     f"{folder} is being trained by {error.holder or 'another process'}: wait until it ends, or stop "
                     "it, and the same command goes on; or choose another output_dir",
                     error.holder,
                 ) from None
-        yield
+        yield lost
 
 
 def train(config: RunConfig) -> TrainedRun:
@@ -129,13 +133,13 @@ def train(config: RunConfig) -> TrainedRun:
     is_finished = run.is_finished
     if not is_finished:
         check_start(config, devices_per_node(config) * config.trainer.num_nodes)
-    with nullcontext() if is_finished else _alone_in(folder):
+    with nullcontext() if is_finished else _alone_in(folder) as displaced:
         claim(folder, config)
         if run.is_finished:
             logger.info("%s is finished; reused", folder)
             return run
         _keep_quiet()
-        preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps))
+        preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps), displaced)
         with open_loggers(config) as loggers, preempted as preemption:
             _fit(config, plan, run, preemption, loggers)
     return run

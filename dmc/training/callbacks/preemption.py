@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
+from dmc.claims import ClaimedError
 from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -35,10 +36,11 @@ class Preemption(Callback):
 
     Args:
         save_last: writes the checkpoint.
+        displaced: set when another start has taken over the run: then nothing is saved over what that one saves.
     """
 
-    def __init__(self, save_last: SaveLast) -> None:
-        self.save_last = save_last
+    def __init__(self, save_last: SaveLast, displaced: threading.Event | None = None) -> None:
+        self.save_last, self.displaced = save_last, displaced or threading.Event()
         self.stopped_at: int | None = None
         """Whole steps at the stop, which are saved; None: the run was not told to stop."""
         self._received: set[int] = set()
@@ -59,9 +61,20 @@ class Preemption(Callback):
         self._listen(SIGNALS)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree with the other ranks; on a signal to any of them save, requeue, stop."""
-        if not trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
+        """Agree with the other ranks; on a signal to any of them save, requeue, stop.
+
+        Raises:
+            ClaimedError: another start has taken over the run; on all ranks.
+        """
+        stops = bool(self._received) or self.displaced.is_set()
+        if not trainer.strategy.reduce_boolean_decision(stops, all=False):
             return
+        if trainer.strategy.reduce_boolean_decision(self.displaced.is_set(), all=False):
+            raise ClaimedError(
+                f"{self.save_last.folder.parent} is being trained by another start, for which this one was dead: it "
+                "had not touched its claim for long. This one stops, and saves nothing",
+                None,
+            )
         requeue = trainer.strategy.reduce_boolean_decision(bool(self._received & REQUEUE_SIGNALS), all=False)
         step = trainer.global_step
         if step == 0:

@@ -1,18 +1,22 @@
+import itertools
 import json
 import os
 import signal
 import stat
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launching import logged_losses
 
+from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
 from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints.reading import read_header
+from dmc.training.checkpoints.saving import SaveLast
 
 
 @pytest.fixture
@@ -64,11 +68,12 @@ def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
 
 
 class FakeTrainer(SimpleNamespace):
-    """What a callback sees of a trainer; `others` is what another rank says."""
+    """What a callback sees of a trainer; `others` is what another rank says: stop, taken over, requeue."""
 
-    def __init__(self, others: bool = False, rank: int = 0) -> None:
+    def __init__(self, others: tuple[bool, ...] = (False, False, False), rank: int = 0) -> None:
         super().__init__(global_step=0, should_stop=False, is_global_zero=rank == 0, saved=[])
-        self.strategy = SimpleNamespace(reduce_boolean_decision=lambda own, all: own or others)
+        answers = itertools.cycle(others)
+        self.strategy = SimpleNamespace(reduce_boolean_decision=lambda own, all: next(answers) or own)
 
 
 class FakeSaver:
@@ -92,13 +97,26 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(fake_scont
 
 def test_rank_that_got_no_signal_stops_with_the_others_and_does_not_requeue(fake_scontrol, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = FakeTrainer(others=True, rank=1)
+    trainer = FakeTrainer(others=(True, False, True), rank=1)
     with Preemption(FakeSaver()) as preemption:
         preemption.on_train_start(trainer, None)
         trainer.global_step = 1
         preemption.on_train_batch_end(trainer, None)
     assert trainer.saved == [1] and trainer.should_stop
     assert fake_scontrol() == []
+
+
+@pytest.mark.parametrize("others", [(False, False, False), (True, True, False)], ids=["rank 0", "another rank"])
+def test_a_start_that_was_taken_for_dead_stops_without_saving(others, tmp_path):
+    trainer, displaced = FakeTrainer(others), threading.Event()
+    trainer.global_step = 3
+    if not any(others):
+        displaced.set()
+    with Preemption(SaveLast(tmp_path / "run" / "checkpoints", 1), displaced) as preemption:
+        preemption.on_train_start(trainer, None)
+        with pytest.raises(ClaimedError, match="run is being trained by another start"):
+            preemption.on_train_batch_end(trainer, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_termination_saves_without_requeue(fake_scontrol, monkeypatch):
