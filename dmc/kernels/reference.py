@@ -424,5 +424,7 @@ def _attend(
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
         scores = rows @ torch.cat(keys, dim=2)[:, :, None].transpose(-1, -2)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
-        outputs.append(weights @ torch.cat(values, dim=2)[:, :, None])
+        # what another sequence has left beyond the length may be no number, and 0 times it none either
+        unseen = ~mask.any(-2)[..., None]
+        outputs.append(weights @ torch.cat(values, dim=2)[:, :, None].masked_fill(unseen, 0))
     return torch.cat(outputs, dim=3).view(query.shape).to(query.dtype), weights.flatten(1, 2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dmc.policies import CachePolicy
+from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import Activations, pool_bytes
-from dmc.runtime.paged_cache import CacheLayout, PagedCache
+from dmc.runtime.paged_cache import CacheLayout, PagedCache, check_block_size
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
@@ -68,17 +72,23 @@ class Engine:
         prefill_chunk_size: int | None = None,
         token_budget: int | None = 2048,
     ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model={model!r:.80}: expected a causal LM, as load_model(folder) returns one")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(
+                f"tokenizer={tokenizer!r}: expected an object such as AutoTokenizer.from_pretrained returns"
+            )
+        if not isinstance(kernels, str):
+            raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
+        block_size = check_block_size(block_size)
+        max_batch_size = whole_number("max_batch_size", max_batch_size)
+        if prefill_chunk_size is not None:
+            prefill_chunk_size = whole_number("prefill_chunk_size", prefill_chunk_size, also=", or None")
+        if token_budget is not None:
+            token_budget = whole_number("token_budget", token_budget, also=", or None")
         if policy is not None:
             policy = fit_policy(model, policy, block_size, prefill_chunk_size)
             policy = None if policy.budget.ratio == 1 else policy
-        options = {
-            "max_batch_size": max_batch_size,
-            "prefill_chunk_size": prefill_chunk_size,
-            "token_budget": token_budget,
-        }
-        for name, value in options.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: expected a whole number >= 1")
         self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model, policy)
         longest = max_batch_size * blocks_of(layout, block_size, model.config.max_position_embeddings)
@@ -99,6 +109,9 @@ class Engine:
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
         self._requests: dict[Sequence, Request] = {}
         self._forced: dict[Sequence, Forced] = {}
+        self._failed: set[Request] = set()
+        """Requests that the last step could not go on with."""
+        self._has_warned = False
 
     @property
     def blocks_in_use(self) -> int:
@@ -119,8 +132,10 @@ class Engine:
             progress: whether to show a bar on stderr; None: if that is a terminal and it takes more than a few seconds.
         Raises:
             ValueError: see `submit`; nothing has run.
+            ArithmeticError: see `run`.
         """
-        params = params or SamplingParams()
+        prompts = listed("prompts", prompts, "texts or lists of token ids")
+        params = SamplingParams() if params is None else params
         every = params if isinstance(params, list) else [params] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
@@ -145,9 +160,10 @@ class Engine:
             session: whose next turn this is.
         Raises:
             ValueError: the prompt is empty, names unknown tokens or can never fit the memory; text or stop strings are
-                given without a tokenizer; the session is closed or its last turn has not finished.
+                given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
+            TypeError: an argument is of another kind.
         """
-        request = self._request(prompt, params or SamplingParams(), session, streams_text=True)
+        request = self._request(prompt, params, session, streams_text=True)
         self._start(request)
         return request
 
@@ -156,10 +172,12 @@ class Engine:
 
         Returns:
             The new tokens of all requests; empty where the pass only fed parts of prompts, or nothing is to be done.
+            A request whose logits are no numbers ends with its `error`, and no event tells of it.
         Raises:
             BaseException: whatever the pass raises. Every request has then been aborted and all blocks are free;
                 sessions keep their tokens and are computed again.
         """
+        self._failed.clear()
         try:
             segments = self._scheduler.next_segments()
             return self._advance(segments) if segments else []
@@ -169,20 +187,37 @@ class Engine:
             raise
 
     def run(self, requests: Collection[Request], progress: bool | None = None) -> None:
-        """Step until these requests have finished; an exception or Ctrl-C aborts them."""
+        """Step until these requests have finished; an exception or Ctrl-C aborts them.
+
+        Raises:
+            ArithmeticError: the model's logits for one of them were no numbers; all have finished.
+            ValueError: one of them is another engine's.
+        """
+        requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
+        for request in requests:
+            self._check_is_mine(request)
         pending = {request for request in requests if request.generation is None}
         try:
             with open_bar(pending, progress) as bar:
                 while pending:
                     events = [event for event in self.step() if event.request in pending]
-                    pending -= {event.request for event in events if event.finish_reason is not None}
+                    pending -= {event.request for event in events if event.finish_reason is not None} | self._failed
                     advance_bar(bar, events, len(self._scheduler.running), len(self._scheduler.waiting))
         except BaseException:
             self._abort_all(requests)
             raise
+        if failed := [index for index, request in enumerate(requests) if request.error is not None]:
+            more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+            error = requests[failed[0]].error
+            raise ArithmeticError(f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
 
     def abort(self, request: Request) -> None:
-        """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it."""
+        """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it.
+
+        Raises:
+            ValueError: it is another engine's.
+        """
+        self._check_is_mine(of_kind("request", request, Request, "what `submit` returned"))
         if request.generation is None:
             self._finish(request, "abort")
 
@@ -195,8 +230,9 @@ class Engine:
 
         Raises:
             ValueError: see `submit`.
+            ArithmeticError: the model's logits were no numbers.
         """
-        return self._events(self._request(prompt, params or SamplingParams(), session, streams_text=True))
+        return self._events(self._request(prompt, params, session, streams_text=True))
 
     def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
         """Take a prompt into a session's cache and generate nothing; `Session.feed` calls it.
@@ -227,7 +263,12 @@ class Engine:
         return Session(self)
 
     def end_session(self, session: Session) -> None:
-        """Abort what a session runs and take its blocks back; `Session.close` calls it."""
+        """Abort what a session runs and take its blocks back; `Session.close` calls it.
+
+        Raises:
+            ValueError: it is another engine's.
+        """
+        self._check_is_own(session)
         session.is_closed, session.sequence.kept = True, False
         if (request := self._requests.get(session.sequence)) is not None:
             self._finish(request, "abort")
@@ -255,6 +296,8 @@ class Engine:
 
         `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
         """
+        prompts = listed("prompts", prompts, "texts or lists of token ids")
+        continuations = listed("continuations", continuations, "texts or lists of token ids")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         forced: dict[Sequence, Forced] = {}
@@ -279,11 +322,17 @@ class Engine:
     def _request(
         self,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         session: Session | None = None,
         streams_text: bool = False,
     ) -> Request:
         """Check a request and put it together; nothing is queued or appended yet."""
+        kind = "SamplingParams(...), one for all prompts or a list of one for each"
+        params = SamplingParams() if params is None else of_kind("params", params, SamplingParams, kind)
+        if max(params.stop_token_ids, default=0) >= self._vocab_size:
+            raise ValueError(
+                f"stop_token_ids={params.stop_token_ids}: the model knows 0 to {self._vocab_size - 1}, no other comes"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
         if session is not None:
@@ -315,13 +364,27 @@ class Engine:
         return torch.Generator().manual_seed(seed)
 
     def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
-        return encode(text, self.tokenizer, self.model.get_input_embeddings().num_embeddings, begins_text)
+        return encode(text, self.tokenizer, self._vocab_size, begins_text)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.model.get_input_embeddings().num_embeddings
 
     def _check_is_free(self, session: Session) -> None:
-        """Refuse a session that is closed, or of which a turn runs."""
+        """Refuse a session that is another engine's or closed, or of which a turn runs."""
+        self._check_is_own(session)
         if session.is_closed:
             raise ValueError("the session is closed: start another one")
         self._check_has_no_turn(session.sequence)
+
+    def _check_is_own(self, session: Session) -> None:
+        if of_kind("session", session, Session, "what `session()` returned").engine is not self:
+            raise ValueError("the session is another engine's: give it to that one")
+
+    def _check_is_mine(self, request: Request) -> None:
+        """Refuse a request that runs elsewhere: its row names another sequence's blocks here."""
+        if request.generation is None and self._requests.get(request.sequence) is not request:
+            raise ValueError("the request is another engine's, or has not begun: give it to that one")
 
     def _check_has_no_turn(self, sequence: Sequence) -> None:
         if sequence in self._requests:
@@ -332,13 +395,20 @@ class Engine:
         self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
 
     def _check_fits(self, num_tokens: int) -> None:
-        cache = self.cache
+        cache, limit = self.cache, self.model.config.max_position_embeddings
         blocks = blocks_of(cache.layout, cache.block_size, num_tokens)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
                 f"a sequence of {num_tokens} tokens may need {blocks} blocks (the worst case: nothing is merged or "
                 f"dropped), memory= holds {cache.allocator.num_blocks}: "
                 f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
+            )
+        if num_tokens > limit and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a sequence may come to {num_tokens} tokens, the model is made for {limit} positions "
+                "(max_position_embeddings): what it predicts beyond them is not to be trusted",
+                stacklevel=2,
             )
 
     def _start(self, request: Request) -> None:
@@ -356,6 +426,8 @@ class Engine:
                     yield inbox.popleft()
                 if request.generation is None:
                     self.step()
+            if request.error is not None:
+                raise request.error
         finally:
             self.abort(request)
 
@@ -380,10 +452,24 @@ class Engine:
         drawn = self.cache.layout.ranks.of_first(torch.stack((tokens.double(), logprobs.double())))
         events = []
         for request, token, logprob in zip(requests, drawn[0].long().tolist(), drawn[1].tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._fail(request)
+                continue
             events.append(request.accept(token, logprob))
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
         return events
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose next token cannot be told."""
+        tokens, count = request.prompt, len(request.logprobs)
+        shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
+        request.error = ArithmeticError(
+            f"the model's logits are not finite after a prompt of {len(tokens)} tokens [{shown}] and {count} generated "
+            "ones: expected numbers; look for weights that are not, or a dtype that overflows"
+        )
+        self._failed.add(request)
+        self._finish(request, "error")
 
     def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:
         if len(logits):
@@ -404,4 +490,5 @@ class Engine:
 
     def _abort_all(self, requests: Collection[Request]) -> None:
         for request in requests:
-            self.abort(request)
+            if self._requests.get(request.sequence) is request:
+                self._finish(request, "abort")

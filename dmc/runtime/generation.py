@@ -13,7 +13,7 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.tally import Held
 
-FinishReason = Literal["length", "stop", "abort"]
+FinishReason = Literal["length", "stop", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -103,4 +103,5 @@ class Generation:
     """Natural-log probability of each chosen token under the unmodified distribution."""
     stats: GenerationStats
     finish_reason: FinishReason
-    """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off."""
+    """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off;
+    `error`: the model's logits were no numbers."""

@@ -13,12 +13,25 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, history_size
 from dmc.ranks import ALONE, Ranks
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
+from dmc.runtime.arguments import index_of
 from dmc.runtime.side_store import SideLayout, SideStore
 from dmc.runtime.tally import Tally
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
 FIRST_POOL_BLOCKS = 256
+
+
+def check_block_size(block_size: int) -> int:
+    """Return entries of a page as an int.
+
+    Raises:
+        ValueError: it is not one of `BLOCK_SIZES`.
+    """
+    if (size := index_of(block_size)) not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+    assert size is not None
+    return size
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,7 @@ class PagedCache:
     """
 
     def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int = 16, num_blocks: int | None = None):
-        if block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size={block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+        block_size = check_block_size(block_size)
         self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
         self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
         heads = (layout.num_layers, max_sequences, layout.num_kv_heads)
@@ -114,8 +126,10 @@ class PagedCache:
         row = self._free_rows.pop()
         self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
-        if self.weight is not None:
-            self.weight[:, row] = 0
+        # what another sequence has left may be no number, and 0 times it none either
+        for state in (self.history_key, self.history_value, self.history_omega, self.mean, self.weight):
+            if state is not None:
+                state[:, row] = 0
         if self.notes is not None:
             self.notes.open_row(row)
         return row

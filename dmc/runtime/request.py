@@ -45,6 +45,8 @@ class Request:
     inbox: deque[TokenEvent] | None = None
     """Events that a stream has still to hand out."""
     generation: Generation | None = None
+    error: ArithmeticError | None = None
+    """Why it could not go on; its generation holds what came before."""
 
     def begin(self) -> None:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""

@@ -30,7 +30,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.sequence = Sequence([], wanted=0, kept=True)
         """All turns so far, and their place in the cache."""
         self.is_closed = False
@@ -59,8 +59,8 @@ class Session:
         Raises:
             ValueError: see `Engine.submit`.
         """
-        request = self._engine.submit(prompt, params, self)
-        self._engine.run([request])
+        request = self.engine.submit(prompt, params, self)
+        self.engine.run([request])
         assert request.generation is not None
         return request.generation
 
@@ -77,11 +77,11 @@ class Session:
         Raises:
             ValueError: see `Engine.submit`.
         """
-        return self._engine.feed(prompt, self)
+        return self.engine.feed(prompt, self)
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Continue the conversation, token by token: see `Engine.stream`."""
-        return self._engine.stream(prompt, params, self)
+        return self.engine.stream(prompt, params, self)
 
     def positions_held(self) -> list[list[Tensor]]:
         """List the positions of the tokens that are still held, by layer and KV head, int64 in ascending order.
@@ -91,8 +91,8 @@ class Session:
         """
         if self.sequence.row is None:
             raise ValueError("the session holds nothing: give it a turn first")
-        return positions_held(self._engine.cache, self.sequence.row)
+        return positions_held(self.engine.cache, self.sequence.row)
 
     def close(self) -> None:
         """End the session: a turn that runs is aborted, the blocks return. May be called twice."""
-        self._engine.end_session(self)
+        self.engine.end_session(self)

@@ -1,6 +1,7 @@
 """Submit, step, abort, stream and sessions."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from dmc.budget import Budget
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 BLOCK_BYTES = 16 * 2 * 16 * 4  # block size, key and value, head_dim, float32
+HALF = Budget(ratio=2)
 METHODS = [None, {}, {"window_size": None}, {"action": "drop", "delay": 4}]
 
 
@@ -365,6 +367,87 @@ def test_a_running_turn_ends_with_its_session(make_compressed: Any, make_prompts
         next(stream)
     assert engine.blocks_in_use == 0
     assert list(stream) == []
+
+
+BROKEN = 7
+"""A token whose embedding is no number, so that nothing after it is."""
+
+
+def with_broken_token(model: Any) -> Any:
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BROKEN] = math.nan
+        model.lm_head.weight[BROKEN] = 0  # so it is hardly ever the most likely one
+    return model
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "method", [*METHODS, policies.SnapKV(budget=HALF, window=4), policies.D2O(budget=HALF)], ids=str
+)
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    method: Any, kernels: str, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    policy = method if isinstance(method, policies.CachePolicy) else None
+    model = with_broken_token(build(None if policy else method, make_stock, make_compressed))
+    prompts = [[token for token in prompt if token != BROKEN] for prompt in make_prompts(20, 9, 30)]
+    engine = Engine(model, policy=policy, kernels=kernels, max_batch_size=3)  # rows and blocks are used again
+    expected = engine.generate(prompts, GREEDY)
+    assert all(BROKEN not in generation.token_ids for generation in expected)
+    broken = [*prompts[1], BROKEN, 3]
+    with pytest.raises(ArithmeticError, match=r"request 1 of 3 \(from 0\): the model's logits are not finite after a"):
+        engine.generate([prompts[0], broken, prompts[2]], GREEDY)
+    assert engine.blocks_in_use == 0
+    requests = [engine.submit(prompt, GREEDY) for prompt in [prompts[0], broken, prompts[2], broken, prompts[1]]]
+    events = []
+    while any(request.generation is None for request in requests):
+        events += engine.step()
+    assert engine.blocks_in_use == 0
+    for request, theirs in zip(requests[::2], (expected[0], expected[2], expected[1]), strict=True):
+        assert request.error is None
+        assert request.generation.token_ids == theirs.token_ids
+        assert request.generation.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    for request in requests[1::2]:
+        assert (request.generation.finish_reason, request.generation.token_ids) == ("error", [])
+        assert f"a prompt of {len(broken)} tokens [{', '.join(map(str, broken[:8]))}, ...]" in str(request.error)
+        assert not [event for event in events if event.request is request]
+    # what is written where a broken request lay is as if it never had been there
+    for generation, theirs in zip(engine.generate(prompts, GREEDY), expected, strict=True):
+        assert generation.token_ids == theirs.token_ids
+        assert generation.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_token_is_drawn_from_what_are_no_numbers(
+    value: float, temperature: float, make_stock: Any, make_prompts: Any
+) -> None:
+    model, (prompt,) = make_stock(), make_prompts(9)
+    engine, params = Engine(model), SamplingParams(max_new_tokens=8, temperature=temperature, top_p=0.9, seed=1)
+    (free,) = engine.generate([prompt], params)
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: output.fill_(value))
+    with pytest.raises(ArithmeticError, match=r"request 0 of 1 .*a prompt of 9 tokens \[.*\] and 0 generated ones"):
+        engine.generate([prompt], params)
+    session = engine.session()
+    with pytest.raises(ArithmeticError, match="logits are not finite"):
+        session.generate(prompt, params)
+    hook.remove()
+
+    def later(module: Any, args: Any, output: Any) -> None:
+        rows.append(1)
+        if len(rows) > 3:
+            output[..., 1:] = -math.inf  # one token is left: it is drawn
+            output[..., 0] = 0 if len(rows) < 6 else value
+
+    rows: list[int] = []
+    hook = model.lm_head.register_forward_hook(later)
+    stream, tokens = engine.stream(prompt, params), []
+    with pytest.raises(ArithmeticError, match="and 5 generated ones"):
+        tokens.extend(event.token_id for event in stream)
+    hook.remove()
+    assert tokens == [*free.token_ids[:3], 0, 0]
+    assert engine.generate([prompt], params)[0].token_ids == free.token_ids
+    session.close()
+    assert engine.blocks_in_use == 0
 
 
 def test_special_tokens_begin_a_conversation_once(make_compressed: Any) -> None:

@@ -33,6 +33,14 @@ def test_zero_temperature_is_greedy() -> None:
         ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7, 0]),
         ({"top_p": 0.75}, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
         ({"top_p": 1e-6}, [0, 1, 0, 0, 0]),
+        ({"top_p": 1e-46}, [0, 1, 0, 0, 0]),
+        ({"top_p": 5e-324}, [0, 1, 0, 0, 0]),
+        ({"top_p": 1e-46, "top_k": 3}, [0, 1, 0, 0, 0]),
+        ({"top_p": 1 - 1e-16}, [0.1, 0.4, 0.05, 0.3, 0.15]),
+        ({"temperature": 1e-45}, [0, 1, 0, 0, 0]),
+        ({"temperature": 5e-324, "top_p": 5e-324}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1e300}, [0.2] * 5),
+        ({"temperature": 1e300, "top_k": 2}, [0, 0.5, 0, 0.5, 0]),
         ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0, 0]),
     ],
 )
@@ -87,6 +95,14 @@ def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
             assert int(tokens[row]) == choose_naively(rows[row].tolist(), params, uniform)
         expected = rows.log_softmax(-1)[torch.arange(len(SETTINGS)), tokens]
         torch.testing.assert_close(log_probs, expected)
+
+
+def test_an_impossible_token_is_never_drawn() -> None:
+    logits = torch.tensor([0.0, -math.inf, 1.0]).expand(300, 3)
+    for temperature in (1e-45, 1.0, 1e39, 1e300):
+        params = [SamplingParams(temperature=temperature, top_p=0.99)] * 300
+        tokens, _ = choose_tokens(logits, params, [torch.Generator().manual_seed(0)] * 300)
+        assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
 def test_greedy_rows_take_nothing_from_a_generator() -> None:

@@ -218,7 +218,7 @@ class Eviction(CacheAttention):
         keep = self.policy.keep(entries, budget) & entries.exists
         if bool((keep == entries.exists).all()):
             return
-        if self.policy.merges:
+        if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are no numbers
             self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
         self._notes.memory[entries.layer_index, rows] = entries.memory
         layer = self.cache.layer(entries.layer_index)
