@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dmc.policies import CachePolicy
 from dmc.runtime.arguments import listed, of_kind, whole_number
@@ -33,6 +32,16 @@ from dmc.runtime.text_stream import TextStream
 def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
     """Blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
     return -(-num_tokens // block_size) * layout.num_layers * layout.num_kv_heads
+
+
+def _check_kinds(model: Any, tokenizer: Any, kernels: Any) -> None:
+    """Refuse what cannot be a model, a tokenizer or a backend's name."""
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+        raise TypeError(f"model={model!r:.80}: expected a causal LM, as load_model(folder) returns one")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise TypeError(f"tokenizer={tokenizer!r}: expected an object, as AutoTokenizer.from_pretrained returns one")
+    if not isinstance(kernels, str):
+        raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
 
 
 class Engine:
@@ -72,14 +81,7 @@ class Engine:
         prefill_chunk_size: int | None = None,
         token_budget: int | None = 2048,
     ) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model={model!r:.80}: expected a causal LM, as load_model(folder) returns one")
-        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-            raise TypeError(
-                f"tokenizer={tokenizer!r}: expected an object such as AutoTokenizer.from_pretrained returns"
-            )
-        if not isinstance(kernels, str):
-            raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
+        _check_kinds(model, tokenizer, kernels)
         block_size = check_block_size(block_size)
         max_batch_size = whole_number("max_batch_size", max_batch_size)
         if prefill_chunk_size is not None:
@@ -190,7 +192,7 @@ class Engine:
         """Step until these requests have finished; an exception or Ctrl-C aborts them.
 
         Raises:
-            ArithmeticError: the model's logits for one of them were no numbers; all have finished.
+            ArithmeticError: the model's logits for one of them were no numbers; the others have finished.
             ValueError: one of them is another engine's.
         """
         requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
