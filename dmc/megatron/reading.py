@@ -108,6 +108,8 @@ def iteration_folder(folder: Path) -> Path:
     found = folder
     if not any(folder.glob("mp_rank_*")) and tracker.is_file():
         latest = tracker.read_text().strip()
+        if not latest.isdecimal() and (latest == ".." or Path(latest).name != latest):
+            raise ValueError(f"{tracker} names {latest!r}: expected a number, or release; copy the checkpoint again")
         found = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
     if (found / ".metadata").is_file() or (found / "metadata.json").is_file():
         raise ValueError(

@@ -301,3 +301,12 @@ def test_output_with_content_is_left_alone_without_overwrite(tmp_path):
     for _ in range(2):
         import_checkpoint(source, tmp_path / "out", overwrite=True)
     load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("named", ["../elsewhere", "/", ".."])
+def test_a_tracker_that_leads_outside_its_folder_is_refused(named, tmp_path):
+    write(GROUPED, tmp_path / "elsewhere")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "latest_checkpointed_iteration.txt").write_text(named)
+    with pytest.raises(ValueError, match=r"names .*: expected a number, or release"):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")

@@ -169,7 +169,7 @@ def test_an_absent_folder_is_named(tmp_path: Path) -> None:
         load_model(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("name", ["../../elsewhere/model.safetensors", "/etc/passwd", "sub/model.safetensors", "", 3])
+@pytest.mark.parametrize("name", ["../elsewhere/model.safetensors", "/etc/passwd", "sub/model.safetensors", "", 3])
 def test_an_index_that_leads_outside_its_folder_is_refused(sharded: Path, name: Any) -> None:
     index = index_of(sharded)
     shard = index["weight_map"][WEIGHT]

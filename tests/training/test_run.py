@@ -137,6 +137,10 @@ def test_a_run_is_never_replaced_by_its_own_export(run_config, tmp_path):
         with pytest.raises(FileExistsError, match=r"is or holds .* which is read|is not replaced"):
             export_checkpoint(run.folder, output, overwrite=True)
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+    for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda"])):
+        with pytest.raises(ValueError, match=rf"device={device}: .*expected cpu, or cuda with a GPU"):
+            export_checkpoint(run.folder, tmp_path / "out", device=device)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config, tmp_path):

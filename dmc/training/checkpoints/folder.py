@@ -104,22 +104,25 @@ class CheckpointFolders:
                 raise could_not_be_written(target, error) from error
         strategy.barrier()
 
-    def check(self, strategy: Any, folder: Path) -> None:
+    def check(self, strategy: Any, folder: Path) -> Header:
         """Check that a checkpoint is what was written, each rank its part; called by all ranks.
 
+        Returns:
+            Its header.
         Raises:
             ValueError: it is not, on all ranks.
         """
         header = read_folder_header(folder)
         if not header.checksums:
             logger.warning("%s has no checksums, an earlier version wrote it: its bytes are not checked", folder)
-            return
+            return header
         damage, problem = _each_its_own(
             strategy, sorted(header.checksums), lambda name: damage_in(folder, header, [name])
         )
         found = next((each for each in damage.values() if each is not None), problem)
         if found is not None:
             raise ValueError(f"{folder} is damaged: {found}; {_offer(folder)}")
+        return header
 
 
 def could_not_be_written(target: Path, error: BaseException | str) -> OSError:

@@ -21,7 +21,7 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import empty_model, local_folder, read_header, weight_files
-from dmc.training.checkpoints.folder import CheckpointFolders, read_folder_header
+from dmc.training.checkpoints.folder import CheckpointFolders
 from dmc.training.checkpoints.trust import TAG
 from dmc.training.strategies.whole import WholeModel
 
@@ -144,8 +144,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any number of ranks."""
         folder = Path(checkpoint_path)
-        self._folders.check(self, folder)
-        if read_folder_header(folder).num_ranks == self.world_size:
+        if self._folders.check(self, folder).num_ranks == self.world_size:
             checkpoint = super().load_checkpoint(folder, weights_only)
         else:
             checkpoint = self._load_resharded(folder)
