@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,29 @@ def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = N
         dtype: of the weights.
         revision: hub revision.
     Raises:
-        ValueError: see `load_model`.
+        FileNotFoundError, ValueError: see `load_model` and `load_tokenizer`.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(path, dtype=dtype, revision=revision).to(device)
+    lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    return model, None if lacks_tokenizer else load_tokenizer(path, revision, model.config.vocab_size)
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: int | None = None) -> Any:
+    """Load a tokenizer, without code of its own.
+
+    Args:
+        path: folder or hub name.
+        revision: hub revision.
+        vocab_size: of the model that reads its tokens; None: any.
+    Raises:
+        ValueError: there is none, it is damaged, or it has more tokens than the model.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError):
-        tokenizer = None
-    return load_model(path, dtype=dtype, revision=revision).to(device), tokenizer
+    except Exception as error:
+        raise ValueError(f"{path} has no tokenizer, or a damaged one ({error}): copy its files again") from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"the tokenizer of {path} has tokens up to {largest}, its model {vocab_size} tokens in all")
+    return tokenizer

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from dmc.budget import Budget
 from dmc.config import RunConfig
 from dmc.evaluation.report import read_folders, write_page
+from dmc.loading import load_tokenizer
 from dmc.models import load_model
 from dmc.policies import H2O, TOVA
 from dmc.provenance import provenance
@@ -117,7 +117,7 @@ def _measure(retrofit: RunConfig, runs: dict[str, TrainedRun]) -> tuple[dict[str
     models = {"base": runs["base"].final, "control": runs["control"].final}
     models |= {f"CR {ratio:g}": path for ratio, path in runs["retrofit"].snapshots.items()}
     models["final"] = runs["retrofit"].final
-    tokenizer = AutoTokenizer.from_pretrained(runs["base"].final)
+    tokenizer = load_tokenizer(runs["base"].final)
     texts = torch.cat(TextData(retrofit, tokenizer, total_steps=1).test_batches())
     readings = {
         name: _read(Engine(load_model(path), max_batch_size=NUM_TOGETHER), texts, name) for name, path in models.items()
@@ -170,7 +170,7 @@ def _read(engine: Engine, texts: Tensor, name: str) -> _Reading:
 
 
 def _sample(folder: Path) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     params = SamplingParams(max_new_tokens=96, temperature=0.7, top_p=0.95, seed=0)
     (generation,) = Engine(load_model(folder), tokenizer).generate([PROMPT], params)
     stats = generation.stats

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.command_line import script
+from dmc.loading import load_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.policies.from_config import policy_from_config
 
@@ -32,9 +32,10 @@ def load(settings: DictConfig) -> Any:
 @script("generate")
 def main(settings: DictConfig) -> None:
     policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]
+    model = load(settings)
     engine = Engine(
-        load(settings),
-        AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=False),
+        model,
+        load_tokenizer(settings.model.path, settings.model.revision, model.config.vocab_size),
         policy,
         block_size=settings.block_size,
         memory=settings.memory,

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmc.command_line import script
 from dmc.config import build_config
 from dmc.evaluation.row_store import FAILED
-from dmc.study.evaluation import evaluate_runs, write_results
+from dmc.study.evaluation import check_measurements, evaluate_runs, write_results
 from dmc.study.plan import StudyConfig, plan_bases, plan_runs
 from dmc.study.training import log_of, train_runs
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(settings: DictConfig) -> None:
     values: Any = OmegaConf.to_container(settings, resolve=True)
     config = build_config(StudyConfig, values)
+    check_measurements(config, ROOT / "configs")
     for base in plan_bases(config):  # each may start from the one before
         if train_runs([base], ROOT / "scripts" / "train.py", processes=1):
             sys.exit(f"error: {base.label} failed, see {log_of(base)}")

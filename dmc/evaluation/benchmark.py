@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -79,8 +80,12 @@ class BenchmarkConfig:
             raise ValueError(f"new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}: give more")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes={self.batch_sizes}: expected whole numbers >= 1")
-        if any(not ratio >= 1 for ratio in self.ratios):
+        if not self.ratios or any(not 1 <= ratio < math.inf for ratio in self.ratios):
             raise ValueError(f"ratios={self.ratios}: expected compression ratios >= 1")
+        if self.delay < 0:
+            raise ValueError(f"delay={self.delay}: expected a whole number of tokens >= 0")
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: expected a whole number of slots >= 1")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from dmc.export import ModelCard, describe
+from dmc.loading import load_tokenizer
 from dmc.megatron.arguments import configuration_of
 from dmc.megatron.layout import EMBEDDING, OUTPUT, Part, parts_of
 from dmc.megatron.reading import LAYER, Checkpoint, read_checkpoint
@@ -52,7 +53,7 @@ def import_checkpoint(
     inputs = [checkpoint] if tokenizer is None else [checkpoint, Path(tokenizer)]
     refuse_occupied(output, overwrite, inputs)
     source = read_checkpoint(checkpoint, arguments or {})
-    own_tokenizer = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    own_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     if vocab_size is None:
         vocab_size = source.arguments.get("vocab_size") if own_tokenizer is None else len(own_tokenizer)
     config, parts = plan_of(source, vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
         dtype: of the weights.
         device: where they are made.
         seed: of the weights.
+    Raises:
+        ValueError: no model has this shape.
     """
     values = {"max_position_embeddings": 1 << 17, "bos_token_id": None, "eos_token_id": None, **shape}
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    check_shape(values, "the shape")
+    try:
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no model has the shape {shape}: {error}") from error
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -35,6 +42,16 @@ def refuse_kernels(config: Any, name: str) -> None:
     attention = str(getattr(config, "_attn_implementation", None))
     if "/" in attention:
         raise ValueError(f"{name} names the attention {attention}, code on the hub: remove attn_implementation from it")
+
+
+def check_shape(values: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError that names the configuration if it has no layers, or its KV heads do not divide the heads."""
+    layers = values.get("num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise ValueError(f"{name}: num_hidden_layers={layers}: expected a whole number >= 1")
+    heads, kv_heads = (values.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"{name}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
 
 
 def assemble(config: Any, weights: dict[str, Tensor]) -> Any:

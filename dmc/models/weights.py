@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc.models.build import refuse_kernels
+from dmc.json_file import read_mapping
+from dmc.models.build import check_shape, refuse_kernels
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -90,6 +92,29 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def read_model_config(folder: Path) -> Any:
+    """Read the transformers configuration of a local folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it describes no model.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    check_shape(read_mapping(path), str(path))
+    with _describing(path):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextmanager
+def _describing(path: Path) -> Iterator[None]:
+    """Name the file in whatever transformers raises on values that describe no model."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} describes no model: {error}") from error
+
+
 def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
     """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
 
@@ -102,13 +127,11 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
         if name.startswith(("/", ".", "~")):
             raise FileNotFoundError(f"there is no folder {name}: give a model's folder, or its name on the hub")
         return
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    config = read_model_config(folder)
     shapes = stored_shapes(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_kernels(config, str(folder / "config.json"))
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class
-    with torch.device("meta"):
+    with torch.device("meta"), _describing(folder / "config.json"):
         model = build(config)
     _refuse_more_layers(folder, shapes, model)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
@@ -148,6 +171,9 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError, ValueError: see `check_weights`.
     """
+    dtype = kwargs.get("dtype", "auto")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected auto, or a torch dtype such as float32 or bfloat16")
     check_weights(folder)
     if not Path(str(folder)).is_dir():
         config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)

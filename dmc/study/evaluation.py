@@ -12,14 +12,26 @@ from typing import Any
 
 from dmc.evaluation.compare import run_cells, unfinished
 from dmc.evaluation.compare_report import replace_file, untold, write_report
-from dmc.evaluation.grid import FULL, CompareConfig, plan_grid
+from dmc.evaluation.grid import FULL, CompareConfig, named_settings, plan_grid, plan_methods
 from dmc.evaluation.row_store import Row, RowStore
 from dmc.loading import load_with_tokenizer
 from dmc.study.plan import CONTROL, StudyConfig, StudyRun
 from dmc.study.table import format_costs, study_costs
+from dmc.target import build_target
 
 METRICS = ("loss", "far_repeat_loss")
 """Of all tokens, and of those that repeat something far back."""
+
+
+def check_measurements(config: StudyConfig, configs: Path) -> None:
+    """Look up all policies, budgets and tasks, so that hours of training do not end in a word that is spelled wrong.
+
+    Raises:
+        ValueError, FileNotFoundError: see `plan_grid`.
+    """
+    plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
+    for name, settings in named_settings(config.tasks, configs / "task", "tasks").items():
+        build_target(settings, f"tasks.{name}")
 
 
 def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> list[Row]:

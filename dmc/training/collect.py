@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dmc.export import METRICS_NAME, is_of_last_step
+from dmc.export import METRICS_NAME
+from dmc.json_file import read_mapping
 from dmc.training.record import CONFIG_NAME
 
 
@@ -46,20 +46,15 @@ def collect(folder: Path) -> tuple[list[Result], list[str]]:
         raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
     results = []
     for run in runs:
-        for path in (*([run / "final"] if _is_finished(run) else []), *(run / "snapshots").glob("*")):
+        for path in (run / "final", *(run / "snapshots").glob("*")):
             if (path / METRICS_NAME).is_file() and not path.name.startswith("."):
                 results.append(_read(path, str(run.relative_to(folder))))
-    unfinished = [str(run.relative_to(folder)) for run in runs if not _is_finished(run)]
+    unfinished = [str(run.relative_to(folder)) for run in runs if not (run / "final" / METRICS_NAME).is_file()]
     return sorted(results, key=lambda result: (result.target_ratio, result.run, result.model)), unfinished
 
 
-def _is_finished(run: Path) -> bool:
-    record = run / "final" / METRICS_NAME
-    return record.is_file() and is_of_last_step(json.loads(record.read_text())["metrics"])
-
-
 def _read(path: Path, run: str) -> Result:
-    record = json.loads((path / METRICS_NAME).read_text())
+    record = read_mapping(path / METRICS_NAME)
     metrics, compression = record["metrics"], record["compression"] or {"target_ratio": 1.0}
     split, prefix = ("test", "test_") if "test_loss_nats_per_token" in metrics else ("validation", "")
     loss, ratio = metrics[f"{split}_loss_nats_per_token"], metrics[f"{prefix}achieved_ratio"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from dmc.config import RunConfig, build_config
 from dmc.data import PackageSource, StandardLibrarySource, TextSource
-from dmc.export import METRICS_NAME
+from dmc.json_file import read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
 
@@ -46,42 +46,54 @@ def is_rank_zero() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ("NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
-def claim(folder: Path, config: RunConfig) -> None:
-    """Record the configuration in the output folder, or check that it is the same run that goes on there.
+def check_same_run(folder: Path, config: RunConfig) -> None:
+    """Check that the output folder holds no other run.
 
     Raises:
-        ValueError: the folder holds a run with other settings.
+        ValueError: the folder holds a run with other settings, or a damaged record.
     """
     record, values = folder / CONFIG_NAME, _plain(config)
+    if not record.is_file():
+        return
+    try:
+        known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
+        compared = set(known) | set(values)
+    except ValueError:  # a setting this version does not know: told with the others that were recorded
+        known = _flat(_recorded(record)["config"])
+        compared = set(known)
+    differing = {key for key in compared if known.get(key) != values.get(key)}
+    changed = sorted(key for key in differing if not key.startswith(PLACES) and key not in MEASURED)
+    if changed:
+        shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
+        raise ValueError(
+            f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
+        )
+
+
+def record_run(folder: Path, config: RunConfig) -> None:
+    """Write down the configuration of a run that begins; of one that goes on, what of it may have changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
+    content = {"config": values, **provenance()}
     if record.is_file():
-        try:
-            known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
-            compared = set(known) | set(values)
-        except ValueError:  # a setting this version does not know: told with the others that were recorded
-            known = _flat(json.loads(record.read_text())["config"])
-            compared = set(known)
-        differing = {key for key in compared if known.get(key) != values.get(key)}
-        changed = sorted(key for key in differing if not key.startswith(PLACES) and key not in MEASURED)
-        if changed:
-            shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
-            raise ValueError(
-                f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
-            )
-        if is_rank_zero() and differing.intersection(MEASURED) and not (folder / "final" / METRICS_NAME).is_file():
-            content = json.loads(record.read_text())
-            for section, _, name in (key.partition(".") for key in differing.intersection(MEASURED)):
-                content["config"][section][name] = dataclasses.asdict(config)[section][name]
-            _write(record, content)
-    elif is_rank_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"config": dataclasses.asdict(config), **provenance()}
-        _write(record, content)
-
-
-def _write(record: Path, content: dict[str, Any]) -> None:
+        content = _recorded(record)
+        for section, _, name in (key.partition(".") for key in MEASURED):
+            content["config"][section][name] = values[section][name]
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(record)
+
+
+def _recorded(record: Path) -> dict[str, Any]:
+    """Read a run's record.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    content = read_mapping(record)
+    if not isinstance(content.get("config"), dict):
+        raise ValueError(f"{record} is damaged: it has no mapping `config`")
+    return content
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -89,11 +101,15 @@ def read_config(folder: Path) -> RunConfig:
 
     Raises:
         FileNotFoundError: there is no run.
+        ValueError: its record is damaged, or of settings that this version does not know.
     """
     record = folder / CONFIG_NAME
     if not record.is_file():
         raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
-    return build_config(RunConfig, json.loads(record.read_text())["config"])
+    try:
+        return build_config(RunConfig, _recorded(record)["config"])
+    except ValueError as error:
+        raise ValueError(f"{record}: {error}") from error
 
 
 def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:

@@ -54,12 +54,7 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
         FileNotFoundError, ValueError: there is no run or no file, or one of them is damaged.
     """
     config = read_foreign_config(run_folder, trust_run)
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: file= is one of {run_folder / 'nonfinite'}")
-    try:
-        kept = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file} is cut off or is no batch kept by a run ({type(error).__name__})") from error
+    kept = _read_kept(file, run_folder)
     checkpoint = latest(run_folder / "checkpoints")
     header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
@@ -77,6 +72,20 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
         gradient_norms=_norms(model),
         first_nonfinite=nonfinite[0] if nonfinite else None,
     )
+
+
+def _read_kept(file: Path, run_folder: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: file= is one of {run_folder / 'nonfinite'}")
+    try:
+        kept = torch.load(file, map_location="cpu", weights_only=True)
+        batches = kept["micro_batches"]
+        if isinstance(kept["step"], int) and all({"input_ids", "position", "loss"} <= {*batch} for batch in batches):
+            return kept
+        reason = "other content"
+    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
+        reason = type(error).__name__
+    raise ValueError(f"{file} is cut off or is no batch kept by a run ({reason})")
 
 
 def _run(module: RetrofitModule, config: RunConfig, step: int, batch: dict[str, Any], count: int) -> float:

@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
-from dmc.export import METRICS_NAME, is_final
+from dmc.export import METRICS_NAME, is_whole
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
@@ -31,7 +31,7 @@ from dmc.training.exporter import Exporter
 from dmc.training.loggers import choose_wandb_mode, open_loggers
 from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import check_start, devices_per_node
-from dmc.training.record import claim, is_rank_zero, record_start
+from dmc.training.record import check_same_run, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.teacher import Teacher
@@ -54,8 +54,8 @@ class TrainedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the model of the last step is exported, with all of its weights."""
-        return is_final(self.final)
+        """Whether the model is exported, with all of its weights."""
+        return is_whole(self.final)
 
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Figures measured when `folder` was exported."""
@@ -85,6 +85,13 @@ def _keep_quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders that were made for a run that did not begin."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[threading.Event]:
     """Let no other start train the run in `folder` meanwhile; rank 0 stands for all of its ranks.
@@ -95,7 +102,9 @@ def _alone_in(folder: Path) -> Iterator[threading.Event]:
         ClaimedError: another one does; nothing is touched.
     """
     lost = threading.Event()
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     with ExitStack() as held:
+        held.callback(_remove_empty, made if is_rank_zero() else [])
         if is_rank_zero():
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -134,7 +143,7 @@ def train(config: RunConfig) -> TrainedRun:
     if not is_finished:
         check_start(config, devices_per_node(config) * config.trainer.num_nodes)
     with nullcontext() if is_finished else _alone_in(folder) as displaced:
-        claim(folder, config)
+        check_same_run(folder, config)
         if run.is_finished:
             logger.info("%s is finished; reused", folder)
             return run
@@ -172,7 +181,9 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     ahead = plan.snapshot_steps(config.training.snapshot_ratios if config.has_gates else ())
     for place in (run.final, *(run.snapshots[ratio] for at, ratio in ahead.items() if at > step)):
         refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
+    data.check()
     if is_rank_zero():
+        record_run(run.folder, config)
         record_start(run.folder, step)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if preemption.stopped_at is not None:
@@ -186,5 +197,5 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
             f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
         )
     module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
-    exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
+    exporter.write(module.model, run.final, config.target_ratio)
     trainer.strategy.barrier("export")

@@ -10,7 +10,7 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dmc.config import DataConfig, RunConfig
 from dmc.data import (
@@ -29,6 +29,7 @@ from dmc.data import (
     train_tokenizer,
     write_report,
 )
+from dmc.loading import load_tokenizer
 from dmc.target import build_target
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
@@ -60,7 +61,7 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
         raise ValueError(
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return load_tokenizer(path)
 
 
 def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
@@ -114,6 +115,19 @@ class TextData(LightningDataModule):
         self.num_draws = total_steps * config.training.batch_size
         self.framing = document_framing(config.data, tokenizer)
         self._train: Any = None
+
+    def check(self) -> None:
+        """Open every source, so that a wrong name is told before the run is recorded; nothing is written.
+
+        Raises:
+            ValueError, OSError: a source is not there, or holds no text.
+        """
+        for split in self._cached_splits():
+            for source in self._sources(split):
+                source.check()
+        if self.config.data.streaming:
+            for source in self._sources("train"):
+                source.stream()
 
     def prepare_data(self) -> None:
         """Tokenise into the cache, once per machine; machines that share a folder share the work."""

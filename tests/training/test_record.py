@@ -5,7 +5,7 @@ import pytest
 
 from dmc.config import RunConfig, build_config
 from dmc.training import export_checkpoint
-from dmc.training.record import claim, is_rank_zero, read_foreign_config, record_start
+from dmc.training.record import is_rank_zero, read_foreign_config, record_run, record_start
 from dmc.training.replay import replay
 
 LAUNCHERS = ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -63,7 +63,7 @@ def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_v
     if place == "inside":
         source = {**run_values["data"]["train"][0], "files": source}
     run_values["data"]["train" if place == "inside" else place] = [source]
-    claim(tmp_path / "run", build_config(RunConfig, run_values))
+    record_run(tmp_path / "run", build_config(RunConfig, run_values))
     with pytest.raises(ValueError, match=rf"run.json names {target}, which is no source of dmc.data: .*trust_run=true"):
         read_foreign_config(tmp_path / "run")
     with pytest.raises(ValueError, match="trust_run=true"):
@@ -80,5 +80,5 @@ def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
         {"_target_": "dmc.data.StandardLibrarySource", "split": "train"},
         {"_target_": "dmc.data.PackageSource", "packages": ["torch"]},
     ]
-    claim(tmp_path, config := build_config(RunConfig, run_values))
+    record_run(tmp_path, config := build_config(RunConfig, run_values))
     assert read_foreign_config(tmp_path) == config

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, count_scored, logged_losses, note_positions, train_ranks
+from launching import Ranks, count_scored, logged_losses, train_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
-from dmc.study.plan import StudyRun
-from dmc.training import PreemptedError, export_checkpoint, train
+from dmc.training import export_checkpoint, train
 from dmc.training.checkpoints.reading import read_header
-from dmc.training.collect import collect
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule, noise_seeds
-from dmc.training.record import claim, read_config
+from dmc.training.record import check_same_run, read_config, record_run
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text
@@ -55,24 +53,6 @@ def test_finished_run_is_reused(run_config):
     assert (run.final / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
-    run_values["training"] |= {"validate_every_steps": 100, "snapshot_ratios": []}
-    config = build_config(RunConfig, run_values)
-    folder = Path(config.output_dir)
-    with pytest.MonkeyPatch.context() as patch:
-        note_positions(0, folder.with_name("positions"), stop=(3, 1), replace=patch.setattr)
-        with pytest.raises(PreemptedError, match="after step 3 of 8"):
-            train(config)
-    export_checkpoint(folder, folder / "final")
-    study_run = StudyRun("run", None, folder, ())
-    assert not study_run.is_finished and collect(folder.parent) == ([], ["run"])
-    run = train(config)
-    assert sorted(logged_losses(folder)) == list(range(8))
-    metrics = run.metrics(run.final)
-    assert (metrics["steps"], metrics["planned_steps"]) == (8, 8)
-    assert study_run.is_finished and run.is_finished and collect(folder.parent)[1] == []
-
-
 def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
     train(run_config)
     run_values["training"]["learning_rate"] = 5e-4
@@ -81,7 +61,7 @@ def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
 
 
 def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config, run_values, tmp_path):
-    claim(Path(run_config.output_dir), run_config)
+    record_run(Path(run_config.output_dir), run_config)
     record = Path(run_config.output_dir) / "run.json"
     content = json.loads(record.read_text())
     content["config"]["training"] |= {"calibration_sequences": 0, "validation_sequences": 0, "validate_every_steps": 0}
@@ -91,10 +71,10 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert run.metrics(again) == run.metrics(run.final)
     run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
     run_values["data"]["calibration"] = run_values["data"]["validation"]
-    claim(run.folder, other := build_config(RunConfig, run_values))
+    train(other := build_config(RunConfig, run_values))
     assert read_config(run.folder) == run_config  # with which it was exported
     (run.final / "retrofit.json").unlink()
-    claim(run.folder, other)
+    record_run(run.folder, other)
     assert read_config(run.folder) == other
     assert {**json.loads(record.read_text()), "config": None} == {**content, "config": None}
 
@@ -144,13 +124,13 @@ def test_a_run_is_never_replaced_by_its_own_export(run_config, tmp_path):
 
 
 def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config, tmp_path):
-    claim(tmp_path, run_config)
+    record_run(tmp_path, run_config)
     record = json.loads((tmp_path / "run.json").read_text())
     record["config"]["training"] |= {"rate_control": 0.5}
     del record["config"]["training"]["ratio_control"], record["config"]["training"]["gates_only"]
     (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"\(training.rate_control: 0.5 then, None now\): choose another"):
-        claim(tmp_path, run_config)
+        check_same_run(tmp_path, run_config)
 
 
 def test_control_trains_the_stock_model_for_as_many_steps(run_values):
@@ -314,8 +294,8 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     assert config.data.reported_split == "test"
     assert not torch.equal(torch.cat(own.test_batches()), torch.cat(own.validation_batches()))
     assert "test" in [report.split for report in own.report()]
-    claim(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
-    claim(tmp_path / "run", config)  # a run may go on with another: it is not trained with
+    record_run(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
+    record_run(tmp_path / "run", config)  # a run may go on with another: it is not trained with
     run_values["data"]["test"] = []
     with pytest.raises(ValueError, match=r"data\.test is empty: name at least one source, or null"):
         build_config(RunConfig, run_values)

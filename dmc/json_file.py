@@ -1,0 +1,27 @@
+"""JSON files that somebody else may have written: what is wrong with one is said by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds a mapping.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON, or holds something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: brackets in thousands of brackets") from None
+    except ValueError as error:  # a UnicodeDecodeError is one
+        raise ValueError(f"{path} is damaged, or is no JSON file: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}: expected a mapping")
+    return values
