@@ -181,6 +181,7 @@ struct Attention {
     void* out;      // [S, H_q, n, D]
     float* scores;  // [S, H_q, scores_step], zeros, or null; n = 1
     int64_t scores_step;
+    int64_t num_rows, num_slots;  // C, and the slots that a table can name
 };
 
 namespace {
@@ -563,6 +564,7 @@ struct Append {
     bool* top_exists;                    // [S, n]
     void *recent_key, *recent_value;     // [S, H, n + W - 1, D] or null
     bool* recent_exists;                 // [S, n + W - 1]
+    int64_t num_rows, num_slots;         // C, and the slots that a table can name
 };
 
 namespace {
@@ -575,6 +577,15 @@ class Head {
         : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), place_(sequence * a.heads + head),
           row_(a.rows[sequence] * a.heads + head), first_(a.positions[sequence * a.position_step]),
           table_(a.tables + a.rows[sequence] * a.table_row_step + head * a.table_head_step) {}
+
+    // Slots after these tokens.
+    int64_t grown() const {
+        int64_t length = a_.lengths[row_];
+        for (int64_t i = 0; i < a_.tokens; i++) length += appends(first_ + i - a_.delay);
+        return length;
+    }
+
+    int64_t length() const { return a_.lengths[row_]; }
 
     // Takes blocks and says what is seen; heads come in order, for they share the free list.
     void grow() {
@@ -810,6 +821,7 @@ struct Heads {
     const int32_t* tables;  // [C, H, M]
     int64_t table_row_step, table_head_step;
     int32_t* lengths;  // [C, H]
+    int64_t num_rows, num_slots;  // C, and the slots that a table can name
 };
 
 struct Compact {
@@ -1193,21 +1205,114 @@ class Receiver {
 
 }  // namespace
 
+namespace {
+
+// What is wrong with arguments, or null: asked before anything is read by them or written.
+constexpr const char NO_ROW[] = "a cache row that does not exist", NO_ENTRY[] = "an entry that is not held",
+                     TOO_LONG[] = "more slots than its block table, or what is given beside it, has room for",
+                     NO_BLOCK[] = "more blocks wanted than are free";
+
+inline const char* wrong_rows(const int64_t* rows, int64_t count, int64_t num_rows) {
+    if (rows == nullptr) return count <= num_rows ? nullptr : NO_ROW;
+    return std::all_of(rows, rows + count, [&](int64_t row) { return 0 <= row && row < num_rows; }) ? nullptr : NO_ROW;
+}
+
+template <class T>
+const char* wrong(const Attention& a) {
+    if (const char* found = wrong_rows(a.rows, a.sequences, a.num_rows)) return found;
+    const int64_t most = a.scores ? std::min(a.num_slots, a.scores_step) : a.num_slots;
+    for (int64_t sequence = 0; sequence < a.sequences; sequence++)
+        for (int64_t head = 0; head < a.kv_heads; head++)
+            for (int64_t query = 0; query < a.queries; query++) {
+                const int64_t seen = Rows<T>::seen_slots(a, sequence, head, query);
+                if (seen < 0 || seen > most) return TOO_LONG;
+            }
+    return nullptr;
+}
+
+template <class T>
+const char* wrong(const Append& a) {
+    if (const char* found = wrong_rows(a.rows, a.sequences, a.num_rows)) return found;
+    int64_t blocks = 0;
+    for (int64_t i = 0; i < a.sequences * a.heads; i++) {
+        const Head<T> head(a, i / a.heads, i % a.heads);
+        const int64_t grown = head.grown();
+        if (head.length() < 0 || grown > a.num_slots) return TOO_LONG;
+        blocks += (grown + a.block - 1) / a.block - (head.length() + a.block - 1) / a.block;
+    }
+    return blocks <= *a.num_free ? nullptr : NO_BLOCK;
+}
+
+// `fits` is asked for the index and the length of every head.
+template <class Fits>
+const char* wrong_heads(const Heads& a, const char* complaint, const Fits& fits) {
+    if (const char* found = wrong_rows(a.rows, a.sequences, a.num_rows)) return found;
+    for (int64_t i = 0; i < a.sequences * a.heads; i++) {
+        const int64_t length = a.lengths[a.rows[i / a.heads] * a.heads + i % a.heads];
+        if (length < 0 || length > a.num_slots) return TOO_LONG;
+        if (!fits(i, length)) return complaint;
+    }
+    return nullptr;
+}
+
+inline const char* wrong(const Compact& c) {
+    return wrong_heads(c.heads, TOO_LONG, [&](int64_t, int64_t length) { return length <= c.keep_step; });
+}
+
+inline const char* wrong(const Evict& e) {
+    return wrong_heads(e.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return e.ages[i] < length; });
+}
+
+inline const char* wrong(const NoteTokens& n) {
+    return wrong_heads(n.heads, NO_ENTRY, [&](int64_t, int64_t length) { return n.tokens <= length; });
+}
+
+inline const char* wrong(const NoteAttention& n) {
+    return wrong_heads(n.heads, TOO_LONG, [&](int64_t, int64_t length) { return length <= n.entries; });
+}
+
+inline const char* wrong(const Lowest& l) {
+    const auto fits = [&](int64_t length) { return 0 <= length && length <= l.entries; };
+    return std::all_of(l.lengths, l.lengths + l.sequences * l.heads, fits) ? nullptr : TOO_LONG;
+}
+
+inline const char* wrong(const Received& v) {
+    return wrong_heads(v.heads, TOO_LONG, [&](int64_t i, int64_t length) {
+        const int32_t* slots = v.slots + i * v.queries;
+        return std::all_of(slots, slots + v.queries, [&](int32_t seen) { return 0 < seen && seen <= length; });
+    });
+}
+
+template <class Work>
+const char* unless(const char* found, const Work& work) {
+    if (found == nullptr) work();
+    return found;
+}
+
+}  // namespace
+
+// Each returns what is wrong with its arguments, and has done nothing then, or null.
+#define CHECKED(name, Arguments, problem, work) \
+    const char* name(const Arguments* arguments) { \
+        const Arguments& a = *arguments; \
+        return unless(problem, [&] { work; }); \
+    }
+
 extern "C" {
 void use_fork_join(ForkJoin function) { fork_join = function; }
-void attend_float32(const Attention* arguments) { attend<float>(*arguments); }
-void attend_bfloat16(const Attention* arguments) { attend<BFloat16>(*arguments); }
-void linear_float32(const Linear* arguments) { linear<float>(*arguments); }
-void linear_bfloat16(const Linear* arguments) { linear<BFloat16>(*arguments); }
-void append_float32(const Append* arguments) { append<float>(*arguments); }
-void append_bfloat16(const Append* arguments) { append<BFloat16>(*arguments); }
-void compact_float32(const Compact* arguments) { compact<float>(*arguments); }
-void compact_bfloat16(const Compact* arguments) { compact<BFloat16>(*arguments); }
-void evict_float32(const Evict* arguments) { evict<float>(*arguments); }
-void evict_bfloat16(const Evict* arguments) { evict<BFloat16>(*arguments); }
-void note_tokens(const NoteTokens* arguments) { note_tokens(*arguments); }
-void note_attention(const NoteAttention* arguments) { note_attention(*arguments); }
-void lowest(const Lowest* arguments) { lowest(*arguments); }
-void receive_float32(const Received* arguments) { Receiver<float>(*arguments).run(); }
-void receive_bfloat16(const Received* arguments) { Receiver<BFloat16>(*arguments).run(); }
+CHECKED(attend_float32, Attention, wrong<float>(a), attend<float>(a))
+CHECKED(attend_bfloat16, Attention, wrong<BFloat16>(a), attend<BFloat16>(a))
+CHECKED(linear_float32, Linear, nullptr, linear<float>(a))
+CHECKED(linear_bfloat16, Linear, nullptr, linear<BFloat16>(a))
+CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
+CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), append<BFloat16>(a))
+CHECKED(compact_float32, Compact, wrong(a), compact<float>(a))
+CHECKED(compact_bfloat16, Compact, wrong(a), compact<BFloat16>(a))
+CHECKED(evict_float32, Evict, wrong(a), evict<float>(a))
+CHECKED(evict_bfloat16, Evict, wrong(a), evict<BFloat16>(a))
+CHECKED(note_tokens, NoteTokens, wrong(a), note_tokens(a))
+CHECKED(note_attention, NoteAttention, wrong(a), note_attention(a))
+CHECKED(lowest, Lowest, wrong(a), lowest(a))
+CHECKED(receive_float32, Received, wrong(a), Receiver<float>(a).run())
+CHECKED(receive_bfloat16, Received, wrong(a), Receiver<BFloat16>(a).run())
 }

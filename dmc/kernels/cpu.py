@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ _ATTENTION = """
     query query_sequence_step query_head_step query_step key_pages value_pages
     rows tables table_row_step table_head_step slots slots_by_row slots_sequence_step slots_head_step
     top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
+    num_rows num_slots
 """
 _APPEND = """
     sequences heads tokens dim block history delay threads gated merges window rows positions position_step
@@ -46,11 +47,11 @@ _APPEND = """
     cos sin
     key_pages value_pages free_blocks num_free tables table_row_step table_head_step lengths
     history_key history_value history_merged history_omega mean weight seen
-    top_key top_value top_exists recent_key recent_value recent_exists
+    top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
 """
 _HEADS = """
     sequences heads dim block threads rows key_pages value_pages free_blocks num_free
-    tables table_row_step table_head_step lengths
+    tables table_row_step table_head_step lengths num_rows num_slots
 """
 _COMPACT = _HEADS + "keep keep_step"
 _EVICT = _HEADS + "ages position slot sums num_sums sum_step"
@@ -112,7 +113,8 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
     library = _library(cache.key_pages)
     if library is None:
         return reference.append_or_merge(cache, tokens, config)
-    sequences, heads, num_new, dim = tokens.key.shape
+    sequences, num_new = len(tokens.rows), tokens.positions.shape[-1]
+    heads, dim = cache.lengths.shape[1], cache.key_pages.shape[-1]
     key, value, positions = (_rows_of_channels(each) for each in (tokens.key, tokens.value, tokens.positions))
     merges = config is not None and config.action == "merge"
     delay = 0 if config is None else config.delay
@@ -120,6 +122,16 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
     if config is not None:
         assert tokens.cos is not None and tokens.sin is not None
         cos, sin = tokens.cos.float().contiguous(), tokens.sin.float().contiguous()
+        _expect("cos", cos, torch.float32, (sequences, num_new + delay, dim))
+        _expect("sin", sin, torch.float32, (sequences, num_new + delay, dim))
+        assert tokens.merged is not None and tokens.omega is not None
+        _expect("merged", tokens.merged, torch.bool, (sequences, heads, num_new), dense=False)
+        _expect("omega", tokens.omega, torch.float32, (sequences, heads, num_new), dense=False)
+    _expect_cache(cache, config)
+    _expect("rows", tokens.rows, torch.int64, (sequences,))
+    _expect("positions", positions, torch.int64, (sequences, num_new), dense=False)
+    _expect("key", key, cache.key_pages.dtype, (sequences, heads, num_new, dim), dense=False)
+    _expect("value", value, cache.key_pages.dtype, (sequences, heads, num_new, dim), dense=False)
     seen = Seen(torch.empty(sequences, heads, num_new, dtype=torch.int64))
     if merges and num_new > 1:
         seen.top = Top(*_raw(key, num_new))
@@ -166,8 +178,9 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
         seen.slots.data_ptr(),
         *_addresses(seen.top),
         *_addresses(seen.recent),
+        *_bounds(cache.block_tables, cache.block_size),
     )
-    getattr(library, "append_" + SUFFIXES[key.dtype])(ctypes.byref(arguments))
+    _call(library, "append_" + SUFFIXES[key.dtype], arguments)
     return seen
 
 
@@ -177,8 +190,9 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     if library is None:
         return reference.compact(cache, rows, keep)
     keep = keep.contiguous()
+    _expect("keep", keep, torch.bool, (len(rows), cache.lengths.shape[1], keep.shape[-1]))
     arguments = _Compact(*_heads(cache, rows), keep.data_ptr(), keep.shape[-1])
-    getattr(library, "compact_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+    _call(library, "compact_" + SUFFIXES[cache.key_pages.dtype], arguments)
 
 
 def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
@@ -188,10 +202,12 @@ def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> N
         return reference.evict(cache, notes, rows, ages)
     assert notes.slot is not None
     ages, sums = ages.contiguous(), notes.sums
+    _expect("ages", ages, torch.int64, (len(rows), cache.lengths.shape[1]))
+    _expect_notes(cache, notes)
     columns = sums.data_ptr(), len(sums), sums.stride(0)
     pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
     arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
-    getattr(library, "evict_" + SUFFIXES[cache.key_pages.dtype])(ctypes.byref(arguments))
+    _call(library, "evict_" + SUFFIXES[cache.key_pages.dtype], arguments)
 
 
 def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
@@ -200,6 +216,9 @@ def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: T
     if library is None:
         return reference.note_tokens(cache, notes, rows, positions, sums)
     positions, sums = _rows_of_channels(positions), sums.contiguous()
+    _expect("positions", positions, torch.int64, (len(rows), positions.shape[-1]), dense=False)
+    _expect("sums", sums, torch.float32, (len(notes.sums), len(rows), cache.lengths.shape[1], positions.shape[-1]))
+    _expect_notes(cache, notes)
     arguments = _NoteTokens(
         *_heads(cache, rows),
         positions.shape[1],
@@ -212,7 +231,7 @@ def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: T
         notes.sums.stride(0),
         sums.data_ptr(),
     )
-    library.note_tokens(ctypes.byref(arguments))
+    _call(library, "note_tokens", arguments)
 
 
 def note_attention(
@@ -224,6 +243,10 @@ def note_attention(
         return reference.note_attention(cache, notes, rows, scores, powers, num_entries)
     assert notes.slot is not None and scores.stride(-1) == 1
     heads = len(rows), cache.lengths.shape[1]
+    _expect_notes(cache, notes)
+    query_heads = scores.shape[1] // heads[1] * heads[1]
+    _expect("scores", scores, torch.float32, (heads[0], query_heads, max(scores.shape[-1], num_entries)), dense=False)
+    assert len(powers) == len(notes.sums)
     sums, attention = notes.sums, torch.empty(*heads, num_entries)
     ordered, wanted = torch.empty(len(sums), *attention.shape), torch.tensor(powers, dtype=torch.int64)
     arguments = _NoteAttention(
@@ -240,7 +263,7 @@ def note_attention(
         attention.data_ptr(),
         ordered.data_ptr(),
     )
-    library.note_attention(ctypes.byref(arguments))
+    _call(library, "note_attention", arguments)
     return attention, ordered
 
 
@@ -250,6 +273,10 @@ def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
     if library is None:
         return reference.lowest(scores, lengths, limits)
     scores, ages = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
+    lengths, limits = lengths.contiguous(), limits.contiguous()
+    _expect("scores", scores, torch.float32, (*lengths.shape, scores.shape[-1]), dense=False)
+    _expect("lengths", lengths, torch.int64, scores.shape[:2])
+    _expect("limits", limits, torch.int64, scores.shape[:1])
     arguments = _Lowest(
         *scores.shape,
         torch.get_num_threads(),
@@ -259,7 +286,7 @@ def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
         limits.data_ptr(),
         ages.data_ptr(),
     )
-    library.lowest(ctypes.byref(arguments))
+    _call(library, "lowest", arguments)
     return ages
 
 
@@ -272,6 +299,10 @@ def attention_received(
         return reference.attention_received(query, cache, rows, slots, scaling)
     query, slots = _rows_of_channels(query), slots.int().contiguous()
     (sequences, heads, num_queries), num_entries = slots.shape, int(slots.max())
+    query_heads = query.shape[1] // heads * heads
+    _expect("slots", slots, torch.int32, (len(rows), cache.lengths.shape[1], num_queries))
+    queries = (sequences, query_heads, num_queries, cache.key_pages.shape[-1])
+    _expect("query", query, cache.key_pages.dtype, queries, dense=False)
     columns = torch.zeros(sequences, heads, query.shape[1] // heads, num_entries)
     squares = torch.zeros(sequences, heads, num_entries)
     arguments = _Received(
@@ -286,7 +317,7 @@ def attention_received(
         columns.data_ptr(),
         squares.data_ptr(),
     )
-    getattr(library, "receive_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
+    _call(library, "receive_" + SUFFIXES[query.dtype], arguments)
     return columns, squares
 
 
@@ -353,7 +384,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: [outputs] or None.
     """
     rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
-    fits = 1 <= rows <= LINEAR_ROWS and inputs % LINEAR_STEP == 0 and x.dtype == weight.dtype and weight.is_contiguous()
+    alike = x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and x.shape[-1] == inputs
+    fits = alike and 1 <= rows <= LINEAR_ROWS and inputs % LINEAR_STEP == 0 and weight.is_contiguous()
     library = load_library() if fits and x.dtype in SUFFIXES else None
     if library is None:
         return torch.nn.functional.linear(x, weight, bias)
@@ -361,7 +393,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(*x.shape[:-1], outputs)
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     arguments = _Linear(rows, inputs, outputs, torch.get_num_threads(), *pointers)
-    getattr(library, "linear_" + SUFFIXES[x.dtype])(ctypes.byref(arguments))
+    _call(library, "linear_" + SUFFIXES[x.dtype], arguments)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
@@ -380,12 +412,27 @@ def _attend(
     """Attend from queries [S, H_q, n, D]; with `slots_by_row` the slots seen are [C, H, 1] by cache row."""
     query = _rows_of_channels(query)
     sequences, heads, num_new, dim = query.shape
-    kv_heads = block_tables.shape[1]
+    num_rows, kv_heads, _ = block_tables.shape
     slots = seen.slots.int().contiguous()
     tables = block_tables.int().contiguous()
     key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype)
     top, recent = _contiguous(seen.top), _contiguous(seen.recent)
+    _expect(
+        "query", query, key_pages.dtype, (sequences, heads // kv_heads * kv_heads, num_new, key_pages.shape[-1]), False
+    )
+    _expect("key_pages", key_pages, key_pages.dtype, key_pages.shape)
+    _expect("value_pages", value_pages, key_pages.dtype, key_pages.shape)
+    _expect("block_tables", tables, torch.int32, tables.shape)
+    _expect("slots", slots, torch.int32, (num_rows, kv_heads, 1) if slots_by_row else (sequences, kv_heads, num_new))
+    if rows is not None:
+        _expect("rows", rows, torch.int64, (sequences,))
+    for raw in (top, recent):
+        if raw is not None:
+            count = num_new if raw is top else raw.key.shape[2]
+            _expect("raw keys", raw.key, key_pages.dtype, (sequences, kv_heads, count, dim))
+            _expect("raw values", raw.value, key_pages.dtype, raw.key.shape)
+            _expect("exists", raw.exists, torch.bool, (sequences, count))
     arguments = _Attention(
         sequences,
         kv_heads,
@@ -411,13 +458,16 @@ def _attend(
         out.data_ptr(),
         _address(scores),
         0 if scores is None else scores.shape[-1],
+        *_bounds(tables, key_pages.shape[1]),
     )
-    getattr(library, "attend_" + SUFFIXES[query.dtype])(ctypes.byref(arguments))
+    _call(library, "attend_" + SUFFIXES[query.dtype], arguments)
     return out
 
 
 def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
     """Fill the fields that eviction needs of a layer; `rows` must outlive the call."""
+    _expect_cache(cache, None)
+    _expect("rows", rows, torch.int64, (len(rows),))
     return (
         len(rows),
         cache.lengths.shape[1],
@@ -432,7 +482,69 @@ def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
         cache.block_tables.data_ptr(),
         *cache.block_tables.stride()[:2],
         cache.lengths.data_ptr(),
+        *_bounds(cache.block_tables, cache.block_size),
     )
+
+
+def _bounds(tables: Tensor, block_size: int) -> tuple[int, int]:
+    """Give the rows of a cache, and the slots that the table of a head can name."""
+    return tables.shape[0], tables.shape[2] * block_size
+
+
+def _call(library: ctypes.CDLL, name: str, arguments: ctypes.Structure) -> None:
+    """Run a compiled function.
+
+    Raises:
+        ValueError: an index leads out of what it was given; nothing has changed.
+    """
+    if (problem := _function(library, name)(ctypes.byref(arguments))) is not None:
+        raise ValueError(f"kernels.cpu: {problem.decode()}; nothing has changed")
+
+
+@functools.cache
+def _function(library: ctypes.CDLL, name: str) -> Callable[..., bytes | None]:
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], dense: bool = True) -> None:
+    """Refuse a tensor whose address compiled code would misread: it has nothing but the address."""
+    if tensor.is_cpu and tensor.dtype is dtype and tensor.shape == shape and (not dense or tensor.is_contiguous()):
+        return
+    raise ValueError(
+        f"kernels.cpu: {name} is {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
+        f"expected {dtype} {tuple(shape)}{', dense' if dense else ''} on cpu (an engine serves its model where it was "
+        "when the engine was made)"
+    )
+
+
+def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
+    """Refuse a cache that is not what its compiled mirror says; of the gates' state what `config` makes use of."""
+    pages, (rows, heads, width) = cache.key_pages, cache.block_tables.shape
+    _expect("key_pages", pages, pages.dtype, pages.shape)
+    _expect("value_pages", cache.value_pages, pages.dtype, pages.shape)
+    _expect("free_blocks", cache.free_blocks, torch.int32, pages.shape[:1])
+    _expect("num_free", cache.num_free, torch.int32, (1,))
+    _expect("block_tables", cache.block_tables, torch.int32, (rows, heads, width))
+    _expect("lengths", cache.lengths, torch.int32, (rows, heads))
+    size, dim = history_size(config), pages.shape[-1]
+    if size > 0:
+        _expect("history_key", cache.history_key, pages.dtype, (rows, heads, size, dim))
+        _expect("history_value", cache.history_value, pages.dtype, (rows, heads, size, dim))
+        _expect("history_merged", cache.history_merged, torch.bool, (rows, heads, size))
+        _expect("history_omega", cache.history_omega, torch.float32, (rows, heads, size))
+    if cache.mean is not None and cache.weight is not None:
+        _expect("mean", cache.mean, torch.float32, (rows, heads, 2 * dim))
+        _expect("weight", cache.weight, torch.float32, (rows, heads))
+
+
+def _expect_notes(cache: LayerCache, notes: EntryNotes) -> None:
+    pages = cache.key_pages.shape[:2]
+    _expect("position", notes.position, torch.int32, pages)
+    _expect("sums", notes.sums, torch.float32, (len(notes.sums), *pages))
+    if notes.slot is not None:
+        _expect("slot", notes.slot, torch.int32, pages)
 
 
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:

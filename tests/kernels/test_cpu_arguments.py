@@ -1,0 +1,142 @@
+"""Compiled code is only given addresses of what it expects: on the CPU, of the right dtype and size, within bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from oracles.cache_layers import Stream, make_layer
+
+from dmc.compression import CompressionConfig
+from dmc.kernels import cpu
+from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Seen
+
+GATES = CompressionConfig(delay=2)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if cpu.load_library() is None:
+        pytest.skip("no C++ compiler")
+
+
+def layer_and_tokens(config: CompressionConfig | None = GATES) -> tuple[LayerCache, NewTokens]:
+    layer = make_layer(config, head_dim=16, block_size=16, max_blocks=4)
+    stream = Stream(layer, config, rows=[2, 0], time=20)
+    cpu.append_or_merge(layer, stream.tokens(0, 10), config)
+    return layer, stream.tokens(10, 15)
+
+
+@pytest.mark.parametrize("move", [torch.float64, torch.bfloat16, "meta"], ids=str)
+@pytest.mark.parametrize("name", ["key", "value", "omega", "merged", "rows", "positions"])
+def test_new_tokens_of_another_kind_are_refused(name: str, move: Any) -> None:
+    layer, tokens = layer_and_tokens()
+    moved = dataclasses.replace(tokens, **{name: getattr(tokens, name).to(move)})
+    before = layer.lengths.clone()
+    with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is .*expected .*on cpu"):
+        cpu.append_or_merge(layer, moved, GATES)
+    assert torch.equal(layer.lengths, before)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "omega", "merged", "positions", "cos"])
+def test_new_tokens_of_another_size_are_refused(name: str) -> None:
+    layer, tokens = layer_and_tokens()
+    with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is "):
+        cpu.append_or_merge(layer, dataclasses.replace(tokens, **{name: getattr(tokens, name)[:1]}), GATES)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("value_pages", lambda pages: pages.to("meta")),
+        ("value_pages", lambda pages: pages[:-1]),
+        ("key_pages", lambda pages: pages.transpose(0, 1).contiguous().transpose(0, 1)),
+        ("lengths", lambda lengths: lengths.long()),
+        ("lengths", lambda lengths: lengths.t().contiguous().t()),
+        ("block_tables", lambda tables: tables.long()),
+        ("free_blocks", lambda blocks: blocks[:-1]),
+        ("history_key", lambda history: history.half()),
+        ("history_omega", lambda history: history[:1]),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused(name: str, change: Any) -> None:
+    layer, tokens = layer_and_tokens()
+    changed = dataclasses.replace(layer, **{name: change(getattr(layer, name))})
+    with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is "):
+        cpu.append_or_merge(changed, tokens, GATES)
+
+
+@pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
+def test_rows_that_do_not_exist_are_refused(rows: list[int]) -> None:
+    layer, tokens = layer_and_tokens()
+    message = "a cache row that does not exist"
+    with pytest.raises(ValueError, match=message):
+        cpu.append_or_merge(layer, dataclasses.replace(tokens, rows=torch.tensor(rows)), GATES)
+    pages, query = (layer.key_pages, layer.value_pages, layer.block_tables), torch.zeros(2, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        cpu.paged_attention(query, *pages, layer.lengths, 0.3, rows=torch.tensor(rows))
+    with pytest.raises(ValueError, match=message):
+        cpu.compact(layer, torch.tensor(rows), torch.ones(2, 2, 64, dtype=torch.bool))
+
+
+def test_more_tokens_than_tables_or_the_pool_can_take_are_refused_and_nothing_is_written() -> None:
+    for change in ({"block_tables": 1}, {"num_free": 0}):
+        layer, _ = layer_and_tokens(None)
+        stream = Stream(layer, None, rows=[2, 0], time=20)
+        if "num_free" in change:
+            layer.num_free.fill_(1)
+        else:
+            layer = dataclasses.replace(layer, block_tables=layer.block_tables[..., :1])
+        before = layer.lengths.clone(), layer.num_free.clone()
+        with pytest.raises(ValueError, match="block"):
+            cpu.append_or_merge(layer, stream.tokens(10, 20), None)
+        assert torch.equal(layer.lengths, before[0]) and torch.equal(layer.num_free, before[1])
+
+
+@pytest.mark.parametrize("move", [torch.float64, "meta"], ids=str)
+def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
+    layer, _ = layer_and_tokens(None)
+    pages, query = (layer.key_pages, layer.value_pages, layer.block_tables), torch.zeros(2, 4, 16)
+    rows = torch.tensor([2, 0])
+    with pytest.raises(ValueError, match=r"kernels\.cpu: value_pages is "):
+        cpu.paged_attention(query, pages[0], pages[1].to(move), pages[2], layer.lengths, 0.3, rows=rows)
+    if move == "meta":
+        with pytest.raises(ValueError, match=r"kernels\.cpu: query is "):
+            cpu.paged_attention(query.to(move), *pages, layer.lengths, 0.3, rows=rows)
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.paged_attention(query, *pages, layer.lengths + 64, 0.3, rows=rows)
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.paged_attention(query, *pages, layer.lengths, 0.3, rows=rows, return_scores=True, num_scores=9)
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.prefill_attention(query[:, :, None], *pages, Seen(torch.full((2, 2, 1), 65)), 0.3, rows=rows)
+
+
+def test_eviction_refuses_notes_and_ages_that_do_not_fit() -> None:
+    layer, _ = layer_and_tokens(None)
+    rows, num_blocks = torch.tensor([2, 0]), len(layer.key_pages)
+    notes = EntryNotes(*torch.zeros(2, num_blocks, 16, dtype=torch.int32), torch.zeros(1, num_blocks, 16))
+    with pytest.raises(ValueError, match="an entry that is not held"):
+        cpu.evict(layer, notes, rows, torch.full((2, 2), 10))
+    with pytest.raises(ValueError, match=r"kernels\.cpu: ages is "):
+        cpu.evict(layer, notes, rows, torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"kernels\.cpu: position is "):
+        cpu.evict(layer, dataclasses.replace(notes, position=notes.position[:1]), rows, torch.zeros(2, 2).long())
+    with pytest.raises(ValueError, match=r"kernels\.cpu: keep is "):
+        cpu.compact(layer, rows, torch.ones(2, 2, 64))
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.compact(layer, rows, torch.ones(2, 2, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"kernels\.cpu: scores is "):
+        cpu.note_attention(layer, notes, rows, torch.zeros(2, 4, 9), [1], 10)
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.note_attention(layer, notes, rows, torch.zeros(2, 4, 9), [1], 9)
+    with pytest.raises(ValueError, match="more slots than"):
+        cpu.lowest(torch.zeros(2, 2, 9), torch.full((2, 2), 10), torch.tensor([3, 3]))
+
+
+def test_linear_layers_elsewhere_are_left_to_torch() -> None:
+    x, weight = torch.zeros(2, 64), torch.zeros(8, 64)
+    assert cpu.linear(x.to("meta"), weight.to("meta"), None).device.type == "meta"
+    with pytest.raises(RuntimeError):
+        cpu.linear(torch.zeros(2, 32), weight, None)
