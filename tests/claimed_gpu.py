@@ -87,7 +87,7 @@ class _Stream:
 @contextmanager
 def claimed_gpu() -> Iterator[torch.device]:
     """Let tensors be made on a GPU that is none; skips the test where no C++ compiler is there."""
-    _guard_devices()
+    guard_devices()
     before = torch._C._only_lift_cpu_tensors()
     with pytest.MonkeyPatch.context() as patch, _Claim(), torch.no_grad():
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
@@ -102,7 +102,7 @@ def claimed_gpu() -> Iterator[torch.device]:
 
 
 @functools.cache
-def _guard_devices() -> None:
+def guard_devices() -> None:
     """Give a torch that was built without CUDA something to ask for its current device."""
     if torch.backends.cuda.is_built():
         return
