@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
 
 GPU = torch.device("cuda", 0)
 COPIES = ("copy_", "_to_copy", "_copy_from")
@@ -132,7 +131,8 @@ def claim_model(model: Any) -> Any:
 
 def _run(function: Any, arguments: Any, keywords: Any) -> Any:
     name = function.overloadpacket.__name__
-    tensors = [each for each in tree_flatten((arguments, keywords))[0] if isinstance(each, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    _map(lambda each: tensors.append(each), [arguments, *keywords.values()])
     goes_to = keywords.get("device")
     claimed = any(isinstance(each, ClaimedTensor) for each in tensors)
     if not claimed and goes_to is None:
@@ -148,12 +148,23 @@ def _run(function: Any, arguments: Any, keywords: Any) -> Any:
     elif name == "copy_":
         claimed = isinstance(arguments[0], ClaimedTensor)
     keywords = {key: value for key, value in keywords.items() if key != "pin_memory"}
-    held = tree_map(lambda each: each.held if isinstance(each, ClaimedTensor) else each, (arguments, keywords))
-    out = function(*held[0], **held[1])
+    held = [_map(_held, each) for each in arguments]
+    out = function(*held, **{key: _map(_held, value) for key, value in keywords.items()})
     if not claimed:
         return out
-    out = tree_map(lambda each: ClaimedTensor(each) if isinstance(each, torch.Tensor) else each, out)
+    out = _map(ClaimedTensor, out)
     return return_and_correct_aliasing(function, arguments, keywords, out) if _aliases(function) else out
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.held if isinstance(tensor, ClaimedTensor) else tensor
+
+
+def _map(change: Any, item: Any) -> Any:
+    """Change the tensors in nested lists and tuples (torch's own trees take three times as long)."""
+    if isinstance(item, (list, tuple)):
+        return [_map(change, each) for each in item]
+    return change(item) if isinstance(item, torch.Tensor) else item
 
 
 @functools.cache

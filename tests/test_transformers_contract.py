@@ -85,7 +85,7 @@ def test_attention_without_a_mask_function_loses_padding() -> None:
         past_key_values=None,
         position_ids=torch.arange(3)[None],
     )
-    assert mask is None  # why attention and mask are always registered together
+    assert mask is None  # why the engine's attention, which has none, is only there while a pass runs
 
 
 def test_generate_prepares_its_cache_in_a_method_of_this_shape() -> None:
