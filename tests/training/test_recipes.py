@@ -194,13 +194,13 @@ def test_a_scaled_gate_is_the_gate_of_scaled_rows(run_config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"distillation": {"weight": 0.0}}, r"distillation.weight=0.0: expected a share > 0 and <= 1"),
-        ({"distillation": {"temperature": 0.0}}, r"distillation.temperature=0.0: expected a number > 0"),
+        ({"distillation": {"weight": 0.0}}, r"distillation.weight=0.0: expected a number > 0 and <= 1"),
+        ({"distillation": {"temperature": 0.0}}, r"distillation.temperature=0.0: expected a number >= 0.001"),
         ({"distillation": {}}, "distillation of a fresh model needs a teacher"),
         ({"ratio_control": {"gain": 0.0}}, r"ratio_control.gain=0.0: expected a number > 0"),
         ({"ratio_control": {"max_weight": 1.0}}, r"ratio_control.max_weight=1.0: expected a number > 1"),
         ({"delays": [4, 1]}, r"training.delays=\[4, 1\] must end with compression.delay=2"),
-        ({"delays": [-1, 2]}, "delay=-1: expected a whole number of tokens >= 0"),
+        ({"delays": [-1, 2]}, "delays=-1: expected a whole number >= 0"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(run_values, change, message):
