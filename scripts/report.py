@@ -14,7 +14,7 @@ from dmc.evaluation.report import read_folders, write_page
 def main(settings: DictConfig) -> None:
     if not isinstance(settings.folders, ListConfig):
         raise ValueError(f"folders={settings.folders!r}: expected one or several, folders=outputs/compare")
-    findings = read_folders([Path(str(folder)) for folder in settings.folders])
+    findings = read_folders([Path(str(folder)) for folder in settings.folders], settings.reference)
     page = write_page(findings, Path(settings.output), settings.title)
     print(f"{page}, its plots and data in {page.parent}")
 

@@ -101,7 +101,7 @@ def compare_grid() -> list[dict[str, Any]]:
 def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: float, **changes: Any) -> dict[str, Any]:
     """Return a finished row of a task of a benchmark with members `<benchmark>_a` and `<benchmark>_b`."""
     row = compare_row(policy, ratio, task)
-    for name in ("sample_values", "samples_key", "prefill_tokens_per_second", "decode_tokens_per_second"):
+    for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
         del row[name]
     row.pop("by_length_and_depth", None)
     row.pop("by_position", None)
@@ -111,7 +111,9 @@ def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: fl
         "members": [f"{benchmark}_a", f"{benchmark}_b"],
         "main_metric": "acc",
     }
-    row |= {"metrics": {"acc": value}, "errors": {"acc": 0.01}, "num_fewshot": [5], "prompts_cut": 0}
+    right = [float(index < value * 32) for index in range(32)]
+    row |= {"metrics": {"acc": value}, "errors": {"acc": 0.01}, "sample_values": right, "samples_key": task}
+    row |= {"num_fewshot": [5], "prompts_cut": 0}
     return {**row, **changes}
 
 

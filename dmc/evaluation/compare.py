@@ -165,6 +165,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
         "split": split_of_text(task),
+        "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
         "settings": {
             "model": model_settings(grid.models[cell.model]),
             "policy": cell.method.options,

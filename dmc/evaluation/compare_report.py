@@ -7,7 +7,6 @@ import csv
 import functools
 import io
 import itertools
-import math
 import operator
 import os
 import socket
@@ -15,6 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dmc.evaluation.paired import paired_error
 from dmc.evaluation.quality_plot import plot_quality
 from dmc.evaluation.row_names import told_apart
 from dmc.evaluation.row_store import DONE, NOT_FINITE, Row
@@ -35,7 +35,7 @@ def write_report(rows: list[Row], folder: Path, reference: str | None = None) ->
     Args:
         rows: of one or several runs, in the order in which they were written.
         folder: where to.
-        reference: stock model with whose full cache compressed models are compared; None: the first.
+        reference: stock model with whose full cache compressed models are compared; None: see `over_full_cache`.
     Returns:
         The table.
     """
@@ -79,12 +79,14 @@ def reason(row: Row) -> str:
 def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> dict[str, Any]:
     """Compare a row with the full cache of its model, or of the reference for a compressed model.
 
+    That is the one given, or the one that the row was measured with; with neither, the only stock model there is.
+
     Returns:
         The quality, the difference in it and the standard error of that difference, paired sample by sample; None where
         there is no other row of the full cache on the same samples.
     """
     found: dict[str, Any] = {"quality": row["metrics"][row["main_metric"]]}
-    model = reference if row["own_gates"] else row["model"]
+    model = (reference or row.get("reference")) if row["own_gates"] else row["model"]
     same = [
         other
         for other in rows
@@ -94,13 +96,13 @@ def over_full_cache(row: Row, rows: list[Row], reference: str | None = None) -> 
         and model in (None, other["model"], other.get("named"))
         and all(other[name] == row[name] for name in ("task", "task_key", "samples_key"))
     ]
-    first = [other for other in same if other.get("named", other["model"]) == same[0].get("named", same[0]["model"])]
-    full = first[-1] if first else None  # the newest of what has that name
+    names = {other.get("named", other["model"]) for other in same}
+    full = same[-1] if len(names) == 1 else None  # the newest of what has that name; of several, none
     if full is None or full["key"] == row["key"]:
         return found | {"over_full_cache": None, "over_full_cache_error": None}
-    differences = [own - other for own, other in zip(row["sample_values"], full["sample_values"], strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    return found | {"over_full_cache": statistics.fmean(differences), "over_full_cache_error": error}
+    values, others = row["sample_values"], full["sample_values"]
+    difference, error = statistics.fmean(values) - statistics.fmean(others), paired_error([values], [others])
+    return found | {"over_full_cache": difference, "over_full_cache_error": error}
 
 
 def requested(row: Row) -> str:

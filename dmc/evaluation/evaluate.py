@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
+import statistics
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -251,7 +253,7 @@ def measure(cell: Cell, evaluation: Evaluation, config: EvaluateConfig, engine: 
         fewshot_as_multiturn=config.chat_template,
         system_instruction=config.system_instruction,
         confirm_run_unsafe_code=True,  # `find_tasks` has asked
-        log_samples=config.save_samples,
+        log_samples=True,  # what methods are paired by
     )
     if config.save_samples:
         _write_samples(found["samples"], Path(config.output) / "samples" / cell.key)
@@ -266,11 +268,35 @@ def measure(cell: Cell, evaluation: Evaluation, config: EvaluateConfig, engine: 
         "metrics": metrics,
         "errors": {name: value for name, value in errors.items() if isinstance(value, float)},
         "samples": sum(each["effective"] for each in found["n-samples"].values()),
+        **answers_of(found["samples"], main, metrics[main]),
         "num_fewshot": sorted(set(found["n-shot"].values())),
         "task_versions": found["versions"],
         "prompts_cut": lm.num_cut,
         **memory_of(lm.stats, cell.method.budget),
     }
+
+
+def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, figure: float) -> dict[str, Any]:
+    """Keep the value of every question, so that methods can be compared question by question.
+
+    Args:
+        samples: by lm-eval's task.
+        metric: of the figure, with its filter if there are several.
+        figure: what the task says.
+    Returns:
+        Nothing where the figure is not the mean of its questions' values.
+    """
+    name, _, chosen = metric.partition(",")
+    found = [
+        (task, each["doc_id"], each["doc_hash"], each[name])
+        for task, rows in sorted(samples.items())
+        for each in sorted(rows, key=lambda each: each["doc_id"])
+        if each.get("filter", "none") == (chosen or "none") and isinstance(each.get(name), (int, float))
+    ]
+    values = [float(value) for *_, value in found]
+    if not values or not math.isclose(statistics.fmean(values), figure, rel_tol=1e-6, abs_tol=1e-9):
+        return {}
+    return {"sample_values": values, "samples_key": digest([place for *place, _ in found])}
 
 
 def _write_samples(samples: dict[str, list[dict[str, Any]]], folder: Path) -> None:

@@ -41,9 +41,9 @@ class Cost:
         return statistics.fmean(self.increases)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation over the seeds; 0 for one."""
-        return statistics.stdev(self.increases) if len(self.increases) > 1 else 0.0
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None for one."""
+        return statistics.stdev(self.increases) if len(self.increases) > 1 else None
 
     @property
     def share(self) -> float | None:
@@ -188,7 +188,7 @@ def format_costs(costs: Sequence[Cost]) -> str:
 
 
 def _line(cost: Cost) -> str:
-    spread = f" ± {cost.spread:.4f}" if len(cost.increases) > 1 else ""
+    spread = "" if cost.spread is None else f" ± {cost.spread:.4f}"
     rival = f"{cost.rival} {statistics.fmean(cost.rival_increases):+.4f}" if cost.rival else ""
     share = "" if cost.share is None else f"{cost.share:.2f}"
     return (

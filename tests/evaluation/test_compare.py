@@ -497,7 +497,9 @@ def test_nothing_is_compared_across_settings_samples_or_models() -> None:
     assert over_full_cache(new, [{**full, "samples_key": "others"}])["over_full_cache"] is None
     gates = make_row("full", None, [3.0], own_gates=True, model="small", key="5")
     control = {**full, "model": "control", "sample_values": [1.5]}
-    assert over_full_cache(gates, [gates, full, control])["over_full_cache"] == 2.0
+    assert over_full_cache(gates, [gates, full])["over_full_cache"] == 2.0
+    assert over_full_cache(gates, [gates, full, control])["over_full_cache"] is None  # which of them, nothing says
+    assert over_full_cache({**gates, "reference": "base"}, [gates, full, control])["over_full_cache"] == 2.0
     assert over_full_cache(gates, [gates, full, control], reference="control")["over_full_cache"] == 1.5
 
 

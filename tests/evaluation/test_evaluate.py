@@ -83,6 +83,9 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> 
     assert set(choice["metrics"]) == {"acc", "acc_norm"}
     assert (choice["samples"], choice["requested_ratio"], choice["budget"]) == (3, 2.0, "2")
     assert choice["achieved_ratio"] == pytest.approx(2, rel=0.1)
+    for row in (choice, generation):  # question by question, so that methods can be paired
+        assert len(row["sample_values"]) == row["samples"] and row["samples_key"]
+        assert statistics.fmean(row["sample_values"]) == pytest.approx(row["metrics"][row["main_metric"]])
     assert choice["settings"]["policy"]["_target_"] == "dmc.policies.H2O"
     assert {"lm-eval", "torch"} <= set(choice["provenance"]["versions"])
 

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import itertools
 import json
 import random
@@ -65,22 +66,91 @@ def test_ties_are_paired_symmetric_and_hold_within_two_standard_errors(tmp_path)
         differences = [a - b for a, b in zip(one.sample_values, other.sample_values, strict=True)]
         error = statistics.stdev(differences) / len(differences) ** 0.5
         expected = abs(statistics.fmean(differences)) <= 2 * error
-        assert is_tied(one, other) == is_tied(other, one) == expected
+        assert is_tied(one, other) is is_tied(other, one) is expected
+    alone = dataclasses.replace(results[0], sample_values=[1.0])
+    assert is_tied(alone, dataclasses.replace(results[1], sample_values=[2.0])) is None
+    assert is_tied(dataclasses.replace(results[0], samples_key=None), results[1]) is None
 
 
-def test_the_verdict_names_the_smallest_cache_that_is_not_measurably_worse(tmp_path):
+def test_the_verdict_names_the_smallest_cache_that_is_shown_to_be_as_good(tmp_path):
     rows = [
         constant_row("full", 1.0, 3.0),
         constant_row("small_and_noisy", 8.0, 3.01, noise=0.1),
         constant_row("smallest_and_worse", 16.0, 3.2, noise=0.1),
         constant_row("large", 2.0, 3.0),
+        constant_row("small_and_sure", 4.0, 3.01, noise=0.01),
     ]
     headline, detail = judge_task(read(rows, tmp_path).results)
-    assert headline.startswith("small_and_noisy at CR 8 is the smallest cache that is not measurably worse")
-    assert "loss 3.01 (+0.01 ± 0.02), 276 bytes/token (13% of the full cache's), CR 8.00 achieved" in detail
-    assert "worse than the full cache by up to 0.046" in detail
+    assert headline == "small_and_sure at CR 4 is the smallest cache shown to be as good as the full one, to 0.02."
+    assert "loss 3.01 (+0.01 ± 0.002), 532 bytes/token (26% of the full cache's), CR 4.00 achieved" in detail
+    assert "worse than the full cache by up to 0.014" in detail
     headline, _ = judge_task(read([rows[0], rows[2]], tmp_path).results)
     assert headline == "every compressed cache is worse than the full one; smallest_and_worse at CR 16 is the closest."
+    headline, _ = judge_task(read(rows[:3], tmp_path).results)  # it may lose 0.046: nothing shows that it does not
+    assert headline == (
+        "no smaller cache is shown to be as good as the full one, to 0.02; of 1 the samples cannot tell, more of them "
+        "would. small_and_noisy at CR 8 is the closest."
+    )
+
+
+def test_few_samples_show_nothing_and_many_do(tmp_path):
+    def compared(count):
+        values = [1.0] * (count - count // 4) + [0.0] * (count // 4)  # the very same answers right
+        rows = [
+            compare_row(name, ratio, "needle", sample_values=values, metrics={"exact_match": statistics.fmean(values)})
+            for name, ratio in (("full", 1.0), ("h2o", 4.0))
+        ]
+        rows.append(compare_row("tova", 4.0, "needle", sample_values=[0.0] * count, metrics={"exact_match": 0.0}))
+        return judge_task(read(rows, tmp_path).results)[0]
+
+    assert compared(8).startswith("no smaller cache is shown to be as good as the full one, to 0.02; of 1 the samples")
+    assert compared(200).startswith("h2o at CR 4 is the smallest cache shown to be as good as the full one")
+
+
+def test_a_task_that_nobody_answers_is_passed_by_nobody(tmp_path):
+    rows = [constant_row("full", 1.0, 3.0), constant_row("h2o", 4.0, 3.5), constant_row("tova", 4.0, 3.0)]
+    failed = {"sample_values": [0.0] * 32, "metrics": {"exact_match": 0.0}}
+    rows += [
+        compare_row(name, ratio, "needle", **failed) for name, ratio in (("full", 1.0), ("h2o", 4.0), ("tova", 4.0))
+    ]
+    headline = judge(read(rows, tmp_path)).headline
+    assert headline.startswith(
+        "tova at CR 4 is the smallest cache shown to be as good as the full one on each of the 1"
+    )
+    assert headline.endswith("Left out, for they tell nothing apart: needle.")
+    lucky = compare_row("h2o", 4.0, "needle", sample_values=[1.0] + [0.0] * 31, metrics={"exact_match": 1 / 32})
+    headline, _ = judge_task(read([rows[3], lucky], tmp_path).results)
+    assert headline == "the full cache has exact_match 0; this task tells nothing about smaller ones."
+    headline = judge(
+        read([*rows[3:], *(row | {"key": row["key"] + "2", "task": "more"} for row in rows[3:])], tmp_path)
+    )
+    assert headline.headline.startswith("None of the 2 tasks tells methods apart")
+
+
+def test_without_standard_errors_nothing_is_said_of_ties(tmp_path):
+    (tmp_path / "results.json").write_text(
+        json.dumps(QUICKSTART | {"training_free": {"h2o": QUICKSTART["final"] | {"loss": 3.36}}})
+    )
+    points = dict(judge(read_folders([tmp_path])).points)
+    assert "No other is tied with it" not in points["At CR 3.99"]
+    assert points["At CR 3.99"].endswith("Without standard errors nothing says whether these tie with it: h2o.")
+
+
+def test_a_retrofit_is_compared_with_the_reference_it_was_measured_with(tmp_path):
+    stock = [compare_row("full", model=name) for name in ("base", "control")]
+    for row, loss in zip(stock, (3.0, 2.5), strict=True):
+        row |= {"sample_values": [loss] * 32, "metrics": {"loss": loss}}
+    values = {"sample_values": [3.25] * 32, "metrics": {"loss": 3.25}}
+    retrofit = compare_row("full", 4.0, model="retrofit", own_gates=True, **values)
+
+    def over(rows, reference=None):
+        folder = write_rows(rows, tmp_path / "cells.jsonl")
+        return next(row.over_full_cache for row in read_folders([folder], reference).results if row.own_gates)
+
+    assert over([*stock, retrofit]) is None  # any stock model is not its base
+    assert over([*stock, retrofit | {"reference": "control"}]) == 0.75
+    assert over([*stock, retrofit | {"reference": "control"}], "base") == 0.25
+    assert over([stock[0], retrofit]) == 0.25
 
 
 def test_the_verdict_says_what_rows_cannot_tell(tmp_path):
@@ -126,7 +196,13 @@ def test_a_benchmark_of_several_tasks_is_one_result_with_its_full_cache(tmp_path
     full, h2o = findings.results
     assert (full.task, full.quality, h2o.quality) == ("cs", pytest.approx(0.7), pytest.approx(0.6))
     assert h2o.over_full_cache == pytest.approx(-0.1)
-    assert h2o.over_full_cache_error == pytest.approx((2 * 0.01**2 / 4 * 2) ** 0.5)
+    parts = [row["sample_values"] for row in rows[:4]]  # paired: 3 of 32 answers differ in each task
+    errors = [
+        statistics.stdev([one - other for one, other in zip(full, own, strict=True)]) / 32**0.5
+        for full, own in zip(parts[:2], parts[2:], strict=True)
+    ]
+    assert all(0.04 < error < 0.06 for error in errors)
+    assert h2o.over_full_cache_error == pytest.approx((errors[0] ** 2 + errors[1] ** 2) ** 0.5 / 2)
     assert [failure.error for failure in findings.failures] == ["cs_b: OSError: no data"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dmc.evaluation.compare_report import over_full_cache, reason
 from dmc.evaluation.evaluate_report import benchmark_figures
+from dmc.evaluation.paired import paired_error
 from dmc.evaluation.report.findings import Failure, Findings, Result
 from dmc.evaluation.report.names import budget_of, short_names
 from dmc.evaluation.report.place_rows import add_places
@@ -15,13 +16,14 @@ from dmc.evaluation.row_names import told_apart
 from dmc.evaluation.row_store import DONE, NOT_FINITE, Row
 
 
-def add_cells(rows_by_folder: dict[str, list[Row]], findings: Findings) -> None:
+def add_cells(rows_by_folder: dict[str, list[Row]], findings: Findings, reference: str | None = None) -> None:
     """Add the row of every cell; the tasks of a benchmark become their mean.
 
     Args:
         rows_by_folder: in the order in which they were written; all of them, since the same name may stand for other
             settings in another folder.
         findings: to add to.
+        reference: stock model with whose full cache compressed models are compared; None: see `over_full_cache`.
     """
     folders = [folder for folder, rows in rows_by_folder.items() for _ in rows]
     rows = told_apart([row for rows in rows_by_folder.values() for row in rows])
@@ -34,7 +36,7 @@ def add_cells(rows_by_folder: dict[str, list[Row]], findings: Findings) -> None:
         renamed = [
             _rename_task(row, f" ({folder})") if row.get("benchmark", row["task"]) in taken else row for row in own
         ]
-        _add_folder(renamed, folder, names, findings)
+        _add_folder(renamed, folder, names, findings, reference)
         taken |= tasks
 
 
@@ -43,11 +45,13 @@ def _rename_task(row: Row, suffix: str) -> Row:
     return row | {column: row[column] + suffix}
 
 
-def _add_folder(rows: list[Row], folder: str, names: dict[str, str], findings: Findings) -> None:
+def _add_folder(rows: list[Row], folder: str, names: dict[str, str], findings: Findings, reference: str | None) -> None:
     sources = [findings.add_source(folder, row["provenance"], row.get("device", "")) for row in rows]
     done = [(row, source) for row, source in zip(rows, sources, strict=True) if row["status"] == DONE]
-    findings.results += [_compared(row, rows, names, source) for row, source in done if "benchmark" not in row]
-    findings.results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names)
+    findings.results += [
+        _compared(row, rows, names, source, reference) for row, source in done if "benchmark" not in row
+    ]
+    findings.results += _evaluated([(row, source) for row, source in done if "benchmark" in row], names, reference)
     for row, source in zip(rows, sources, strict=True):
         if row["status"] != DONE:
             error = f"not finite: {reason(row)}" if row["status"] == NOT_FINITE else reason(row)
@@ -58,8 +62,8 @@ def _add_folder(rows: list[Row], folder: str, names: dict[str, str], findings: F
     add_places([row for row, _ in done], names, findings)
 
 
-def _compared(row: Row, rows: list[Row], names: dict[str, str], source: int) -> Result:
-    difference, values = over_full_cache(row, rows), row["sample_values"]
+def _compared(row: Row, rows: list[Row], names: dict[str, str], source: int, reference: str | None) -> Result:
+    difference, values = over_full_cache(row, rows, reference), row["sample_values"]
     return Result(
         quality=difference["quality"],
         quality_error=statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
@@ -73,20 +77,23 @@ def _compared(row: Row, rows: list[Row], names: dict[str, str], source: int) -> 
     )
 
 
-def _evaluated(rows: list[tuple[Row, int]], names: dict[str, str]) -> list[Result]:
+def _evaluated(rows: list[tuple[Row, int]], names: dict[str, str], reference: str | None) -> list[Result]:
     by_key = {row["key"]: (row, source) for row, source in rows}
     figures = benchmark_figures([row for row, _ in rows])
     results = []
     for figure in figures:
         row, source = by_key[figure["keys"][0]]
-        full = _full_figure(row, figure, figures, by_key)
-        errors = None if full is None else (figure["error"], full["error"])
+        full = _full_figure(row, figure, figures, by_key, reference)
+        own = [by_key[key][0] for key in figure["keys"]]
+        others = [] if full is None else [by_key[key][0] for key in full["keys"]]
         results.append(
             Result(
                 quality=figure["value"],
                 quality_error=figure["error"],
                 over_full_cache=None if full is None else figure["value"] - full["value"],
-                over_full_cache_error=None if errors is None or None in errors else math.hypot(*errors),
+                over_full_cache_error=_paired(own, others),
+                samples_key=_samples_key(own),
+                task_values=[row.get("sample_values", []) for row in own],
                 task=figure["benchmark"],
                 metric=figure["metric"],
                 **_shared(figure, row, names, source),
@@ -95,15 +102,36 @@ def _evaluated(rows: list[tuple[Row, int]], names: dict[str, str]) -> list[Resul
     return results
 
 
-def _full_figure(row: Row, figure: Row, figures: list[Row], by_key: dict[str, tuple[Row, int]]) -> Row | None:
-    """Find the full cache's figure for a figure's benchmark: of its model, of the first stock model for own gates."""
+def _samples_key(rows: list[Row]) -> str | None:
+    """Name the questions of a benchmark; None where a task has not kept what it made of each."""
+    keys = [row.get("samples_key") for row in rows]
+    return None if not keys or None in keys else " ".join(map(str, keys))
+
+
+def _paired(rows: list[Row], others: list[Row]) -> float | None:
+    """Return the standard error of the difference of two benchmarks; None: not of the same questions."""
+    key = _samples_key(rows)
+    if key is None or key != _samples_key(others):
+        return None
+    return paired_error([row["sample_values"] for row in rows], [row["sample_values"] for row in others])
+
+
+def _full_figure(
+    row: Row, figure: Row, figures: list[Row], by_key: dict[str, tuple[Row, int]], reference: str | None
+) -> Row | None:
+    """Find the full cache's figure: of its model; for own gates of the reference, or else the only stock model."""
+    found: dict[str, Row] = {}
+    wanted = reference if row["own_gates"] else row["model"]
     for other in figures:
         (first, _), same = by_key[other["keys"][0]], (other["benchmark"], list(other["tasks"]))
         stock = first["budget"] is None and not first["own_gates"] and other is not figure
-        of_its_model = row["own_gates"] or first["model"] == row["model"]
-        if stock and of_its_model and same == (figure["benchmark"], list(figure["tasks"])):
-            return other
-    return None
+        if (
+            stock
+            and wanted in (None, first["model"], first.get("named"))
+            and same == (figure["benchmark"], list(figure["tasks"]))
+        ):
+            found.setdefault(first["model"], other)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _shared(figures: Row, row: Row, names: dict[str, str], source: int) -> dict[str, Any]:

@@ -47,6 +47,13 @@ class Result:
     samples_key: str | None = None
     """The same where the samples are."""
     sample_values: list[float] = field(default_factory=list)
+    task_values: list[list[float]] = field(default_factory=list)
+    """The same task by task, of a benchmark of several."""
+
+    @property
+    def groups(self) -> list[list[float]]:
+        """Values of samples, task by task."""
+        return self.task_values or [self.sample_values]
 
     @property
     def title(self) -> str:

@@ -97,7 +97,7 @@ def _rows_of(findings: Findings, source: int) -> int:
 
 
 def _format_csv(results: list[Result]) -> str:
-    names = [each.name for each in fields(Result) if each.name != "sample_values"]
+    names = [each.name for each in fields(Result) if each.name not in ("sample_values", "task_values")]
     file = io.StringIO()
     writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

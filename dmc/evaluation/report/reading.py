@@ -21,11 +21,13 @@ EXPECTED = (
 )
 
 
-def read_folders(folders: Sequence[Path]) -> Findings:
+def read_folders(folders: Sequence[Path], reference: str | None = None) -> Findings:
     """Read what folders of results hold.
 
     Args:
         folders: each of one kind.
+        reference: stock model with whose full cache compressed models are compared; None: the one that compare.py was
+            told, or else the only one.
     Raises:
         ValueError: none is given, or one is no folder, is empty or is of something else.
     """
@@ -44,7 +46,7 @@ def read_folders(folders: Sequence[Path]) -> Findings:
         if rows:
             cells[str(folder)] = rows
     with _telling(", ".join(cells)):
-        add_cells(cells, findings)
+        add_cells(cells, findings, reference)
     return findings
 
 

@@ -10,12 +10,15 @@ from dmc.evaluation.benchmark import HuggingFaceContestant
 from dmc.evaluation.report.findings import Findings, Inside, Result, Speed
 from dmc.evaluation.report.judgement import (
     HELD,
+    MARGIN,
     STANDARD_ERRORS,
     badness,
     holds_budget,
-    is_measurably_worse,
     is_tied,
     loss_over_full_cache,
+    margin_of,
+    standing,
+    tells_apart,
 )
 
 
@@ -70,29 +73,36 @@ def describe(inside: Inside) -> str:
 
 
 def judge_all(tasks: dict[str, list[Result]]) -> str:
-    """Name the smallest cache that is not measurably worse than the full one on any task."""
+    """Name the smallest cache that is as good as the full one on every task that tells methods apart."""
+    silent = [task for task, results in tasks.items() if not tells_apart(results)]
+    tasks = {task: results for task, results in tasks.items() if task not in silent}
+    if not tasks:
+        return f"None of the {len(silent)} tasks tells methods apart: all have one figure, or the full cache none."
+    left_out = f" Left out, for they tell nothing apart: {', '.join(silent)}." if silent else ""
     found: dict[str, list[Result]] = {}
     for result in (result for results in tasks.values() for result in candidates(results)):
         found.setdefault(result.title, []).append(result)
     everywhere = [results for results in found.values() if len(results) == len(tasks)]
     if not everywhere:
-        return f"No smaller cache is shown to be as good as the full one, within noise, on all {len(tasks)} tasks."
+        return f"No smaller cache is shown to be as good as the full one on all {len(tasks)} tasks.{left_out}"
     sizes = [sum(share_of_full(result, tasks[result.task]) for result in results) for results in everywhere]
     best = everywhere[sizes.index(min(sizes))]
     return (
-        f"{best[0].title} is the smallest cache that is not measurably worse than the full one on any of the "
+        f"{best[0].title} is the smallest cache shown to be as good as the full one on each of the "
         f"{len(tasks)} tasks: {min(sizes) / len(tasks):.0%} of its bytes, achieved CR "
-        f"{min(each.achieved_ratio for each in best):.2f} or more."
+        f"{min(each.achieved_ratio for each in best):.2f} or more.{left_out}"
     )
 
 
 def judge_task(results: list[Result]) -> tuple[str, str]:
-    """Name the smallest cache that is not measurably worse than the full one on a task, and say its cost."""
+    """Name the smallest cache that is shown to be as good as the full one on a task, and say its cost."""
     first, full, best = results[0], full_cache(results), min(results, key=badness)
     if len(results) == 1:
         return f"only {first.title} has a row; there is nothing to compare it with.", f"It has {cost(first)}."
     if len({result.quality for result in results}) == 1:
         return f"all {len(results)} rows have {figure(first)}; this task tells nothing apart.", ""
+    if not tells_apart(results):
+        return f"the full cache has {figure(full or first)}; this task tells nothing about smaller ones.", ""
     if full is None:
         return (
             f"without a full cache nothing says what compression costs; best is {best.title}.",
@@ -103,10 +113,15 @@ def judge_task(results: list[Result]) -> tuple[str, str]:
         return "no smaller cache has a row on the samples of the full one.", f"That has {cost(full)}."
     if found := candidates(results):
         best = min(found, key=lambda result: (share_of_full(result, results), badness(result)))
-        text = f"{best.title} is the smallest cache that is not measurably worse than the full one."
+        text = f"{best.title} is the smallest cache shown to be as good as the full one, to {margin_of(best):.2g}."
     else:
         best = min(smaller, key=lambda result: (badness(result), result.bytes_per_token))
         text = f"every compressed cache is worse than the full one; {best.title} is the closest."
+        if open_ended := [result for result in smaller if standing(result) == "unknown"]:
+            text = (
+                f"no smaller cache is shown to be as good as the full one, to {margin_of(best):.2g}; of "
+                f"{len(open_ended)} the samples cannot tell, more of them would. {best.title} is the closest."
+            )
     return text, f"It has {cost(best, full_cache(results, best.model))}. {_doubt(best)}"
 
 
@@ -140,17 +155,27 @@ def _judge_budget(members: dict[str, list[Result]], tasks: dict[str, list[Result
     elif len(members) == 1:
         ((task, found),) = held.items()
         best = min(found, key=lambda result: (badness(result), result.bytes_per_token))
-        tied = [each.name for each in sorted(found, key=badness) if each is not best and is_tied(each, best)]
+        others = [each for each in sorted(found, key=badness) if each is not best]
+        tied = [each.name for each in others if is_tied(each, best)]
+        unknown = [each.name for each in others if is_tied(each, best) is None]
         price = cost(best, full_cache(tasks[task], best.model))
         text = f"{best.name} is best of {len(found)} that held it, with {price}. "
-        text += f"Tied with it, within noise: {', '.join(tied)}. " if tied else "No other is tied with it. "
+        text += f"Tied with it, within noise: {', '.join(tied)}. " if tied else ""
+        text += "" if tied or unknown else "No other is tied with it. "
+        text += (
+            f"Without standard errors nothing says whether these tie with it: {', '.join(unknown)}. " if unknown else ""
+        )
     else:
         wins: Counter[str] = Counter()
+        unknown_ties: set[str] = set()
         for found in held.values():
             best = min(found, key=lambda result: (badness(result), result.bytes_per_token))
             wins.update(each.name for each in found if each is best or is_tied(each, best))
+            unknown_ties |= {each.task for each in found if each is not best and is_tied(each, best) is None}
         ranked = [f"{name} ({count})" for name, count in wins.most_common()]
         text = f"Best, or tied with the best, on how many of {len(held)} tasks: {', '.join(ranked)}. "
+        if unknown_ties:
+            text += f"Without standard errors ties are unknown on: {', '.join(sorted(unknown_ties))}. "
     if missed:
         names = ", ".join(f"{name} ({ratio:.2f})" for name, ratio in missed.items())
         text += f"Not ranked, for they did not hold it (achieved CR): {names}."
@@ -189,7 +214,8 @@ def caveats(findings: Findings) -> list[str]:
         fewest = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         found.append(
             f"Noise: {STANDARD_ERRORS} standard errors of the difference, over {fewest} samples per task; more samples "
-            "would tell more methods apart, and of many comparisons some mislead."
+            "would tell more methods apart, and of many comparisons some mislead. As good as the full cache is what, "
+            f"noise included, loses at most {MARGIN:g} nats per token, or of the answers; above 1 that share."
         )
     if any(result.requested_ratio > 1 for result in findings.results):
         found.append(
@@ -221,11 +247,11 @@ def full_cache(results: list[Result], model: str | None = None) -> Result | None
 
 
 def candidates(results: list[Result]) -> list[Result]:
-    """List the results that are smaller than the full cache and not measurably worse."""
+    """List the results that are smaller than the full cache and shown to be as good."""
     return [
         result
         for result in results
-        if result.over_full_cache is not None and share_of_full(result, results) < 1 and not is_measurably_worse(result)
+        if result.over_full_cache is not None and share_of_full(result, results) < 1 and standing(result) == "as good"
     ]
 
 
