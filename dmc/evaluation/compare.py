@@ -165,6 +165,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
         "split": split_of_text(task),
+        "question": getattr(task, "question", None),
         "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
         "settings": {
             "model": model_settings(grid.models[cell.model]),
@@ -197,7 +198,7 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
         "metrics": {name: statistics.fmean(each.metrics[name] for each in results) for name in results[0].metrics},
         "sample_values": [each.metrics[task.main_metric] for each in results],
         "samples": len(results),
-        "samples_key": digest([[each.prompt, each.continuation] for each in samples]),
+        "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
         **by_place(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }

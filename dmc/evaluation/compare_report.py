@@ -25,7 +25,7 @@ COLUMNS = (
     *("requested_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "mean_bytes_used_per_token"),
     *("peak_bytes_allocated", "achieved_ratio", "bytes_allocated_per_token", "bytes_used_per_token"),
     *("bytes_allocated", "bytes_used", "peak_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
-    *("samples", "split", "device", "key"),
+    *("samples", "split", "question", "device", "key"),
 )
 
 
@@ -118,8 +118,9 @@ def format_task(task: str, rows: list[Row]) -> str:
     metric, samples = rows[0]["main_metric"], rows[0]["samples"]
     better = "higher" if rows[0]["higher_is_better"] else "lower"
     split = f" of the {rows[0]['split']} split" if rows[0].get("split") else ""
+    question = f", question {rows[0]['question']}" if rows[0].get("question") else ""
     lines = [
-        f"### {task}: {metric} of {samples} samples{split} ({better} is better)\n",
+        f"### {task}: {metric} of {samples} samples{split} ({better} is better){question}\n",
         f"| method | requested | achieved CR | {metric} | over full cache | cache bytes/token | peak cache bytes "
         "| prefill tokens/s | decode tokens/s |",
         "|---|---|---|---|---|---|---|---|---|",

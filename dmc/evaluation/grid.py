@@ -27,7 +27,7 @@ FULL = "full"
 """The policy that keeps everything, or leaves it to the model's own gates."""
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 """Weights, configuration, tokenizer and its chat template, but no README."""
-FORMAT = 4
+FORMAT = 5
 """Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
 
 

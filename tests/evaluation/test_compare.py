@@ -521,7 +521,7 @@ def test_jobs_of_a_sweep_share_a_folder(
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:
-    names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle"]
+    names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle", "passkey"]
     own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
     held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
     tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
@@ -530,6 +530,11 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     grid = plan_grid(config, CONFIGS)
     rows = {cell.task: describe(cell, grid, config) for cell in grid.cells}
     splits = {name: row["split"] for name, row in rows.items()}
-    assert splits == dict.fromkeys(names[:-1], "test") | {"needle": None, "own": None, "chosen": "validation"}
+    none = dict.fromkeys(["needle", "passkey", "own"])
+    assert splits == dict.fromkeys(names[:-2], "test") | none | {"chosen": "validation"}
     table = write_report([make_row("full", None, [1.0, 2.0], split="validation")], tmp_path)
     assert table.startswith("### text: loss of 2 samples of the validation split (lower is better)")
+    asked = {name: row["question"] for name, row in rows.items()}
+    assert (asked["passkey"], asked["multi_turn"], asked["text_loss"]) == ("known", "hidden", None)
+    table = write_report([make_row("full", None, [1.0, 2.0], question="hidden")], tmp_path)
+    assert table.startswith("### text: loss of 2 samples (lower is better), question hidden")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model
+from dmc.budget import Budget
 from dmc.data import TextSource
 from dmc.evaluation.speed import measure_speed
 from dmc.evaluation.tasks import Recall, TextLoss, mean_loss
+from dmc.policies import LocalWindow
 
 
 def text_loss(folders: Any, tmp_path: Path, **changes: Any) -> TextLoss:
@@ -64,24 +67,25 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
     model = load_model(folders.compressed)
     task = Recall(name, num_samples=3, sequence_length=40, answer_length=2)
     samples = task.samples(None, model.config.vocab_size)
+    wholes = [[*sample.prompt, *sample.after] for sample in samples]
     for sample in samples:
         marks = [i for i, token in enumerate(sample.prompt) if token == 1]
         asked = sample.prompt[-1:] if name == "key_value" else []
         places = [i + 1 + len(asked) for i in marks if sample.prompt[i + 1 : i + 1 + len(asked)] == asked]
         assert sample.place["length"] == 40
-        assert sample.place["depth"] in [round(place / len(sample.prompt), 1) for place in places]
+        assert sample.place["depth"] in [round(place / 38, 1) for place in places]
     engine = Engine(model)
     greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
-    (generation,) = engine.generate([samples[1].prompt], greedy)
+    (generation,) = engine.generate([wholes[1]], greedy)
     samples[1].continuation[:] = generation.token_ids  # one that the model knows
     results = task.evaluate(engine, samples)
     assert [result.metrics["exact_match"] for result in results][1] == 1.0
     assert results[0].metrics["exact_match"] == float(
-        engine.generate([samples[0].prompt], greedy)[0].token_ids == samples[0].continuation
+        engine.generate([wholes[0]], greedy)[0].token_ids == samples[0].continuation
     )
-    for sample, result in zip(samples, results, strict=True):
-        assert result.metrics["loss"] == pytest.approx(plain_loss(model, sample.prompt, sample.continuation), rel=1e-3)
-        assert result.stats.tokens_seen == 39
+    for whole, sample, result in zip(wholes, samples, results, strict=True):
+        assert result.metrics["loss"] == pytest.approx(plain_loss(model, whole, sample.continuation), rel=1e-3)
+        assert result.stats.tokens_seen == len(whole) + 1 == (41 if name == "key_value" else 39)
         assert result.stats.achieved_ratio > 1.1
 
 
@@ -127,3 +131,22 @@ def test_speed_counts_all_sequences_and_leaves_nothing_behind(
     assert speed.prefill == 24 / (steps[next(iter(options))] if options else 1)
     assert speed.decode == (1 if "max_batch_size" in options else 2)
     assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("question", ["known", "hidden"])
+@pytest.mark.parametrize("kind", ["copy", "needle", "key_value"])
+def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, question: Any, make_stock: Any) -> None:
+    task, model = Recall(kind, 24, 40, answer_length=1, question=question), make_stock()
+    full, greedy = Engine(model), SamplingParams(max_new_tokens=1, temperature=0.0)
+    asked = task.samples(None, 83)
+    wholes = [[*sample.prompt, *sample.after] for sample in asked]
+    right = [generation.token_ids for generation in full.generate(wholes, greedy)]
+    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
+    assert {result.metrics["exact_match"] for result in task.evaluate(full, samples)} == {1.0}
+    forgetful = Engine(model, policy=LocalWindow(budget=Budget(tokens=1)))
+    at_once = [generation.token_ids for generation in forgetful.generate(wholes, greedy)]
+    assert at_once == right  # the prompt's own pass sees everything: nothing is measured
+    results = task.evaluate(forgetful, samples)
+    assert sum(result.metrics["exact_match"] for result in results) / 24 < 0.5
+    assert all(result.stats.mean_slots.max() <= 2 for result in results)
+    assert forgetful.blocks_in_use == full.blocks_in_use == 0

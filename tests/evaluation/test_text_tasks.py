@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ class ScriptedEngine(Engine):
 
 
 def find_needle(text: str) -> str:
-    name = text.rpartition("number of ")[2].removesuffix(" is")
+    name = re.findall(r"What is the magic number of (\w+)\?", text)[-1]
     return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
 
 
@@ -89,7 +90,7 @@ PASS_KEY = Needle(
     lengths=[128],
     depths=[0.2],
     fact="\nThe pass key is {number}.\n",
-    question="\nWhat is the pass key? The pass key is",
+    question_text="\nWhat is the pass key? The pass key is",
 )
 PAIRS = KeyValuePairs(lengths=[480], depths=[0, 1], samples_per_place=2)
 CHAIN = TwoStageRetrieval(entries=[5, 9], samples_per_place=3)
@@ -143,7 +144,7 @@ def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tok
 
 def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
     for sample in NEEDLE.samples(tokenizer, 300):
-        assert len(sample.prompt) == sample.place["length"]
+        assert len(sample.prompt) + len(sample.after) == sample.place["length"]
         text = tokenizer.decode(sample.prompt)
         before, after = re.split(r"\nThe magic number of \w+ is \d+.\n", text.partition("\nWhat is")[0])
         sizes = [len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
@@ -257,15 +258,16 @@ def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_
     plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
     for without, sample in zip(plain, chat, strict=True):
         assert sample.place == without.place
-        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [sample.prompt]))
+        whole = [*sample.prompt, *sample.after]
+        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [whole]))
         messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
         for place in range(1, 2 * len(messages) - 1, 2):
             messages.insert(place, {"role": "assistant", "content": "ok"})
-        start = re.split(r"[?\n]", chat_tokenizer.decode(without.prompt))[-1].strip()
+        start = re.split(r"[?\n]", chat_tokenizer.decode([*without.prompt, *without.after]))[-1].strip()
         written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert start and "".join(text.split()) == "".join((written + start).split())
         if "length" in sample.place:
-            assert sample.place["length"] - len(sample.prompt) in (range(100) if name == "key_value" else [0])
+            assert sample.place["length"] - len(whole) in (range(100) if name == "key_value" else [0])
     assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
 
 
@@ -387,3 +389,34 @@ def test_loss_of_far_repeats_is_that_of_their_tokens(folders, tmp_path):
         assert result.metrics["far_repeat_loss"] == pytest.approx(float(losses[places].mean()), abs=1e-4)
     with pytest.raises(ValueError, match="no window repeats 90 tokens"):
         TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey", "key_value", "chain", "direct"])
+def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(
+    name: str, tokenizer: Any, model: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
+    assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
+    for one, other in zip(known, hidden, strict=True):
+        assert [*one.prompt, *one.after] == [*other.prompt, *other.after]  # the same conversation
+        assert (one.continuation, one.place) == (other.continuation, other.place)
+        assert one.after and other.after[-len(one.after) :] == one.after and len(other.after) > len(one.after) + 5
+    results = run(dataclasses.replace(task, question="hidden"), script, model, tokenizer)
+    assert {each.metrics["exact_match"] for each in results} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"question": "maybe"}, "question='maybe': expected known"),
+        ({"question": "\nWhat is it? It is"}, "its wording is question_text"),
+        ({"question_text": "\nWhat is the number of {name}?"}, "expected the beginning of the answer"),
+        ({"question_text": "What? The number of {name} is"}, "without names in braces"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Needle(haystack=FILLER, **settings)
+    with pytest.raises(ValueError, match="question='known': expected hidden"):
+        MultiTurnRecall(haystack=FILLER, question="known")

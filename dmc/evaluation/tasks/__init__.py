@@ -1,7 +1,8 @@
 """What a compressed cache is asked to do: predict text, or find again what stood far back.
 
 `base.py` says what a task is. With random tokens: `recall.py`. With text: `text_loss.py`, and, on `text_recall.py`,
-`needle.py` (also passkey), `key_value.py`, `two_stage.py` and `turns.py`.
+`needle.py` (also passkey), `key_value.py`, `two_stage.py` and `turns.py`. `asking.py` feeds what comes behind a prompt
+when the cache has compressed it.
 """
 
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, Task, by_place, split_of_text

@@ -18,6 +18,8 @@ class Sample:
     continuation: list[int]
     place: dict[str, float] = field(default_factory=dict)
     """Where it stands on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: there is none."""
+    after: list[int] = field(default_factory=list)
+    """What is fed between the two, when the prompt has been compressed: the answer's beginning, maybe the question."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class KeyValuePairs(TextRecall):
         while True:
             key, value = [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(2)]
             piece = encoder.encode(f'"{key}": "{value}",\n')
-            longest = max(longest, len(encoder.ask(QUESTION.format(key=key))))  # any key may be asked for
+            longest = max(longest, sum(map(len, encoder.ask(QUESTION.format(key=key)))))  # any key may be asked for
             room -= len(piece)
             if room < longest:
                 break
@@ -71,5 +71,6 @@ class KeyValuePairs(TextRecall):
             raise ValueError(f"lengths: {length} tokens have no room for a single pair of UUIDs")
         key, value = pairs[round(depth * (len(pairs) - 1))]
         body = [token for piece in tokens for token in piece]
-        prompt = [*encoder.begin, *encoder.encode(TASK), *body, *encoder.ask(QUESTION.format(key=key))]
-        return Sample(prompt, encoder.encode(f'{value}"'), {"length": length, "depth": depth})
+        context = [*encoder.begin, *encoder.encode(TASK), *body]
+        asked, answer = encoder.ask(QUESTION.format(key=key)), encoder.encode(f'{value}"')
+        return self.sample(context, asked, answer, {"length": length, "depth": depth})

@@ -8,7 +8,7 @@ from typing import Any
 
 from dmc.data import DocumentSource
 from dmc.evaluation.tasks.base import Sample
-from dmc.evaluation.tasks.text_recall import NAMES, Encoder, TextRecall, check_haystack
+from dmc.evaluation.tasks.text_recall import NAMES, Encoder, TextRecall, check_haystack, check_wording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Needle(TextRecall):
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Where in the text the fact stands: 0 at its beginning, 1 at its end."""
     fact: str = "\nThe magic number of {name} is {number}.\n"
-    question: str = "\nWhat is the magic number of {name}? The magic number of {name} is"
+    question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: int = 5
     """Of the number."""
     cache_folder: str = "outputs/cache"
@@ -34,6 +34,7 @@ class Needle(TextRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_wording(self.question_text)
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
         if not self.lengths or min(self.lengths) < 1:
@@ -61,10 +62,10 @@ class Needle(TextRecall):
     def _sample(self, encoder: Encoder, text: list[int], length: int, depth: float, number: int) -> Sample:
         draw = self.random(length, depth, number)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
-        fact, question = encoder.encode(self.fact.format(**values)), encoder.ask(self.question.format(**values))
-        room = length - len(encoder.begin) - len(fact) - len(question)
+        fact, asked = encoder.encode(self.fact.format(**values)), encoder.ask(self.question_text.format(**values))
+        room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
         if room < 0:
             raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")
         cut = round(depth * room)
-        prompt = [*encoder.begin, *text[:cut], *fact, *text[cut:room], *question]
-        return Sample(prompt, encoder.encode(f" {values['number']}"), {"length": length, "depth": depth})
+        context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
+        return self.sample(context, asked, encoder.encode(f" {values['number']}"), {"length": length, "depth": depth})

@@ -8,6 +8,7 @@ from typing import Any
 
 from dmc.data import RecallSequences
 from dmc.data.synthetic import RecallTask
+from dmc.evaluation.tasks.asking import Question, answer_scores, answers, check_question
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult
 from dmc.evaluation.tasks.text_loss import mean_loss
 from dmc.runtime import Engine, SamplingParams
@@ -16,6 +17,9 @@ from dmc.runtime import Engine, SamplingParams
 @dataclass(frozen=True)
 class Recall:
     """Exact match of a remembered answer, generated greedily, and its loss: see `RecallSequences`.
+
+    The query is fed when the cache has compressed what stands before it. Of `key_value` it is compressed with the query
+    in sight, which then comes again; `question="hidden"`: without. The others' query is the same for every sample.
 
     A row keeps the grid `by_length_and_depth`; the depth is where the answer stood, to a tenth of the prompt.
 
@@ -30,11 +34,13 @@ class Recall:
     answer_length: int = 4
     vocab_size: int | None = None
     """Tokens are drawn below it; None: all that the model knows."""
+    question: Question = "known"
     seed: int = 0
     main_metric = "exact_match"
     higher_is_better = True
 
     def __post_init__(self) -> None:
+        check_question(self.question)
         self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
 
     def identity(self) -> Any:
@@ -49,16 +55,18 @@ class Recall:
             item = sequences[index]
             tokens, start = item["input_ids"].tolist(), item["answer_start"]
             depth = round(item["source_start"] / start, 1)
-            samples.append(Sample(tokens[:start], tokens[start:], {"length": self.sequence_length, "depth": depth}))
+            place = {"length": self.sequence_length, "depth": depth}
+            asked = start - (2 if self.task == "key_value" else 1)
+            end = start if self.task == "key_value" and self.question == "known" else asked
+            samples.append(Sample(tokens[:end], tokens[start:], place, after=tokens[asked:start]))
         return samples
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`."""
-        prompts, answers = [each.prompt for each in samples], [each.continuation for each in samples]
         greedy = SamplingParams(max_new_tokens=self.answer_length, temperature=0.0, ignore_eos=True)
-        generations = engine.generate(prompts, greedy, progress=False)
+        generations = answers(engine, samples, greedy)
         results = []
-        for sample, generation, logprobs in zip(samples, generations, engine.score(prompts, answers), strict=True):
+        for sample, generation, logprobs in zip(samples, generations, answer_scores(engine, samples), strict=True):
             answer = sample.continuation
             metrics = {"exact_match": float(generation.token_ids == answer), "loss": mean_loss(logprobs, answer)}
             results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))

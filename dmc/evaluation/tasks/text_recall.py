@@ -14,6 +14,7 @@ import torch
 
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.evaluation.chat_form import ChatForm, read_chat_form
+from dmc.evaluation.tasks.asking import Question, answer_scores, answers, check_question
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.text_loss import mean_loss
 from dmc.runtime import Engine, SamplingParams
@@ -36,6 +37,9 @@ class TextRecall:
     chat_template: bool = False
     """Whether the tokenizer's chat template is written around the prompt: what stands behind the last question mark or
     line end of a question then begins the reply."""
+    question: Question = "known"
+    """Whether the cache is compressed with the question in sight. What stands behind its last question mark or line
+    end, the same for every sample, is fed after that and gives the answer's first token."""
     seed: int = 0
     main_metric = "exact_match"
     higher_is_better = True
@@ -44,6 +48,7 @@ class TextRecall:
 
     def __post_init__(self) -> None:
         check_positive(self, "samples_per_place", "max_new_tokens")
+        check_question(self.question)
 
     def extract(self, text: str) -> dict[str, str | None]:
         """Find in an answer what each metric compares; None: it is not there. Default: the first number."""
@@ -51,13 +56,21 @@ class TextRecall:
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`."""
-        prompts, answers = [each.prompt for each in samples], [each.continuation for each in samples]
-        generations = engine.generate(prompts, self.greedy(self.max_new_tokens), progress=False)
+        generations = answers(engine, samples, self.greedy(self.max_new_tokens))
         results = []
-        for sample, generation, logprobs in zip(samples, generations, engine.score(prompts, answers), strict=True):
+        for sample, generation, logprobs in zip(samples, generations, answer_scores(engine, samples), strict=True):
             metrics = self.grade(engine, sample, generation.text) | {"loss": mean_loss(logprobs, sample.continuation)}
             results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
         return results
+
+    def sample(
+        self, context: list[int], asked: tuple[list[int], list[int]], answer: list[int], place: dict[str, float]
+    ) -> Sample:
+        """Put a sample together: what is compressed, and what is fed after that."""
+        question, cue = asked
+        if self.question == "known":
+            return Sample([*context, *question], answer, place, after=cue)
+        return Sample(context, answer, place, after=[*question, *cue])
 
     def grade(self, engine: Engine, sample: Sample, text: str | None) -> dict[str, float]:
         """Compare a generated text with a sample's answer: 1 or 0 for each metric."""
@@ -97,18 +110,19 @@ class Encoder:
         """What stands before a text: special tokens, or a template's opening."""
         return self.encode(self.form.opening) if self.chat_template else list(self.tokenizer("")["input_ids"])
 
-    def ask(self, question: str) -> list[int]:
-        """Return the tokens of the end of a prompt, up to where the answer begins."""
+    def ask(self, question: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of the end of a prompt: of the question, and of the answer's beginning."""
+        start = beginning_of_answer(question)
+        asked = question.removesuffix(start)
         if not self.chat_template:
-            return self.encode(question)
-        start = re.split(r"[?\n]", question)[-1]
-        asked = question.removesuffix(start).rstrip()
-        return [*self.encode(asked), *self.encode(self.form.closing + start.lstrip())]
+            return self.encode(asked), self.encode(start)
+        return self.encode(asked.rstrip()), self.encode(self.form.closing + start.lstrip())
 
     def converse(self, pieces: list[list[int]], question: str) -> list[list[int]]:
         """Return the turns of a conversation: pieces that are said one after the other, then the question."""
         closing, reopening = self.encode(self.form.closing), self.encode(self.form.reopening)
-        said = [[*piece, *closing] for piece in pieces] + [self.ask(question)]
+        asked, start = self.ask(question)
+        said = [[*piece, *closing] for piece in pieces] + [[*asked, *start]]
         return [[*(reopening if turn else self.begin), *tokens] for turn, tokens in enumerate(said)]
 
     def encode(self, text: str) -> list[int]:
@@ -131,6 +145,21 @@ class Encoder:
         line_end = self.encode("\n")[-1]
         chosen = [windows[index % len(windows)]["input_ids"] for index in range(number)]
         return [torch.where(each == framing.end, line_end, each).tolist() for each in chosen]
+
+
+def beginning_of_answer(question: str) -> str:
+    """Return what stands behind the last question mark or line end."""
+    return re.split(r"[?\n]", question)[-1]
+
+
+def check_wording(question_text: str) -> None:
+    """Raise a ValueError for a question that does not end with the beginning of any answer."""
+    start = beginning_of_answer(question_text)
+    if not start.strip() or "{" in start:
+        raise ValueError(
+            f"question_text={question_text!r}: expected the beginning of the answer behind the last question mark or "
+            "line end, without names in braces: it is fed when the cache has been compressed"
+        )
 
 
 def check_haystack(haystack: DocumentSource | str) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dmc.data import DocumentSource
+from dmc.evaluation.tasks.asking import Question
 from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.text_recall import NAMES, Encoder, TextRecall, check_haystack
 from dmc.runtime import Engine, Generation, Session
@@ -40,12 +41,16 @@ class MultiTurnRecall(TextRecall):
     reply_tokens: int = 8
     """Of each reply before the answer."""
     fact: str = "The door code of {name} is {number}. Remember it.\n"
-    question: str = "\nWhat is the door code of {name}? The door code of {name} is"
+    question_text: str = "\nWhat is the door code of {name}? The door code of {name} is"
+    question: Question = "hidden"
+    """The turns before are compressed when it comes; there is no other way to ask in a conversation."""
     cache_folder: str = "outputs/cache"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "turn_tokens", "reply_tokens")
+        if self.question != "hidden":
+            raise ValueError(f"question={self.question!r}: expected hidden, a conversation is compressed before it")
         if not self.turns or min(self.turns) < 2:
             raise ValueError(f"turns={list(self.turns)}: expected whole numbers >= 2, the fact is told in turn 1")
 
@@ -65,9 +70,9 @@ class MultiTurnRecall(TextRecall):
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
         fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]
         fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
-        turns = encoder.converse(fillers[: turn - 1], self.question.format(**values))
+        turns = encoder.converse(fillers[: turn - 1], self.question_text.format(**values))
         prompt = [token for each in turns for token in each]
-        return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, turns)
+        return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, turns=turns)
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`; conversations take their turns together."""

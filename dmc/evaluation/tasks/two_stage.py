@@ -63,11 +63,12 @@ class TwoStageRetrieval(TextRecall):
         first = draw.randint(0, total)
         dictionary = ", ".join(f"{key}: {color}" for key, color in enumerate(colors))
         equation = f"{first} + {total - first}"
-        text = f"This dictionary gives every number a color: {{{dictionary}}}\n"
+        context = encoder.encode(f"This dictionary gives every number a color: {{{dictionary}}}\n")
         if self.chain_of_thought:
-            text += f"Compute {equation}, then name the color of the result.\nAnswer: {equation} ="
+            question = f"Compute {equation}, then name the color of the result.\nAnswer: the result is"
             answer = f" {total}. The color of {total} is {colors[total]}."
         else:
-            text += f"Name the color of {equation}.\nAnswer: the color of {equation} is"
+            question = f"Name the color of {equation}.\nAnswer: the color is"
             answer = f" {colors[total]}."
-        return Sample([*encoder.begin, *encoder.ask(text)], encoder.encode(answer), {"entries": size})
+        asked = encoder.ask(question)
+        return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), {"entries": size})
