@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,12 @@ class Calibration:
 
 
 def calibrate_offset(
-    model: Any, batches: Sequence[Tensor], target_ratio: float, reach: float = 4.0, sharing: Ranks = ALONE
+    model: Any,
+    batches: Sequence[Tensor],
+    target_ratio: float,
+    reach: float = 4.0,
+    documents_of: Callable[[Tensor], Any] | None = None,
+    sharing: Ranks = ALONE,
 ) -> Calibration:
     """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
 
@@ -42,6 +47,7 @@ def calibrate_offset(
         batches: held-out token ids, each [B, T].
         target_ratio: CR >= 1.
         reach: largest shift of the offset.
+        documents_of: see `score_text`.
         sharing: ranks that read a part of the batches each; all of them call this, and find the same.
     Raises:
         ValueError: the target is no ratio, or the model has no gates, or none with an offset.
@@ -55,7 +61,7 @@ def calibrate_offset(
 
     def ratio_at(offset: float) -> float:
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-        return score_text(model, batches, sharing=sharing).achieved_ratio
+        return score_text(model, batches, documents_of=documents_of, sharing=sharing).achieved_ratio
 
     best_offset, best_ratio = before, ratio_at(before)
     ratio_before, low, high = best_ratio, before - reach, before + reach

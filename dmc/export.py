@@ -102,6 +102,22 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
+def is_final(folder: Path) -> bool:
+    """Tell whether a folder holds the whole model of a run's last step."""
+    if not is_whole(folder):
+        return False
+    try:
+        return is_of_last_step(json.loads((folder / METRICS_NAME).read_text())["metrics"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning("%s does not count as exported: %s is damaged (%s)", folder, METRICS_NAME, error)
+        return False
+
+
+def is_of_last_step(metrics: dict[str, Any]) -> bool:
+    """Tell whether a run's plan was at its end when these figures were measured; earlier versions did not write it."""
+    return metrics.get("steps", 0) >= metrics.get("planned_steps", 0)
+
+
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:
     """Write what lies beside the weights of a model: its tokenizer, unless None, the card, and both as a record."""
     if tokenizer is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.evaluation.grid import EngineSettings
-from dmc.export import is_whole
+from dmc.export import is_final
 
 CONTROL = "control"
 """The run that every other is compared with, of the same seed."""
@@ -73,8 +73,8 @@ class StudyRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the model is exported, with all of its weights."""
-        return is_whole(self.final)
+        """Whether the model of the last step is exported, with all of its weights."""
+        return is_final(self.final)
 
 
 def plan_bases(config: StudyConfig) -> list[StudyRun]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dmc.export import METRICS_NAME
+from dmc.export import METRICS_NAME, is_of_last_step
 from dmc.json_file import read_mapping
 from dmc.training.record import CONFIG_NAME
 
@@ -46,11 +46,16 @@ def collect(folder: Path) -> tuple[list[Result], list[str]]:
         raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
     results = []
     for run in runs:
-        for path in (run / "final", *(run / "snapshots").glob("*")):
+        for path in (*([run / "final"] if _is_finished(run) else []), *(run / "snapshots").glob("*")):
             if (path / METRICS_NAME).is_file() and not path.name.startswith("."):
                 results.append(_read(path, str(run.relative_to(folder))))
-    unfinished = [str(run.relative_to(folder)) for run in runs if not (run / "final" / METRICS_NAME).is_file()]
+    unfinished = [str(run.relative_to(folder)) for run in runs if not _is_finished(run)]
     return sorted(results, key=lambda result: (result.target_ratio, result.run, result.model)), unfinished
+
+
+def _is_finished(run: Path) -> bool:
+    record = run / "final" / METRICS_NAME
+    return record.is_file() and is_of_last_step(read_mapping(record)["metrics"])
 
 
 def _read(path: Path, run: str) -> Result:

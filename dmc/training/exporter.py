@@ -18,11 +18,13 @@ from dmc.config import RunConfig
 from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
+from dmc.models.attention import Documents
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.checkpoints.generations import LAST_CHECKPOINT
-from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model
+from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model, read_header
 from dmc.training.record import read_foreign_config
+from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
 from dmc.training.text_data import TextData, build_tokenizer
 
@@ -44,7 +46,9 @@ class Exporter:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self._num_written = 0
 
-    def write(self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True) -> None:
+    def write(
+        self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True, *, step: int | None = None
+    ) -> None:
         """Export `model` with its figures on held-out text; the training model keeps its own offset.
 
         Called by all ranks: each reads its share of the text where the model's weights lie, and rank 0 writes.
@@ -52,12 +56,18 @@ class Exporter:
         ranks = Ranks.all()
         self._num_written += 1
         compressed = isinstance(model, CompressedCausalLM)
+        reading: dict[str, Any] = {"sharing": ranks}
+        if self.config.training.reset_at_documents:  # as it was trained
+            reading["documents_of"] = lambda ids: Documents.from_separator(ids, self.data.framing.end)
         metrics: dict[str, Any] = {}
+        if step is not None:  # optimizer steps that the model has seen
+            plan = Plan(self.config.training, self.config.target_ratio, self.config.compression)
+            metrics |= {"steps": step, "planned_steps": plan.total_steps}
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, sharing=ranks)
+                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, **reading)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
@@ -69,10 +79,10 @@ class Exporter:
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches(), "validate", sharing=ranks)
+        score = score_text(model, self.data.validation_batches(), "validate", **reading)
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         if self.config.data.test is not None:
-            score = score_text(model, self.data.test_batches(), "test", sharing=ranks)
+            score = score_text(model, self.data.test_batches(), "test", **reading)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
@@ -164,5 +174,5 @@ def export_checkpoint(
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     model.to(roomy_device(model) if device is None else device)
-    exporter.write(model, output, target_ratio, overwrite)
+    exporter.write(model, output, target_ratio, overwrite, step=read_header(checkpoint).global_step)
     return output

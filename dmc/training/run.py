@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
-from dmc.export import METRICS_NAME, is_whole
+from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
@@ -54,8 +54,8 @@ class TrainedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the model is exported, with all of its weights."""
-        return is_whole(self.final)
+        """Whether the model of the last step is exported, with all of its weights."""
+        return is_final(self.final)
 
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Figures measured when `folder` was exported."""
@@ -197,5 +197,5 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
             f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
         )
     module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
-    exporter.write(module.model, run.final, config.target_ratio)
+    exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
     trainer.strategy.barrier("export")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import logged
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -204,3 +205,12 @@ def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
         two_steps["output_dir"] += f"_{clip}"
         train(build_config(RunConfig, two_steps))
         assert len(clipped) == times
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_an_export_is_scored_as_the_last_validation_is(two_steps, monkeypatch, resets):
+    monkeypatch.undo()
+    two_steps["training"] |= {"reset_at_documents": resets, "calibrate": False}
+    run = train(build_config(RunConfig, two_steps))
+    scored = run.metrics(run.final)["validation_loss_nats_per_token"]
+    assert scored == pytest.approx(logged(run.folder, "validation/loss")[2], abs=1e-7)

@@ -33,7 +33,7 @@ def values(run_values, monkeypatch):
     }  # fmt: skip
     monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
     monkeypatch.setattr(Validation, "log_score", lambda *_: None)
-    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio: folder.mkdir(parents=True))
+    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
     return run_values
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, count_scored, logged_losses, train_ranks
+from launching import Ranks, count_scored, logged_losses, note_positions, train_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
-from dmc.training import export_checkpoint, train
+from dmc.study.plan import StudyRun
+from dmc.training import PreemptedError, export_checkpoint, train
 from dmc.training.checkpoints.reading import read_header
+from dmc.training.collect import collect
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
@@ -51,6 +53,24 @@ def test_finished_run_is_reused(run_config):
     before = (run.final / "model.safetensors").stat().st_mtime_ns
     assert train(run_config).final == run.final
     assert (run.final / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
+    run_values["training"] |= {"validate_every_steps": 100, "snapshot_ratios": []}
+    config = build_config(RunConfig, run_values)
+    folder = Path(config.output_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        note_positions(0, folder.with_name("positions"), stop=(3, 1), replace=patch.setattr)
+        with pytest.raises(PreemptedError, match="after step 3 of 8"):
+            train(config)
+    export_checkpoint(folder, folder / "final")
+    study_run = StudyRun("run", None, folder, ())
+    assert not study_run.is_finished and collect(folder.parent) == ([], ["run"])
+    run = train(config)
+    assert sorted(logged_losses(folder)) == list(range(8))
+    metrics = run.metrics(run.final)
+    assert (metrics["steps"], metrics["planned_steps"]) == (8, 8)
+    assert study_run.is_finished and run.is_finished and collect(folder.parent)[1] == []
 
 
 def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
