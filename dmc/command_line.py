@@ -25,6 +25,8 @@ CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
 OUTPUTS = ("output", "output_dir")
 """Settings that name a folder to write to in every script that has them."""
+FLAGS = ("overwrite", "trust_run", "use_previous_checkpoint", "control")
+"""Settings that are true or false in every script that has them."""
 _SHOW_STACK = "HYDRA_FULL_ERROR"
 INPUT_ERRORS = (
     ValueError,
@@ -61,6 +63,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                 if missing := sorted(OmegaConf.missing_keys(settings)):
                     raise ValueError(f"give a value for {', '.join(missing)}")
                 check_outputs(settings)
+                check_flags(settings)
                 function(settings)
 
         run = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(task)
@@ -84,6 +87,13 @@ def check_outputs(settings: Mapping[str, Any]) -> None:
         for path in (Path(folder), *Path(folder).parents) if isinstance(folder, str) else ():
             if path.exists() and not path.is_dir():
                 raise ValueError(f"{name}={folder}: {path} is a file; give a folder, a new one or one that is there")
+
+
+def check_flags(settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if what is true or false is something else."""
+    for name in FLAGS:
+        if not isinstance(settings.get(name, False), bool):
+            raise ValueError(f"{name}={settings[name]}: expected true or false")
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def main(settings: DictConfig) -> None:
 
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
+    if settings.plan not in (True, False, "json"):
+        raise ValueError(f"plan={settings.plan}: expected true, false or json")
     if settings.plan:
         planner = build_config(PlannerConfig, dict(settings.planner), "planner")
         return print_plan(run_config(settings), planner, as_json=settings.plan == "json")

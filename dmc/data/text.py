@@ -133,6 +133,8 @@ class TextSource:
             )
         if self._kind() != "text":
             self._open()
+        elif not any(path.stat().st_size for path in self.local_files()):
+            raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
 
     def description(self) -> dict[str, Any]:
         """Return the specification with the sizes and times of local files (the weight changes no document)."""

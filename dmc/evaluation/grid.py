@@ -20,6 +20,7 @@ from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.data.files import file_stamps
 from dmc.evaluation.tasks import Task
+from dmc.kernels import BACKENDS
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.target import build_target, suggest
 
@@ -44,7 +45,11 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How cells are served; see `Engine`."""
+    """How cells are served; see `Engine`.
+
+    Raises:
+        ValueError: a size is not positive, or no kernels have this name.
+    """
 
     block_size: int = 16
     memory: int | float | str | None = None
@@ -52,6 +57,14 @@ class EngineSettings:
     max_batch_size: int = 8
     """Samples that run at the same time."""
     prefill_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{name}={value}: expected a whole number >= 1")
+        if self.kernels not in ("auto", *BACKENDS):
+            raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
 
 
 @dataclass(frozen=True)
@@ -86,8 +99,6 @@ class CompareConfig:
             raise ValueError("tasks is empty: give tasks=text_loss, names of files in configs/task")
         if self.speed_tokens < 0:
             raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
-        if self.engine.max_batch_size < 1:
-            raise ValueError(f"engine.max_batch_size={self.engine.max_batch_size}: expected a whole number >= 1")
         if self.reference is not None and self.reference not in self.models:
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
 

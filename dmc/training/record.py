@@ -24,6 +24,8 @@ PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
 OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
+SAVED = ("checkpoints", "final", "snapshots")
+"""Folders of what a run has saved."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
     "model.architecture",
@@ -47,13 +49,13 @@ def is_rank_zero() -> bool:
 
 
 def check_same_run(folder: Path, config: RunConfig) -> None:
-    """Check that the output folder holds no other run.
+    """Check that the output folder holds no other run; one that has saved nothing yet may be corrected.
 
     Raises:
         ValueError: the folder holds a run with other settings, or a damaged record.
     """
     record, values = folder / CONFIG_NAME, _plain(config)
-    if not record.is_file():
+    if not (record.is_file() and _has_saved(folder)):
         return
     try:
         known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
@@ -75,13 +77,18 @@ def record_run(folder: Path, config: RunConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
     content = {"config": values, **provenance()}
-    if record.is_file():
+    if record.is_file() and _has_saved(folder):
         content = _recorded(record)
         for section, _, name in (key.partition(".") for key in MEASURED):
             content["config"][section][name] = values[section][name]
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(record)
+
+
+def _has_saved(folder: Path) -> bool:
+    """Tell whether a run has left a checkpoint or a model."""
+    return any(place.is_dir() and any(place.iterdir()) for place in map(folder.joinpath, SAVED))
 
 
 def _recorded(record: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning import Trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 
@@ -40,7 +41,7 @@ def build_trainer(
         preemption: stops the run on a signal, and saves it.
         loggers: receive the figures.
     Raises:
-        ValueError: the batch cannot be divided among the devices.
+        ValueError: the batch cannot be divided among the devices, or this machine has no such devices.
     """
     config, strategy = module.config, module.strategy
     training, settings = config.training, config.trainer
@@ -50,25 +51,28 @@ def build_trainer(
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
         plugins.append(SLURMEnvironment(auto_requeue=False))
-    trainer = Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
-        strategy=strategy.lightning_strategy(),
-        precision=strategy.precision,
-        max_steps=module.plan.total_steps,
-        max_epochs=1,
-        gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
-        logger=loggers,
-        callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
-        profiler=throughput.data_clock,
-        plugins=plugins,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        log_every_n_steps=training.log_every_steps,
-        default_root_dir=config.output_dir,
-    )
+    try:
+        trainer = Trainer(
+            accelerator=settings.accelerator,
+            devices=settings.devices,
+            num_nodes=settings.num_nodes,
+            strategy=strategy.lightning_strategy(),
+            precision=strategy.precision,
+            max_steps=module.plan.total_steps,
+            max_epochs=1,
+            gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
+            logger=loggers,
+            callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
+            profiler=throughput.data_clock,
+            plugins=plugins,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            log_every_n_steps=training.log_every_steps,
+            default_root_dir=config.output_dir,
+        )
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer.accelerator={settings.accelerator}, devices={settings.devices}: {error}") from error
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
     return trainer
 

@@ -9,7 +9,7 @@ from typing import Any
 from dmc.data import RecallSequences
 from dmc.data.synthetic import RecallTask
 from dmc.evaluation.tasks.asking import Question, answer_scores, answers, check_question
-from dmc.evaluation.tasks.base import Part, Sample, SampleResult
+from dmc.evaluation.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.evaluation.tasks.text_loss import mean_loss
 from dmc.runtime import Engine, SamplingParams
 
@@ -40,6 +40,7 @@ class Recall:
     higher_is_better = True
 
     def __post_init__(self) -> None:
+        check_positive(self, "num_samples")
         check_question(self.question)
         self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
 

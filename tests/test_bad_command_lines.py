@@ -1,0 +1,468 @@
+"""Command lines that are wrong: one line on stderr that names the value, exit status 1, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TEXT_VOCAB_SIZE, build_stock, mixed_gates
+from scripts_here import run_script
+
+from dmc import retrofit
+from dmc.config import RunConfig, build_config
+from dmc.data import train_tokenizer
+from dmc.training import train
+
+TEXT = "".join(f"line {i} of {i % 7} words, {'x' * (i % 5)}\n" for i in range(400))
+NESTED = "[" * 200_000
+TRAINING = (
+    "model={stock} data=text_files data.train.0.name={text} data.validation.0.name={text} data.num_workers=0 "
+    "debug=tiny training.sequence_length=16 trainer=cpu output_dir=out data.cache_folder=cache "
+)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a stock model, a retrofit, a run, a text, and broken copies of each."""
+    root = tmp_path_factory.mktemp("world")
+    (root / "text.txt").write_text(TEXT)
+    tokenizer = train_tokenizer([TEXT], TEXT_VOCAB_SIZE, root / "tokenizer")
+    model = build_stock(vocab_size=len(tokenizer), eos_token_id=0)
+    for name, each in (("stock", model), ("retrofit", retrofit(model, mixed_gates()))):
+        each.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    _write_broken_models(root)
+    _write_run(root)
+    (root / "empty").mkdir()
+    (root / "numbers.jsonl").write_text("".join(json.dumps({"text": i}) + "\n" for i in range(9)))
+    (root / "broken.jsonl").write_text("{oh")
+    (root / "empty.txt").touch()
+    return root
+
+
+def _write_broken_models(root: Path) -> None:
+    contents: dict[str, bytes] = {"empty": b"", "broken": b'{"a": ', "binary": bytes(range(256)), "list": b"[1]"}
+    contents["nested"] = NESTED.encode()
+    for kind, content in contents.items():
+        for file, name in (
+            ("config.json", "config"),
+            ("tokenizer.json", "tokenizer"),
+            ("model.safetensors", "weights"),
+        ):
+            if (kind, name) not in {("nested", "weights"), ("list", "weights")}:
+                folder = Path(shutil.copytree(root / "stock", root / f"{kind}_{name}"))
+                (folder / file).write_bytes(content)
+    for name, changes in (
+        ("no_kv_heads", {"num_key_value_heads": 0}),
+        ("odd_kv_heads", {"num_key_value_heads": 3}),
+        ("negative_layers", {"num_hidden_layers": -1}),
+        ("text_layers", {"num_hidden_layers": "two"}),
+        ("unknown_type", {"model_type": "nonesuch"}),
+        ("small_vocabulary", {"vocab_size": 7}),
+        ("more_layers", {"num_hidden_layers": 4}),
+    ):
+        change_config(Path(shutil.copytree(root / "stock", root / name)), **changes)
+    for name, value in (
+        ("gates_list", [1]),
+        ("gates_null", None),
+        ("gates_unknown", {"windw_size": 12}),
+        ("gates_text", {"window_size": "twelve"}),
+    ):
+        change_config(Path(shutil.copytree(root / "retrofit", root / name)), compression=value)
+    gateless = Path(shutil.copytree(root / "retrofit", root / "gates_missing"))
+    values = json.loads((gateless / "config.json").read_text())
+    del values["compression"]
+    (gateless / "config.json").write_text(json.dumps(values))
+    weightless = Path(shutil.copytree(root / "stock", root / "no_weights"))
+    (weightless / "model.safetensors").unlink()
+    speechless = Path(shutil.copytree(root / "stock", root / "no_tokenizer"))
+    for path in speechless.glob("tokenizer*"):
+        path.unlink()
+    talkative = Path(shutil.copytree(root / "stock", root / "large_tokenizer"))
+    train_tokenizer([TEXT * 2, "".join(map(chr, range(32, 1200)))], TEXT_VOCAB_SIZE + 200, root / "words")
+    for path in (root / "words").iterdir():
+        shutil.copy(path, talkative)
+
+
+def _write_run(root: Path) -> None:
+    values: dict[str, Any] = {
+        "model": {"path": str(root / "stock")},
+        "data": {
+            "train": [{"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}],
+            "validation": [{"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}],
+            "cache_folder": str(root / "cache"),
+        },
+        "training": {
+            "stages": [{"name": "retrofit", "steps": 1}],
+            "sequence_length": 16,
+            "batch_size": 1,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-3,
+            "calibration_sequences": 1,
+            "validation_sequences": 1,
+            "hang_timeout_minutes": 0.0,
+        },
+        "compression": {"target_ratio": 2.0},
+        "trainer": {"accelerator": "cpu"},
+        "output_dir": str(root / "run"),
+    }
+    train(build_config(RunConfig, values))
+    for kind, content in (("list", "[1]"), ("nested", NESTED), ("empty", ""), ("keys", '{"config": {"modle": 1}}')):
+        folder = root / f"{kind}_run"
+        folder.mkdir()
+        (folder / "run.json").write_text(content)
+    shutil.copytree(root / "run", root / "no_checkpoint_run")
+    shutil.rmtree(root / "no_checkpoint_run" / "checkpoints")
+    torch.save({"other": torch.zeros(2)}, root / "other.pt")
+    for kind, content in (("bare", "{}\n"), ("shapeless", '{"status": "done"}\n'), ("broken", "{oh\n")):
+        (root / f"{kind}_cells").mkdir()
+        (root / f"{kind}_cells" / "cells.jsonl").write_text(content)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line and what its one line must say."""
+
+    script: str
+    settings: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.script} {self.settings}".replace(TRAINING, "").replace("model={stock} ", "")[:90]
+
+
+GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
+COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=copy "
+ANALYSE = "model={retrofit} num_sequences=1 sequence_length=16 ~source.split "
+ANALYSE += "source._target_=dmc.data.TextSource +source.name={text} "
+CASES = [
+    # A model that is none, and settings of a generation.
+    *(
+        Case("generate", f"model={{world}}/{folder} prompt=ab max_new_tokens=2", said)
+        for folder, said in (
+            ("nowhere", "nowhere"),
+            ("empty", "config.json"),
+            ("text.txt", "text.txt"),
+            ("empty_config", "config.json"),
+            ("broken_config", "config.json"),
+            ("binary_config", "config.json"),
+            ("list_config", "config.json"),
+            ("nested_config", "config.json"),
+            ("no_kv_heads", "num_key_value_heads"),
+            ("odd_kv_heads", "num_key_value_heads"),
+            ("negative_layers", "num_hidden_layers=-1"),
+            ("text_layers", "num_hidden_layers"),
+            ("unknown_type", "nonesuch"),
+            ("small_vocabulary", "small_vocabulary"),
+            ("more_layers", "more_layers"),
+            ("gates_list", "compression"),
+            ("gates_null", "compression"),
+            ("gates_unknown", "windw_size"),
+            ("gates_text", "window_size"),
+            ("gates_missing", "compression"),
+            ("no_weights", "no_weights"),
+            ("no_tokenizer", "tokenizer"),
+            ("large_tokenizer", "large_tokenizer"),
+            ("empty_tokenizer", "tokenizer"),
+            ("broken_tokenizer", "tokenizer"),
+            ("binary_tokenizer", "tokenizer"),
+            ("list_tokenizer", "tokenizer"),
+            ("nested_tokenizer", "tokenizer"),
+            ("empty_weights", "model.safetensors"),
+            ("broken_weights", "model.safetensors"),
+            ("binary_weights", "model.safetensors"),
+        )
+    ),
+    Case("generate", "prompt=ab", "model.path"),
+    Case("generate", "model={stock}", "prompt"),
+    Case("generate", "model={stock} prompt=", "prompt"),
+    *(
+        Case("generate", GENERATE + setting, said)
+        for setting, said in (
+            ("max_new_tokens=2.5", "max_new_tokens=2.5"),
+            ("max_new_tokens=0", "max_new_tokens=0"),
+            ("max_new_tokens=many", "max_new_tokens"),
+            ("temperature=hot", "temperature"),
+            ("temperature=-1", "temperature=-1"),
+            ("temperature=nan", "temperature=nan"),
+            ("top_p=0", "top_p=0"),
+            ("top_p=2", "top_p=2"),
+            ("top_k=0", "top_k=0"),
+            ("top_k=few", "top_k"),
+            ("seed=x", "seed"),
+            ("seed=-1", "seed=-1"),
+            ("stop=[1]", "stop"),
+            ("stop=['']", "stop"),
+            ("block_size=0", "block_size=0"),
+            ("block_size=-16", "block_size=-16"),
+            ("block_size=1.5", "block_size=1.5"),
+            ("memory=0", "memory=0"),
+            ("memory=-5", "memory=-5"),
+            ("memory=lots", "memory"),
+            ("memory=100", "memory"),
+            ("kernels=nonesuch", "nonesuch"),
+            ("kernels=triton", "triton"),
+            ("policy=nonesuch", "nonesuch"),
+            ("policy=h2o", "budget"),
+            ("budget=4", "budget=4"),
+            ("policy=h2o budget=0.5", "0.5"),
+            ("policy=h2o budget=tokens:0", "tokens"),
+            ("policy=h2o budget=nan", "nan"),
+            ("policy=h2o budget=four", "four"),
+            ("policy=h2o budget=4 policy.recent=-1", "recent"),
+            ("policy=h2o budget=4 +policy.recnt=1", "recnt"),
+            ("policy=snapkv budget=4 policy.kernel_size=4", "kernel_size"),
+            ("model.dtype=float12", "float12"),
+            ("max_new_tokns=2", "max_new_tokns"),
+            ("+policy._target_=os.system", "os.system"),
+        )
+    ),
+    Case("generate", "model={retrofit} prompt=ab policy=h2o budget=4", "H2O"),
+    # A training, before its first step.
+    *(
+        Case("train", TRAINING + setting, said)
+        for setting, said in (
+            ("model.path={world}/nowhere", "nowhere"),
+            ("model.dtype=float12", "float12"),
+            ("trainer.devices=0", "devices=0"),
+            ("trainer.devices=-1", "devices=-1"),
+            ("trainer.num_nodes=0", "num_nodes=0"),
+            ("trainer.accelerator=cuda", "cuda"),
+            ("trainer.accelerator=abacus", "abacus"),
+            ("trainer.precision=8-true", "precision"),
+            ("trainer.strategy=nonesuch", "strategy"),
+            ("training.gradient_clip=-1", "gradient_clip=-1"),
+            ("training.gradient_clip=0", "gradient_clip=0"),
+            ("training.learning_rate=1e30", "learning_rate=1e+30"),
+            ("training.learning_rate=-1", "learning_rate=-1"),
+            ("training.learning_rate=nan", "learning_rate=nan"),
+            ("training.learning_rate=fast", "learning_rate"),
+            ("compression.target_ratio=0", "target_ratio=0"),
+            ("compression.target_ratio=0.5", "target_ratio=0.5"),
+            ("compression.target_ratio=inf", "target_ratio=inf"),
+            ("compression.window_size=0", "window_size=0"),
+            ("compression.delay=-1", "delay=-1"),
+            ("compression.action=swap", "swap"),
+            ("compression.neuron_index=99", "neuron_index=99"),
+            ("training.batch_size=0", "batch_size=0"),
+            ("training.micro_batch_size=3", "micro_batch_size * devices = 3"),
+            ("training.sequence_length=0", "sequence_length=0"),
+            ("training.calibration_sequences=0", "calibration_sequences=0"),
+            ("training.validation_sequences=0", "validation_sequences=0"),
+            ("training.validate_every_steps=0", "validate_every_steps=0"),
+            ("training.checkpoint_every_steps=0", "checkpoint_every_steps=0"),
+            ("training.log_every_steps=0", "log_every_steps=0"),
+            ("training.snapshot_ratios=[9.0]", "snapshot_ratios"),
+            ("training.betas=[0.9]", "betas"),
+            ("training.betas=[0.9,1.5]", "betas"),
+            ("training.stages=[]", "stages"),
+            ("training.stages=[{{name:retrofit,steps:-1}}]", "steps=-1"),
+            ("training.stages=[{{name:retrofit,stepz:1}}]", "stepz"),
+            ("training.learning_rte=1", "learning_rte"),
+            ("experiment=nonesuch", "nonesuch"),
+            ("seed=x", "seed"),
+            ("seed=-1", "seed=-1"),
+            ("plan=maybe", "plan"),
+            ("data.train.0.name={world}/nowhere.txt", "nowhere.txt"),
+            ("data.train.0.name={world}/numbers.jsonl", "int"),
+            ("data.train.0.name={world}/broken.jsonl", "broken.jsonl"),
+            ("data.train.0.name={world}/empty.txt", "empty.txt"),
+            ("data.train.0.name={world}/empty", "empty"),
+            ("data.train.0._target_=dmc.data.NoSource", "NoSource"),
+            ("+data.train.0.colum=x", "colum"),
+            ("data.num_workers=-1", "num_workers=-1"),
+            ("output_dir={text}", "text.txt"),
+            ("output_dir={text}/below", "text.txt"),
+        )
+    ),
+    Case("train", TRAINING.replace("data.train.0.name={text} ", ""), "data.train"),
+    Case("prepare_data", TRAINING + "data.train.0.name={world}/nowhere.txt", "nowhere.txt"),
+    Case("prepare_data", TRAINING + "data.num_processes=0", "num_processes=0"),
+    # What becomes of a run.
+    *(
+        Case("export", f"run={{world}}/{run} output=exported {setting}", said)
+        for run, setting, said in (
+            ("nowhere", "", "run.json"),
+            ("list_run", "", "run.json"),
+            ("nested_run", "", "run.json"),
+            ("empty_run", "", "run.json"),
+            ("keys_run", "", "modle"),
+            ("no_checkpoint_run", "", "checkpoint"),
+            ("run", "target_ratio=0.5", "0.5"),
+            ("run", "target_ratio=0", "0"),
+            ("run", "target_ratio=much", "target_ratio"),
+            ("run", "overwrite=perhaps", "overwrite"),
+            ("run", "output={world}/stock", "not empty"),
+            ("run", "output={world}/run overwrite=true", "run"),
+            ("run", "output={world} overwrite=true", "world"),
+            ("run", "output={text}", "text.txt"),
+            ("run", "output={text} overwrite=true", "text.txt"),
+        )
+    ),
+    Case("export", "output=exported", "run"),
+    Case("export", "run={world}/run", "output"),
+    Case("replay", "run={world}/run", "file"),
+    Case("replay", "run={world}/run file={world}/nowhere.pt", "nowhere.pt"),
+    Case("replay", "run={world}/run file={world}/other.pt", "other.pt"),
+    Case("replay", "run={world}/run file={text}", "text.txt"),
+    Case("replay", "run={world}/run file={world}/stock/model.safetensors", "model.safetensors"),
+    Case("replay", "run={world}/list_run file={world}/other.pt", "run.json"),
+    Case("collect", "", "folder"),
+    Case("collect", "folder={world}/nowhere", "nowhere"),
+    Case("collect", "folder={text}", "text.txt"),
+    # Measurements.
+    *(
+        Case("compare", COMPARE + setting, said)
+        for setting, said in (
+            ("models={{m:{world}/nowhere}}", "nowhere"),
+            ("models={{m:{world}/empty_config}}", "config.json"),
+            ("models=[{stock}]", "models"),
+            ("policies=nonesuch", "nonesuch"),
+            ("policies=h2o budgets=0.5", "0.5"),
+            ("budgets=none", "none"),
+            ("tasks=nonesuch", "nonesuch"),
+            ("tasks=[]", "tasks"),
+            ("tasks=[{{like:copy}}]", "name"),
+            ("tasks=[{{name:a,like:copy,num_samples:0}}]", "num_samples=0"),
+            ("tasks=[{{name:a,like:copy,num_smples:1}}]", "num_smples"),
+            ("engine.max_batch_size=0", "max_batch_size=0"),
+            ("engine.block_size=0", "block_size=0"),
+            ("engine.kernels=nonesuch", "nonesuch"),
+            ("speed_tokens=-1", "speed_tokens=-1"),
+            ("reference=nobody", "nobody"),
+            ("output={text}", "text.txt"),
+            ("output={text}/below", "text.txt"),
+            ("output={world}/bare_cells reference=nobody", "nobody"),
+        )
+    ),
+    Case("compare", "policies=full", "models"),
+    Case("compare", "models={{}}", "models"),
+    *(
+        Case("evaluate", f"model={{stock}} tasks=nonesuch {setting}", said)
+        for setting, said in (
+            ("", "nonesuch"),
+            ("tasks=[]", "tasks"),
+            ("tasks_folder={world}/nowhere", "nowhere"),
+            ("limit=0", "limit=0"),
+            ("limit=some", "limit"),
+            ("policy=h2o", "budget"),
+            ("budget.ratio=4", "budget"),
+            ("policy=h2o budget.ratio=4 budget.tokens=9", "tokens"),
+        )
+    ),
+    Case("evaluate", "tasks=piqa", "model.path"),
+    Case("evaluate", "model={stock}", "tasks"),
+    *(
+        Case("benchmark", f"prompt_length=8 new_tokens=2 batch_sizes=1 ratios=1 rounds=1 {setting}", said)
+        for setting, said in (
+            ("prompt_length=0", "prompt_length=0"),
+            ("new_tokens=0", "new_tokens=0"),
+            ("batch_sizes=[]", "batch_sizes"),
+            ("batch_sizes=[0]", "batch_sizes"),
+            ("ratios=[0.5]", "0.5"),
+            ("ratios=[]", "ratios"),
+            ("rounds=0", "rounds=0"),
+            ("delay=-1", "delay=-1"),
+            ("block_size=0", "block_size=0"),
+            ("kernels=nonesuch", "nonesuch"),
+            ("model.dtype=float12", "float12"),
+            ("model.path={world}/nowhere", "nowhere"),
+            ("model.shape.num_key_value_heads=3", "num_key_value_heads"),
+            ("model.shape.num_key_value_heads=0", "num_key_value_heads"),
+            ("model.shape.model_type=nonesuch", "nonesuch"),
+            ("output={text}", "text.txt"),
+            ("output={text}/below", "text.txt"),
+        )
+    ),
+    *(
+        Case("analyse", ANALYSE + setting, said)
+        for setting, said in (
+            ("model=null", "model"),
+            ("model={world}/nowhere", "nowhere"),
+            ("model={stock}", "stock"),
+            ("budget=4", "budget=4"),
+            ("num_sequences=0", "num_sequences=0"),
+            ("sequence_length=0", "sequence_length=0"),
+            ("batch_size=0", "batch_size=0"),
+            ("source=null", "source"),
+            ("source.name={world}/nowhere.txt", "nowhere.txt"),
+            ("source.name={world}/numbers.jsonl", "int"),
+            ("segmentation.layer=99", "layer=99"),
+            ("segmentation.head=99", "head=99"),
+            ("segmentation.tokens=0", "tokens=0"),
+            ("run={world}/nowhere", "nowhere"),
+            ("run={world}/list_run", "list_run"),
+            ("output={text}", "text.txt"),
+        )
+    ),
+    Case("report", "", "folders"),
+    Case("report", "folders={world}/nowhere", "nowhere"),
+    Case("report", "folders={world}/empty", "empty"),
+    Case("report", "folders={text}", "text.txt"),
+    Case("report", "folders={world}/bare_cells", "cells.jsonl"),
+    Case("report", "folders={world}/shapeless_cells", "cells.jsonl"),
+    Case("report", "folders={world}/broken_cells", "cells.jsonl"),
+    Case("study", "runs=null", "runs"),
+    Case("study", "seeds=[]", "seeds"),
+    Case("study", "processes=0", "processes=0"),
+    Case("study", "only=nobody", "nobody"),
+    Case("study", "policies=nonesuch", "nonesuch"),
+    Case("study", "output={text}", "text.txt"),
+    # Megatron-LM's checkpoints.
+    Case("import_megatron", "output=imported", "checkpoint"),
+    Case("import_megatron", "checkpoint={world}/nowhere output=imported", "nowhere"),
+    Case("import_megatron", "checkpoint={world}/empty output=imported", "empty"),
+    Case("import_megatron", "checkpoint={world}/stock output=imported", "stock"),
+    Case("export_megatron", "model={world}/nowhere output=exported", "nowhere"),
+    Case("export_megatron", "model={stock} output=exported tensor_size=3", "3 tensor-parallel"),
+    Case("export_megatron", "model={stock} output=exported tensor_size=0", "tensor_size=0"),
+    Case("export_megatron", "model={stock} output=exported vocab_multiple=0", "vocab_multiple=0"),
+    Case("export_megatron", "model={stock} output={world}/run", "not empty"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    files = {path: path.stat() for path in folder.rglob("*")}
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in files.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wrong_input_is_told_in_one_line_and_nothing_is_written(
+    case: Case, world: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    places = {"world": world, "stock": world / "stock", "retrofit": world / "retrofit", "text": world / "text.txt"}
+    before = listing(world)
+    capfd.readouterr()
+    said = run_script(f"{case.script}.py", *(each.format(**places) for each in case.settings.split()))
+    printed = capfd.readouterr().err
+    assert said.startswith("error: ") and "\n" not in said, said
+    assert case.said in said, said
+    assert printed == "", printed
+    assert not list(folder.iterdir())
+    assert listing(world) == before
+
+
+def test_a_run_that_has_saved_nothing_may_be_corrected(world: Path, folder: Path) -> None:
+    settings = TRAINING.format(world=world, stock=world / "stock", text=world / "text.txt").split()
+    said = run_script("train.py", *settings, "training.sequence_length=5000")
+    assert said.startswith("error: ") and "sequence" in said and (folder / "out" / "run.json").is_file()
+    stages = "training.stages=[{name:retrofit,steps:1}]"
+    assert run_script("train.py", *settings, stages, "training.snapshot_ratios=[]") == ""
+    assert (folder / "out" / "final" / "config.json").is_file()
