@@ -36,7 +36,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "prefill_chunk_size": WHOLE,
     "token_budget": WHOLE,
     "policy": ["h2o", policies.H2O, Budget(ratio=2), {}, 0, False],
-    "tokenizer": ["gpt2", 3, object()],
+    "tokenizer": ["gpt2", 3, {}],
     "model": ["folder", None, torch.nn.Linear, {}, torch.nn.Linear(2, 2)],
 }
 OUT_OF_VOCABULARY = [[83], [-1], [1, 2, 10**9], [2**63]]
