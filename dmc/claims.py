@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,15 +98,17 @@ def claim(path: Path, wait: bool = False) -> Iterator[threading.Event]:
                 logger.warning("%s: looking for %g s at most whether it still runs", error, EXPIRY)
             seen = known
             time.sleep(BEAT / 10)
-    over, lost = threading.Event(), threading.Event()
-    beating = threading.Thread(target=_beat, args=(own, over, lost), name=f"claim {path.name}", daemon=True)
+    over, lost, identity = threading.Event(), threading.Event(), own.stat().st_ino
+    beating = threading.Thread(target=_beat, args=(own, identity, over, lost), name=f"claim {path.name}", daemon=True)
     beating.start()
     try:
         yield lost
     finally:
         over.set()
         beating.join()
-        own.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if own.stat().st_ino == identity:  # else a later start has given its claim the same number
+                own.unlink()
 
 
 def _take(path: Path) -> Path:
@@ -194,10 +196,12 @@ def _beats(path: Path) -> dict[Path, int]:
     return found
 
 
-def _beat(own: Path, over: threading.Event, lost: threading.Event) -> None:
+def _beat(own: Path, identity: int, over: threading.Event, lost: threading.Event) -> None:
     """Touch a claim until it is given back or lost."""
     while not over.wait(BEAT):
         try:
+            if own.stat().st_ino != identity:
+                raise FileNotFoundError
             os.utime(own)
         except FileNotFoundError:
             logger.warning("%s is gone: this process was taken for dead, another one may do the same work", own)

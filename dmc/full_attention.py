@@ -20,6 +20,15 @@ OTHER_MATHS = {
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
 
 
+def context_length(config: Any) -> int:
+    """Return the positions that a model is made for; YaRN's factor may stretch what the configuration says."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn":
+        return config.max_position_embeddings
+    stretched = rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return max(config.max_position_embeddings, int(stretched))
+
+
 def refuse_other_attention(config: Any) -> None:
     """Raise where a cache of keys and values, attended to in full, would silently be wrong.
 
@@ -49,10 +58,10 @@ def refuse_other_attention(config: Any) -> None:
             raise NotImplementedError(f"layer {index} of {model} is {kind}: expected full_attention in every layer")
         what, field = REACH.get(kind, ("", ""))
         reach = getattr(config, field, None)
-        if reach is not None and reach < config.max_position_embeddings:
+        if reach is not None and reach < context_length(config):
             raise NotImplementedError(
                 f"layer {index} of {model} has a {what} of {reach} tokens, its context is "
-                f"{config.max_position_embeddings}; expected full attention in every layer: {field} None, or no less "
+                f"{context_length(config)}; expected full attention in every layer: {field} None, or no less "
                 "than max_position_embeddings"
             )
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -25,7 +25,7 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     refuse_occupied(folder, overwrite, inputs)
     folder = folder.resolve()  # the folder that a link names is replaced, not the link
     partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
     _write_record(partial, {})  # what a kill leaves is known as ours
     try:
@@ -33,13 +33,21 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
         _write_record(partial, _contents(partial))
         refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         raise
-    shutil.rmtree(retired, ignore_errors=True)
+    _remove(retired)
     if folder.exists():
         folder.rename(retired)
     partial.rename(folder)
-    shutil.rmtree(retired, ignore_errors=True)
+    _remove(retired)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its record last: what a kill leaves of it is still known as ours."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name != RECORD_NAME:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), thoroughly: bool = True) -> None:

@@ -22,6 +22,7 @@ train_on_all_tasks() {
     local folder=$1
     shift
     export_rendezvous
+    export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST: $folder"
     srun --kill-on-bad-exit=1 --open-mode=append --output="$folder/ranks/%j-%t.log" "${SRUN_OPTIONS[@]}" \

@@ -170,3 +170,13 @@ def test_who_was_slow_after_its_look_finds_the_others(path, monkeypatch):
     with pytest.raises(ClaimedError, match="node7"), claim(path):
         raise AssertionError
     assert files(path) == ["claim.1"]
+
+
+def test_a_holder_that_wakes_up_leaves_a_later_claim_of_its_number_alone(path, monkeypatch):
+    monkeypatch.setattr(claims, "BEAT", 0.01)
+    with claim(path) as lost:
+        later = path.with_name("claim.1.later")
+        later.write_text("{}")  # by which the file of this number is another one
+        later.replace(path.with_name("claim.1"))
+        assert lost.wait(10)
+    assert files(path) == ["claim.1"]

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 import dmc.export
 from dmc import load_model
 from dmc.export import ModelCard, export
+from dmc.replacement import RECORD_NAME, replacement
 
 CARD = ModelCard("tiny", "base", "made-up text", {"loss": 1.25})
 
@@ -126,3 +128,26 @@ def test_overwrite_replaces_only_after_the_comparison(make_compressed, tmp_path,
     export(other, folder, tokenizer=None, card=CARD, overwrite=True)
     assert (folder / "model.safetensors").read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_kill_leaves_of_a_removal_is_known_as_ours(tmp_path, monkeypatch):
+    model_folder, partial = tmp_path / "model", tmp_path / ".model.partial"
+    with replacement(model_folder, overwrite=False) as aside:
+        (aside / "weights").write_text("1")
+    partial.mkdir()
+    for name in ("a", RECORD_NAME, "z"):
+        (partial / name).write_text("{}")
+
+    def killed(self, **_):
+        removed.append(self.name)
+        raise KeyboardInterrupt
+
+    removed: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt), replacement(model_folder, overwrite=True):
+            raise AssertionError
+    assert removed and RECORD_NAME not in removed
+    with replacement(model_folder, overwrite=True) as aside:
+        (aside / "weights").write_text("2")
+    assert (model_folder / "weights").read_text() == "2" and not partial.exists()

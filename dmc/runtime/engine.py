@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmc.full_attention import context_length
 from dmc.policies import CachePolicy
 from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
@@ -93,12 +94,13 @@ class Engine:
             policy = None if policy.budget.ratio == 1 else policy
         self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model, policy)
-        longest = max_batch_size * blocks_of(layout, block_size, model.config.max_position_embeddings)
-        context = model.config.max_position_embeddings
-        largest_pass = max_batch_size * min(prefill_chunk_size or context, context)
+        context = context_length(model.config)
+        longest = max_batch_size * blocks_of(layout, block_size, context)
+        largest_pass = num_logits = max_batch_size * min(prefill_chunk_size or context, context)
         if token_budget is not None:  # that whole prompts under a policy exceed, the last one let in at least
+            num_logits = min(largest_pass, token_budget + max_batch_size)  # of a prompt the last token's alone
             largest_pass = min(largest_pass, token_budget + (0 if policy is None else context))
-        activations = Activations.of(model.config, layout, largest_pass, shows_attention=policy is not None)
+        activations = Activations.of(model.config, layout, largest_pass, num_logits, shows_attention=policy is not None)
         limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
@@ -397,7 +399,7 @@ class Engine:
         self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
 
     def _check_fits(self, num_tokens: int) -> None:
-        cache, limit = self.cache, self.model.config.max_position_embeddings
+        cache, limit = self.cache, context_length(self.model.config)
         blocks = blocks_of(cache.layout, cache.block_size, num_tokens)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(

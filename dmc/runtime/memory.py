@@ -26,11 +26,27 @@ class Activations:
 
     largest: int
     """Bytes of the largest pass."""
+    logits: int
+    """Bytes of the most logits that a pass may be asked for."""
     share: float
     """Bytes for each byte of pages: every token of a pass takes room in them, so that a small pool has small passes."""
+    share_of_layers: float
+    """The same without logits."""
+
+    def room(self, usable: int) -> int:
+        """Return the most bytes of pages that leave room for every pass."""
+        beside_logits = int((usable - self.logits) / (1 + self.share_of_layers))
+        return max(usable - self.largest, beside_logits, int(usable / (1 + self.share)))
 
     @classmethod
-    def of(cls, config: Any, layout: CacheLayout, num_tokens: int, shows_attention: bool = False) -> Activations:
+    def of(
+        cls,
+        config: Any,
+        layout: CacheLayout,
+        num_tokens: int,
+        num_logits: int | None = None,
+        shows_attention: bool = False,
+    ) -> Activations:
         """Bound them from a model's configuration.
 
         Layers run one after the other, so it is one layer's attention or MLP, or the logits of all tokens with their
@@ -40,6 +56,7 @@ class Activations:
             config: of a transformers causal LM.
             layout: of its cache.
             num_tokens: of the largest pass.
+            num_logits: of its tokens, those whose logits may be wanted; None: all.
             shows_attention: whether a policy looks at attention, a block of queries at a time.
         """
         size, heads = layout.dtype.itemsize, config.num_attention_heads // layout.ranks.size
@@ -50,11 +67,14 @@ class Activations:
         layer = (
             size * (5 * config.hidden_size + max(6 * attention, 4 * width)) + 8 * config.hidden_size
         )  # norms: float32
-        per_token = max(layer, size * config.hidden_size + (size + 8) * config.vocab_size)
+        states, of_token = size * config.hidden_size, (size + 8) * config.vocab_size
+        logits = of_token * (num_tokens if num_logits is None else num_logits)
+        tokens = max(layer * num_tokens, states * num_tokens + logits)
         per_slot = 3 * 4 * QUERY_BLOCK * heads if shows_attention else 0
         held = layout.num_layers * layout.num_kv_heads * entry_bytes(layout.head_dim, size)
-        largest = per_token * num_tokens + per_slot * config.max_position_embeddings
-        return cls(largest, (per_token + per_slot) / held)
+        largest = tokens + per_slot * config.max_position_embeddings
+        shares = ((per_token + per_slot) / held for per_token in (max(layer, states + of_token), max(layer, states)))
+        return cls(largest, logits, *shares)
 
 
 def pool_bytes(
@@ -77,7 +97,7 @@ def pool_bytes(
     if memory == "auto":
         free = free_bytes(device)
         usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free)
-        chosen = min(max(usable - activations.largest, int(usable / (1 + activations.share))), most)
+        chosen = min(activations.room(usable), most)
         logger.info("memory=auto: %d bytes for the cache's pages, of %d that are free on %s", chosen, free, device)
         return chosen
     if isinstance(memory, float) and 0 < memory <= 1:

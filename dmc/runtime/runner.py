@@ -99,7 +99,7 @@ def rotary_of(model: Any) -> RotaryTables:
 
 
 def _check_rotates_by_halves(model: Any) -> None:
-    attention = next(module for module in model.modules() if hasattr(module, "q_proj"))
+    attention = next(module for module in model.modules() if hasattr(module, "q_proj") or hasattr(module, "qkv_proj"))
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     layout = layout_of(model)
     states = torch.linspace(-1, 1, 2 * layout.head_dim, device=layout.device).view(1, 1, 2, -1)

@@ -180,6 +180,8 @@ class Scheduler:
         """Whether a sequence that gave way would not soon give way again; those who rest keep nobody out."""
         if not self.running or not sequence.blocks_to_return:
             return True
+        if self.cache.has_free(sequence.blocks_to_return):
+            return True
         others = [each for each in self.resting if each is not sequence]
         resting = sum(self._blocks_expected(each, each.num_fed) for each in others)
         return self.cache.has_free(sequence.blocks_to_return - resting)

@@ -75,7 +75,8 @@ class Session:
         Returns:
             Those of the whole conversation.
         Raises:
-            ValueError: see `Engine.submit`.
+            ValueError: see `Engine.submit`. After any other error the context is a part of the conversation, which the
+                next turn goes on with: do not feed it again.
         """
         return self.engine.feed(prompt, self)
 

@@ -47,20 +47,26 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
         ValueError, FileNotFoundError: see `plan_grid`.
     """
     store = RowStore(Path(config.output) / "compare" / "cells.jsonl")
-    controls = {run.label: str(run.final) for run in runs if run.name == CONTROL}
-    others = {run.label: str(run.final) for run in runs if run.name != CONTROL}
+    controls = {run.seed: run.label for run in runs if run.name == CONTROL}
+    finals = {run.label: str(run.final) for run in runs}
+    grids: list[tuple[list[str], list[Any], list[Any], str | None]] = [
+        (list(controls.values()), config.policies, config.budgets, None)
+    ]
+    for seed, control in controls.items():  # every other run beside the control of its seed
+        grids.append(([run.label for run in runs if run.seed == seed], [FULL], [], control))
     keys: list[str] = []
-    for models, policies, budgets in ((controls, config.policies, config.budgets), (others, [FULL], [])):
-        if models:
+    for labels, policies, budgets, reference in grids:
+        if labels:
+            models = {label: finals[label] for label in labels}
             settings = CompareConfig(
-                models, policies, config.tasks, budgets, config.engine, speed_tokens=0, output=config.output
+                models, policies, config.tasks, budgets, config.engine, 0, reference=reference, output=config.output
             )
             grid = plan_grid(settings, configs)
             keys += [cell.key for cell in grid.cells]
             cells = unfinished(grid.cells, store.rows())
             run_cells(cells, grid, settings, store, lambda model: load_with_tokenizer(**asdict(model)))
     rows = {row["key"]: row for row in store.rows()}
-    return [rows[key] for key in keys if key in rows]
+    return [rows[key] for key in dict.fromkeys(keys) if key in rows]
 
 
 def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]) -> str:

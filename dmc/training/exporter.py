@@ -170,9 +170,12 @@ def export_checkpoint(
     checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / 'checkpoints' / LAST_CHECKPOINT} does not exist: nothing is saved yet")
+    step = read_header(checkpoint).global_step
     model = load_checkpoint_model(checkpoint)
+    if read_header(checkpoint).global_step != step:
+        raise ValueError(f"{checkpoint} was replaced while it was read, by a run that goes on: start the export again")
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
     model.to(roomy_device(model) if device is None else device)
-    exporter.write(model, output, target_ratio, overwrite, step=read_header(checkpoint).global_step)
+    exporter.write(model, output, target_ratio, overwrite, step=step)
     return output

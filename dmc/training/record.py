@@ -87,8 +87,9 @@ def record_run(folder: Path, config: RunConfig) -> None:
 
 
 def _has_saved(folder: Path) -> bool:
-    """Tell whether a run has left a checkpoint or a model."""
-    return any(place.is_dir() and any(place.iterdir()) for place in map(folder.joinpath, SAVED))
+    """Tell whether a run has left a checkpoint or a model, whole ones."""
+    left = [path.name for place in map(folder.joinpath, SAVED) if place.is_dir() for path in place.iterdir()]
+    return any(not name.startswith(".") and not name.endswith(".partial") for name in left)
 
 
 def _recorded(record: Path) -> dict[str, Any]:

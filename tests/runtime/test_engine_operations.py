@@ -372,7 +372,7 @@ def test_ten_thousand_operations_agree_with_requests_alone(
 ) -> None:
     total: Counter = Counter()
     for method in METHODS:
-        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=20, stateful_step_count=42)
+        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=20, stateful_step_count=44)
 
     done = {name: number for name, number in total.items() if name not in ("refused", "preempted", "fed", "lost")}
     assert sum(done.values()) >= 10_000, total

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from measured_memory import allocated_peak
+from transformers import LlamaConfig
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
@@ -11,9 +12,10 @@ from dmc.policies import H2O, SnapKV
 from dmc.runtime import engine as engine_module
 from dmc.runtime import memory
 from dmc.runtime.memory import Activations, free_bytes, pool_bytes
+from dmc.runtime.paged_cache import CacheLayout
 
 CPU = torch.device("cpu")
-NONE = Activations(0, 0.0)
+NONE = Activations(0, 0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -69,8 +71,18 @@ def test_an_engine_with_automatic_memory_holds_every_row_at_full_length(
 
 
 def test_auto_leaves_room_for_the_largest_pass_or_for_what_the_pool_can_feed(free: int) -> None:
-    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(200_000, 9.0)) == 300_000
-    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 3.0)) == 125_000
+    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(200_000, 10**9, 9.0, 9.0)) == 300_000
+    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 10**12, 3.0, 3.0)) == 125_000
+    assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 100_000, 9.0, 1.0)) == 200_000
+
+
+def test_a_policy_leaves_pages_room_though_whole_prompts_pass_at_once() -> None:
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+    config.vocab_size, config.max_position_embeddings = 128_256, 131_072
+    layout = CacheLayout(32, 8, 128, torch.bfloat16, CPU)
+    pages = Activations.of(config, layout, 131_072 + 4096, 4096 + 16).room(64 * 2**30)
+    alone = Activations.of(config, layout, 4096).room(64 * 2**30)
+    assert pages > alone / 4
 
 
 SHAPES: list[dict[str, Any]] = [

@@ -238,5 +238,10 @@ def test_text_beyond_the_models_positions_is_told_once(make_stock: Any, make_pro
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.score(make_prompts(20), make_prompts(14))
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stretched = make_stock(num_layers=1, max_position_embeddings=32, rope_parameters=yarn)
+        Engine(stretched).generate(make_prompts(40), GREEDY)
     with pytest.warns(UserWarning, match="40 tokens"):
         Engine(model).session().feed(make_prompts(40)[0])

@@ -52,4 +52,6 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     assert (study / "study.md").read_text().strip() == shown.strip()
     assert not run_script("study.py", *settings_file)
     assert capsys.readouterr().out == shown
-    assert len((study / "compare" / "cells.jsonl").read_text().splitlines()) == 3
+    cells = [json.loads(line) for line in (study / "compare" / "cells.jsonl").read_text().splitlines()]
+    assert len(cells) == 3
+    assert [cell["reference"] for cell in cells if cell["model"] == "merge-s0"] == ["control-s0"]

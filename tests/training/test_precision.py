@@ -109,7 +109,7 @@ def two_steps(run_values, monkeypatch):
         "stages": [{"name": "retrofit", "steps": 2}], "snapshot_ratios": [], "validate_every_steps": 1,
         "validation_sequences": 2, "calibration_sequences": 2, "micro_batch_size": 4,
     }  # fmt: skip
-    monkeypatch.setattr(Exporter, "write", lambda *_: None)
+    monkeypatch.setattr(Exporter, "write", lambda *_, **__: None)
     return run_values
 
 

@@ -5,7 +5,14 @@ import pytest
 
 from dmc.config import RunConfig, build_config
 from dmc.training import export_checkpoint
-from dmc.training.record import is_rank_zero, read_foreign_config, record_run, record_start
+from dmc.training.record import (
+    check_same_run,
+    is_rank_zero,
+    read_config,
+    read_foreign_config,
+    record_run,
+    record_start,
+)
 from dmc.training.replay import replay
 
 LAUNCHERS = ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -82,3 +89,19 @@ def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
     ]
     record_run(tmp_path, config := build_config(RunConfig, run_values))
     assert read_foreign_config(tmp_path) == config
+
+
+def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
+    folder = tmp_path / "run"
+    for name in ("checkpoints/last.ckpt.partial", "snapshots/.cr2.partial"):
+        (folder / name).mkdir(parents=True)
+    record_run(folder, build_config(RunConfig, run_values))
+    run_values["training"]["learning_rate"] = 5e-4
+    other = build_config(RunConfig, run_values)
+    check_same_run(folder, other)
+    record_run(folder, other)
+    assert read_config(folder) == other
+    (folder / "checkpoints" / "last.ckpt").touch()
+    run_values["training"]["learning_rate"] = 1e-4
+    with pytest.raises(ValueError, match=r"learning_rate: 0.0005 then, 0.0001 now"):
+        check_same_run(folder, build_config(RunConfig, run_values))

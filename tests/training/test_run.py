@@ -149,6 +149,9 @@ def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config
     record["config"]["training"] |= {"rate_control": 0.5}
     del record["config"]["training"]["ratio_control"], record["config"]["training"]["gates_only"]
     (tmp_path / "run.json").write_text(json.dumps(record))
+    check_same_run(tmp_path, run_config)  # nothing is saved yet
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").touch()
     with pytest.raises(ValueError, match=r"\(training.rate_control: 0.5 then, None now\): choose another"):
         check_same_run(tmp_path, run_config)
 
