@@ -103,7 +103,7 @@ def test_corpus_without_text_is_refused_before_anything_is_written(
     content: bytes, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match="is empty: (no document holds text|its files have no bytes)"):
+    with pytest.raises(ValueError, match=r"is empty: (no document holds text|its files have no bytes)"):
         build_packed(TextSource(str(tmp_path / "a.txt")), tokenizer, LENGTH, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

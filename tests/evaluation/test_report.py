@@ -121,6 +121,9 @@ def test_a_task_that_nobody_answers_is_passed_by_nobody(tmp_path):
     lucky = compare_row("h2o", 4.0, "needle", sample_values=[1.0] + [0.0] * 31, metrics={"exact_match": 1 / 32})
     headline, _ = judge_task(read([rows[3], lucky], tmp_path).results)
     assert headline == "the full cache has exact_match 0; this task tells nothing about smaller ones."
+    few = {"sample_values": [1.0] * 2 + [0.0] * 30, "metrics": {"exact_match": 2 / 32}}
+    headline, _ = judge_task(read([compare_row("full", 1.0, "needle", **few), rows[4]], tmp_path).results)
+    assert headline == "the full cache has exact_match 0.0625; this task tells nothing about smaller ones."
     headline = judge(
         read([*rows[3:], *(row | {"key": row["key"] + "2", "task": "more"} for row in rows[3:])], tmp_path)
     )

@@ -7,6 +7,7 @@ from dmc.config import RunConfig, build_config
 from dmc.training import export_checkpoint
 from dmc.training.record import (
     check_same_run,
+    check_same_text,
     is_rank_zero,
     read_config,
     read_foreign_config,
@@ -105,3 +106,17 @@ def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
     run_values["training"]["learning_rate"] = 1e-4
     with pytest.raises(ValueError, match=r"learning_rate: 0.0005 then, 0.0001 now"):
         check_same_run(folder, build_config(RunConfig, run_values))
+
+
+def test_a_run_that_framed_documents_otherwise_is_refused(run_values, tmp_path):
+    run_values["data"]["tokenizer"] = {"path": "somewhere"}
+    config = build_config(RunConfig, run_values)
+    record_run(tmp_path, config)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    check_same_text(tmp_path, config)
+    content = json.loads((tmp_path / "run.json").read_text())
+    del content["config"]["data"]["tokenizer"]["bos"]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="earlier version, which put other tokens between documents"):
+        check_same_text(tmp_path, config)

@@ -13,6 +13,8 @@ STANDARD_ERRORS = 2
 """A difference within so many of its standard errors is called noise."""
 MARGIN = 0.02
 """What may be lost and still count as as good: nats per token, or of the answers; of figures above 1 this share."""
+FLOOR = 5 * MARGIN
+"""What the full cache must answer, or a cache that answers nothing would lose no more than the margin."""
 HELD = 0.9
 """Share of the requested ratio from which on a budget counts as held."""
 Standing = Literal["as good", "worse", "unknown"]
@@ -73,9 +75,9 @@ def holds_budget(result: Result) -> bool:
 
 
 def tells_apart(results: Sequence[Result]) -> bool:
-    """Whether a task can tell methods apart: not all have one figure, and the full cache answers something."""
+    """Whether a task can tell methods apart: not all have one figure, and the full cache answers more than a few."""
     full = [result for result in results if result.is_full]
-    fails = bool(full) and all(result.higher_is_better and result.quality <= 0 for result in full)
+    fails = bool(full) and all(result.higher_is_better and result.quality <= FLOOR for result in full)
     return not fails and len({result.quality for result in results}) > 1
 
 
