@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dmc.checksums import file_checksums, file_damage
@@ -46,7 +46,8 @@ def _remove(folder: Path) -> None:
     """Remove a folder, its record last: what a kill leaves of it is still known as ours."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name != RECORD_NAME:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+            with suppress(OSError):  # what cannot be removed is no error of what has been written
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
