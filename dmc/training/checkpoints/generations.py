@@ -22,8 +22,8 @@ class Generations:
 
     def promote(self, partial: Path, target: Path) -> None:
         """Rename `partial`, which is complete, to `target`."""
-        if target in self._whole:  # between these renames there is only previous.ckpt: `find_checkpoint` takes it
-            _replace(target, target.with_name(PREVIOUS_CHECKPOINT))
+        if target in self._whole:
+            _keep(target, target.with_name(PREVIOUS_CHECKPOINT))
         _replace(partial, target)
         self._whole.add(target)
 
@@ -44,6 +44,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _keep(last: Path, previous: Path) -> None:
+    """Give a file a second name, so that who reads `last` always finds it.
+
+    A folder, or a file on a disk without links, is renamed: then for a moment there is only `previous`, which
+    `find_checkpoint` takes.
+    """
+    linked = previous.with_name(f"{previous.name}.linked")
+    remove(linked)
+    try:
+        os.link(last, linked)
+    except OSError:
+        _replace(last, previous)
+    else:
+        _replace(linked, previous)
 
 
 def _replace(source: Path, target: Path) -> None:
