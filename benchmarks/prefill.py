@@ -14,8 +14,8 @@ from timings import Table, add_output_option
 
 from dmc import Engine, SamplingParams, retrofit
 from dmc.compression import CompressionConfig
-from dmc.evaluation.synthetic_gates import set_synthetic_gates
 from dmc.models.build import random_model, twin
+from dmc.results.synthetic_gates import set_synthetic_gates
 
 SHAPE = {
     "model_type": "llama",

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from dmc.budget import Budget
 from dmc.config import RunConfig
-from dmc.evaluation.report import read_folders, write_page
 from dmc.loading import load_tokenizer
 from dmc.models import load_model
 from dmc.policies import H2O, TOVA
 from dmc.provenance import provenance
+from dmc.results.report import read_folders, write_page
 from dmc.runtime import Engine, SamplingParams, Scoring
 from dmc.runtime.forced import of_given_tokens
 from dmc.training import TrainedRun, train

@@ -14,10 +14,10 @@ from dmc import load_model, retrofit
 from dmc.command_line import script
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
-from dmc.evaluation.benchmark import BenchmarkConfig, format_table, run_benchmark
-from dmc.evaluation.pareto import plot_pareto
 from dmc.models.build import random_model, twin
 from dmc.provenance import provenance
+from dmc.results.benchmark import BenchmarkConfig, format_table, run_benchmark
+from dmc.results.pareto import plot_pareto
 
 
 def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:

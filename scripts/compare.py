@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.evaluation.compare import failed_cells, run_cells, unfinished
-from dmc.evaluation.compare_report import CSV, PLACES, PLOT, TABLE, write_report
-from dmc.evaluation.grid import CompareConfig, plan_grid
-from dmc.evaluation.row_store import RowStore, check_kind
 from dmc.loading import load_with_tokenizer
+from dmc.results.compare import failed_cells, run_cells, unfinished
+from dmc.results.compare_report import CSV, PLACES, PLOT, TABLE, write_report
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.store import Store, check_kind
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -29,7 +29,7 @@ def main(settings: DictConfig) -> None:
     config = build_config(CompareConfig, values)
     grid = plan_grid(config, CONFIGS)
     folder = Path(config.output)
-    store = RowStore(folder / "cells.jsonl")
+    store = Store(folder / "cells.jsonl")
     check_kind(store.rows(), store.path, benchmarks=False)
     cells = unfinished(grid.cells, store.rows())
     print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)

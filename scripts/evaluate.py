@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.evaluation.compare import failed_cells, unfinished
-from dmc.evaluation.row_store import RowStore, check_kind
 from dmc.loading import load_with_tokenizer
+from dmc.results.compare import failed_cells, unfinished
+from dmc.results.store import Store, check_kind
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -25,8 +25,8 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 @script("evaluate")
 def main(settings: DictConfig) -> None:
     try:
-        from dmc.evaluation.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
-        from dmc.evaluation.evaluate_report import write_evaluation_report
+        from dmc.results.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
+        from dmc.results.evaluate_report import write_evaluation_report
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install '.[eval]'") from error
     values: Any = OmegaConf.to_container(settings, resolve=True)
@@ -34,7 +34,7 @@ def main(settings: DictConfig) -> None:
     values["policy"] = {"name": policy, **values["policy"]} if values["policy"] else policy
     config = build_config(EvaluateConfig, values)
     evaluation = plan_evaluation(config, CONFIGS)
-    store = RowStore(Path(config.output) / "cells.jsonl")
+    store = Store(Path(config.output) / "cells.jsonl")
     check_kind(store.rows(), store.path, benchmarks=True)
     cells = unfinished(evaluation.cells, store.rows())
     print(f"{len(evaluation.cells)} tasks, {len(cells)} to run: {store.path}", file=sys.stderr)

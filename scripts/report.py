@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig
 
 from dmc.command_line import script
-from dmc.evaluation.report import read_folders, write_page
+from dmc.results.report import read_folders, write_page
 
 
 @script("report")

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.evaluation.row_store import FAILED
+from dmc.results.store import FAILED
 from dmc.study.evaluation import check_measurements, evaluate_runs, write_results
 from dmc.study.plan import StudyConfig, plan_bases, plan_runs
 from dmc.study.training import log_of, train_runs

@@ -42,24 +42,24 @@ ALLOWED = {
         *("export", "measure", "calibrate", "provenance", "ranks", "claims", "replacement", "checksums"),
         *("loading", "json_file"),
     },
-    "evaluation": {
+    "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
         "claims",
     },
     "analysis": {
-        *("training", "evaluation", "runtime", "policies", "compression", "data"),
+        *("training", "results", "runtime", "policies", "compression", "data"),
         *("measure", "provenance", "ranks", "target"),
     },
     "lm_eval": {"models"},
     "loading": {"models"},
-    "study": {"evaluation", "data", "loading", "export", "target"},
+    "study": {"results", "data", "loading", "export", "target"},
     "quickstart": {
         "training",
         "loading",
         "models",
         "runtime",
         "policies",
-        "evaluation",
+        "results",
         "data",
         "config",
         "budget",

@@ -15,7 +15,7 @@ import absent_library
 
 def test_nested_targets_are_built_first() -> None:
     settings = {
-        "_target_": "dmc.evaluation.tasks.TextLoss",
+        "_target_": "dmc.results.tasks.TextLoss",
         "source": {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"},
         "num_samples": 2,
     }
@@ -30,18 +30,18 @@ def test_nested_targets_are_built_first() -> None:
         ({}, r"task has no _target_"),
         ({"_target_": "Recall"}, r"task._target_='Recall': expected a dotted path"),
         ({"_target_": "no_such_module.Recall"}, r"cannot be imported: No module named 'no_such_module'"),
-        ({"_target_": "dmc.evaluation.tasks.Recal"}, r"dmc.evaluation.tasks has no Recal; did you mean 'Recall'\?"),
+        ({"_target_": "dmc.results.tasks.Recal"}, r"dmc.results.tasks has no Recal; did you mean 'Recall'\?"),
         (
-            {"_target_": "dmc.evaluation.tasks.Recall", "task": "copy", "sed": 1},
+            {"_target_": "dmc.results.tasks.Recall", "task": "copy", "sed": 1},
             r"no option 'sed': did you mean 'seed'",
         ),
         (
-            {"_target_": "dmc.evaluation.tasks.Recall"},
-            r"task \(dmc.evaluation.tasks.Recall\): option 'task' is missing",
+            {"_target_": "dmc.results.tasks.Recall"},
+            r"task \(dmc.results.tasks.Recall\): option 'task' is missing",
         ),
-        ({"_target_": "dmc.evaluation.tasks.Recall", "task": "juggle"}, r"task: task='juggle' is unknown"),
+        ({"_target_": "dmc.results.tasks.Recall", "task": "juggle"}, r"task: task='juggle' is unknown"),
         (
-            {"_target_": "dmc.evaluation.tasks.TextLoss", "source": {"_target_": "dmc.data.TextSource", "nme": "a"}},
+            {"_target_": "dmc.results.tasks.TextLoss", "source": {"_target_": "dmc.data.TextSource", "nme": "a"}},
             r"task.source \(dmc.data.TextSource\) has no option 'nme': did you mean 'name'\?",
         ),
     ],

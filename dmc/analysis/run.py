@@ -15,10 +15,10 @@ from dmc.analysis.figures import Figures
 from dmc.analysis.segments import segment_text
 from dmc.analysis.survivors import find_survivors
 from dmc.data import DocumentSource, build_packed
-from dmc.evaluation.grid import ComparedModel, EngineSettings, check_fits, describe_model
 from dmc.policies import EvictionPolicy
 from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
+from dmc.results.grid import ComparedModel, EngineSettings, check_fits, describe_model
 from dmc.runtime import Engine
 from dmc.target import build_target
 from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dmc.evaluation.compare import run_cells, unfinished
-from dmc.evaluation.compare_report import replace_file, untold, write_report
-from dmc.evaluation.grid import FULL, CompareConfig, named_settings, plan_grid, plan_methods
-from dmc.evaluation.row_store import Row, RowStore
 from dmc.loading import load_with_tokenizer
+from dmc.results.compare import run_cells, unfinished
+from dmc.results.compare_report import replace_file, untold, write_report
+from dmc.results.grid import FULL, CompareConfig, named_settings, plan_grid, plan_methods
+from dmc.results.store import Row, Store
 from dmc.study.plan import CONTROL, StudyConfig, StudyRun
 from dmc.study.table import format_costs, study_costs
 from dmc.target import build_target
@@ -46,7 +46,7 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     Raises:
         ValueError, FileNotFoundError: see `plan_grid`.
     """
-    store = RowStore(Path(config.output) / "compare" / "cells.jsonl")
+    store = Store(Path(config.output) / "compare" / "cells.jsonl")
     controls = {run.seed: run.label for run in runs if run.name == CONTROL}
     finals = {run.label: str(run.final) for run in runs}
     grids: list[tuple[list[str], list[Any], list[Any], str | None]] = [
@@ -82,5 +82,5 @@ def write_results(config: StudyConfig, rows: list[Row], runs: Sequence[StudyRun]
     writer.writeheader()
     writer.writerows(columns)
     replace_file(folder / "study.csv", file.getvalue().encode())
-    write_report(RowStore(folder / "compare" / "cells.jsonl").rows(), folder / "compare")
+    write_report(Store(folder / "compare" / "cells.jsonl").rows(), folder / "compare")
     return table

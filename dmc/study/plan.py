@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dmc.evaluation.grid import EngineSettings
 from dmc.export import is_final
+from dmc.results.grid import EngineSettings
 
 CONTROL = "control"
 """The run that every other is compared with, of the same seed."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmc.evaluation.grid import FULL
-from dmc.evaluation.row_store import DONE
+from dmc.results.grid import FULL
+from dmc.results.store import DONE
 from dmc.study.plan import CONTROL, StudyRun
 
 Row = dict[str, Any]
@@ -67,7 +67,7 @@ def study_costs(rows: Sequence[Row], runs: Iterable[StudyRun], metrics: Sequence
     """Compare every run, and every training-free method at every budget, with the controls of the same seeds.
 
     Args:
-        rows: of `dmc.evaluation.compare`, whose models are the labels of runs.
+        rows: of `dmc.results.compare`, whose models are the labels of runs.
         runs: all of them; a seed without its control is left out.
         metrics: of the tasks' metrics, those to tell; a task that has one not is left out of it.
     Returns:

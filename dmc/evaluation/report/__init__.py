@@ -1,6 +1,0 @@
-"""Folders of results as one self-contained page: read, judge, draw, write."""
-
-from dmc.evaluation.report.page import write_page
-from dmc.evaluation.report.reading import read_folders
-
-__all__ = ["read_folders", "write_page"]

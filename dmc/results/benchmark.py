@@ -1,0 +1,338 @@
+"""How fast and how large: contestants decode in turns, so that a noisy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import StaticCache
+
+from dmc.results.synthetic_gates import set_synthetic_gates
+from dmc.runtime import Engine, SamplingParams
+from dmc.runtime.generation import GenerationStats
+
+CHUNK = 2048
+"""Prompt tokens that the engine feeds at once."""
+
+
+@dataclass(frozen=True)
+class BenchmarkedModel:
+    """Whose speed is measured.
+
+    Raises:
+        ValueError: neither path nor shape is given, or the dtype is unknown.
+    """
+
+    path: str | None = None
+    """Folder or hub name of a stock model; None: random weights."""
+    shape: dict[str, Any] | None = None
+    """Of random weights, where there is no path: fields of a transformers configuration, with `model_type`."""
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.shape is None:
+            raise ValueError("give model=DIR (a folder or hub name) or model.shape (random weights)")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"model.dtype={self.dtype!r}: expected a torch dtype such as float32 or bfloat16")
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """What to measure.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    model: BenchmarkedModel
+    prompt_length: int = 1024
+    """Tokens of every prompt, drawn at random."""
+    new_tokens: int = 16
+    """Tokens that every sequence decodes in all, after the first."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
+    ratios: list[float] = field(default_factory=lambda: [1.0, 4.0])
+    """CR of the engine's contestants, 1 is the full cache; synthetic decisions above it."""
+    delay: int = 0
+    """The gates' delay."""
+    hugging_face: bool = True
+    """Whether `generate()` with a preallocated static cache takes part."""
+    memory: int | None = None
+    """Bytes of cache pages for which the largest batch is sought; None: not sought."""
+    block_size: int = 16
+    kernels: str = "auto"
+    rounds: int = 4
+    """Turns that every contestant takes; their medians are reported."""
+    seed: int = 0
+    output: str = "outputs/benchmark"
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_length", "new_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
+        if self.new_tokens < self.rounds:
+            raise ValueError(f"new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}: give more")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes={self.batch_sizes}: expected whole numbers >= 1")
+        if not self.ratios or any(not 1 <= ratio < math.inf for ratio in self.ratios):
+            raise ValueError(f"ratios={self.ratios}: expected compression ratios >= 1")
+        if self.delay < 0:
+            raise ValueError(f"delay={self.delay}: expected a whole number of tokens >= 0")
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: expected a whole number of slots >= 1")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One contestant at one batch size."""
+
+    name: str
+    ratio: float
+    """Requested CR."""
+    achieved_ratio: float
+    """Tokens over entries held, at the end."""
+    batch_size: int
+    prompt_length: int
+    first_token_seconds: float
+    """From the prompts to the first token of all of them."""
+    token_seconds: float
+    """Median time of a decode step: time per output token of each sequence."""
+    tokens_per_second: float
+    """Of the whole batch while decoding."""
+    bytes_allocated: int
+    """Cache of all sequences."""
+
+
+class Contestant(Protocol):
+    """Something that decodes a batch step by step."""
+
+    name: str
+    ratio: float
+
+    def prefill(self) -> None:
+        """Feed the prompts and produce the first token of each."""
+
+    def decode(self, steps: int) -> list[float]:
+        """Produce `steps` more tokens of each sequence; seconds of every step."""
+
+    def memory(self) -> tuple[int, float]:
+        """Bytes that the cache takes now, and its achieved ratio."""
+
+
+class EngineContestant:
+    """The engine, with the full cache (ratio 1, the stock model) or synthetic decisions at a ratio."""
+
+    def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
+        self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
+        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK)
+        beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens that the first get while the last are fed
+        most = 3 + config.new_tokens + beside
+        self._params = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
+        self._requests: list[Any] = []
+
+    def prefill(self) -> None:
+        """See `Contestant`."""
+        self._requests = [self._engine.submit(prompt, self._params) for prompt in self._prompts]
+        while not all(request.logprobs for request in self._requests):
+            self._engine.step()
+
+    def decode(self, steps: int) -> list[float]:
+        """See `Contestant`."""
+        return [seconds(self._engine.step) for _ in range(steps)]
+
+    def memory(self) -> tuple[int, float]:
+        """See `Contestant`."""
+        stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
+        seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
+        entries = sum(int(each.slots.sum()) for each in stats)
+        return sum(each.bytes_allocated for each in stats), seen / entries
+
+
+class HuggingFaceContestant:
+    """`generate()` of transformers, with a static cache that is allocated before the clock starts."""
+
+    name, ratio = "hugging face, static cache", 1.0
+
+    def __init__(self, model: Any, prompts: Tensor, config: BenchmarkConfig) -> None:
+        self._model, self._tokens = model, prompts
+        self._cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + config.new_tokens + 2)
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        """Feed the prompts through a dynamic cache, then copy: a static one would need T x T masks."""
+        output = self._model(self._tokens, use_cache=True, logits_to_keep=1)
+        first = output.logits[:, -1].argmax(-1, keepdim=True)
+        length = self._tokens.shape[1]
+        for index, layer in enumerate(output.past_key_values.layers):
+            self._cache.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+            layer.keys = layer.values = None
+        self._tokens = torch.cat((self._tokens, first), dim=-1)
+
+    def decode(self, steps: int) -> list[float]:
+        """See `Contestant`."""
+        clock = _Clock()
+        clock.marks.append(time.perf_counter())
+        self._tokens = self._model.generate(
+            self._tokens,
+            attention_mask=torch.ones_like(self._tokens),
+            past_key_values=self._cache,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            logits_processor=[clock],
+            pad_token_id=0,
+        )
+        return [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
+
+    def memory(self) -> tuple[int, float]:
+        """See `Contestant`."""
+        tensors = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors), 1.0
+
+
+class _Clock:
+    """A logits processor that notes when each step's logits are there."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.marks.append(time.perf_counter())
+        return scores
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Time one call, work on the GPU included."""
+    start = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def run_benchmark(
+    config: BenchmarkConfig, models: dict[float, Any], plain: Any | None, on_result: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Measure every contestant at every batch size, and the largest batches if a memory budget is given.
+
+    Args:
+        config: what to measure.
+        models: for each ratio the model that the engine serves: a stock one for 1, a compressed one above, whose gates
+            are made to decide at random.
+        plain: a stock model for `generate()`, or None.
+        on_result: receives every row as soon as it is there.
+    Returns:
+        All rows.
+    """
+    for ratio, model in models.items():
+        if ratio > 1:
+            set_synthetic_gates(model, ratio, config.seed)
+    rows = []
+    for batch_size in config.batch_sizes:
+        prompts = random_prompts(models[config.ratios[0]], batch_size, config)
+        contestants: list[Contestant] = [
+            EngineContestant(models[ratio], ratio, prompts, config) for ratio in config.ratios
+        ]
+        if plain is not None:
+            contestants.append(HuggingFaceContestant(plain, prompts, config))
+        for measurement in race(contestants, batch_size, config):
+            rows.append(asdict(measurement))
+            on_result(rows[-1])
+    if config.memory is not None:
+        for ratio in config.ratios:
+            rows.append(largest_batch(models[ratio], ratio, config))
+            on_result(rows[-1])
+    return rows
+
+
+def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tensor:
+    """Draw token ids, [batch_size, prompt_length]."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (batch_size, config.prompt_length)
+    return torch.randint(model.config.vocab_size, shape, generator=generator).to(model.device)
+
+
+def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options: Any) -> Engine:
+    """Build an engine as the configuration says."""
+    options = {"block_size": config.block_size, "kernels": config.kernels, "max_batch_size": batch_size, **options}
+    return Engine(model, **options)
+
+
+def race(contestants: list[Contestant], batch_size: int, config: BenchmarkConfig) -> list[Measurement]:
+    """Prefill every contestant, then let them decode in turns."""
+    first = [seconds(contestant.prefill) for contestant in tqdm(contestants, desc=f"prefill, batch {batch_size}")]
+    steps: list[list[float]] = [[] for _ in contestants]
+    for contestant in contestants:
+        contestant.decode(1)  # warm-up
+    for _ in tqdm(range(config.rounds), desc=f"decode, batch {batch_size}"):
+        for contestant, taken in zip(contestants, steps, strict=True):
+            taken += contestant.decode(config.new_tokens // config.rounds)
+    measurements = []
+    for contestant, first_seconds, taken in zip(contestants, first, steps, strict=True):
+        step, (allocated, achieved) = statistics.median(taken), contestant.memory()
+        measurements.append(
+            Measurement(
+                name=contestant.name,
+                ratio=contestant.ratio,
+                achieved_ratio=achieved,
+                batch_size=batch_size,
+                prompt_length=config.prompt_length,
+                first_token_seconds=first_seconds,
+                token_seconds=step,
+                tokens_per_second=batch_size / step,
+                bytes_allocated=allocated,
+            )
+        )
+    return measurements
+
+
+def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str, Any]:
+    """Submit more prompts than fit into `config.memory` bytes and count how many decode at the same time."""
+    assert config.memory is not None
+    layout = make_engine(model, 1, config).cache.layout
+    blocks = layout.num_layers * layout.num_kv_heads * -(-config.prompt_length // config.block_size)
+    most = 2 + int(1.5 * ratio * config.memory / (blocks * layout.block_bytes(config.block_size)))
+    chunk = 8 * config.block_size  # a chunk asks for the room of its tokens uncompressed
+    engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)
+    prompts = random_prompts(model, most, config).tolist()
+    params = SamplingParams(max_new_tokens=config.prompt_length, temperature=0.0, ignore_eos=True)
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    largest = steady = 0
+    with tqdm(total=config.new_tokens, desc=f"largest batch, CR {ratio:g}") as bar:
+        while steady < config.new_tokens and not any(request.generation for request in requests):
+            engine.step()
+            held = [request for request in requests if request.sequence.row is not None]
+            if all(request.logprobs for request in held):  # nobody is being fed: all of them decode
+                largest, steady = max(largest, len(held)), steady + 1
+                bar.update()
+    for request in requests:
+        engine.abort(request)
+    return {"name": f"largest batch, CR {ratio:g}", "ratio": ratio, "memory": config.memory, "batch_size": largest}
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Write the rows as Markdown, with the gain in tokens/s over `generate()`, or else over the first contestant."""
+    lines = [
+        "| contestant | batch | achieved CR | first token (s) | ms/token | tokens/s | gain | cache bytes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    measured = [row for row in rows if "token_seconds" in row]
+    for row in measured:
+        same = [other for other in measured if other["batch_size"] == row["batch_size"]]
+        yardstick = next((other for other in same if other["name"] == HuggingFaceContestant.name), same[0])
+        gain = row["tokens_per_second"] / yardstick["tokens_per_second"]
+        lines.append(
+            f"| {row['name']} | {row['batch_size']} | {row['achieved_ratio']:.2f} | {row['first_token_seconds']:.2f} "
+            f"| {1e3 * row['token_seconds']:.1f} | {row['tokens_per_second']:.1f} | {gain:.2f}x "
+            f"| {row['bytes_allocated']:,} |"
+        )
+    for row in rows:
+        if "memory" in row:
+            lines.append(f"| {row['name']} in {row['memory']:,} bytes | {row['batch_size']} | | | | | | |")
+    return "\n".join(lines)

@@ -1,0 +1,260 @@
+"""Run the grid model x policy x budget x task, one row for each cell; what is finished is not run again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dmc.budget import Budget, achieved_ratio
+from dmc.provenance import provenance
+from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings
+from dmc.results.speed import measure_speed
+from dmc.results.store import DONE, FAILED, FINISHED, NOT_FINITE, Row, Store, divide
+from dmc.results.tasks import Sample, SampleResult, Task, by_place, split_of_text
+from dmc.runtime import Engine, GenerationStats
+
+Load = Callable[[ComparedModel], tuple[Any, Any]]
+"""Loads a model and its tokenizer, None where it has none."""
+
+
+@dataclass
+class Subject:
+    """A loaded model and the samples that its cells share."""
+
+    model: Any
+    tokenizer: Any
+    samples: dict[str, list[Sample]]
+
+    def samples_of(self, name: str, task: Task) -> list[Sample]:
+        """Make a task's samples, once."""
+        if name not in self.samples:
+            vocab_size = self.model.get_input_embeddings().num_embeddings
+            self.samples[name] = task.samples(self.tokenizer, vocab_size)
+        return self.samples[name]
+
+
+def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
+    """List the cells that have no row yet or have failed."""
+    finished = {row["key"] for row in rows if row["status"] in FINISHED}
+    return [cell for cell in cells if cell.key not in finished]
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    grid: Grid,
+    config: CompareConfig,
+    store: Store,
+    load: Load,
+    make_engine: Callable[..., Engine] = Engine,
+) -> list[Row]:
+    """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
+
+    Args:
+        cells: of the grid, those of a model one after the other; every model is loaded once.
+        grid: models and tasks.
+        config: engine settings, seed.
+        store: receives the rows.
+        load: gives a model, on its device, and its tokenizer.
+        make_engine: called as `Engine`.
+    Returns:
+        The rows.
+    """
+    rows = []
+    source = provenance()
+    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
+        subjects = Subjects(grid, load)
+        for cell in own:
+            bar.set_description(cell.title)
+            row = describe(cell, grid, config) | {"device": "", "provenance": source}
+            try:
+                row["device"] = device_name(subjects.get(cell.model).model)
+                row |= checked(measure(cell, grid, config, subjects.get(cell.model), make_engine))
+            except Exception as error:  # of a model, a policy or a task, which others need not share
+                row |= failure(error)
+                bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
+            store.append(row)
+            rows.append(row)
+            bar.update()
+            release_memory()  # the cache of one cell, before the next
+    return rows
+
+
+class Subjects:
+    """The model of the cell that is run, loaded when it is the first of its model.
+
+    Args:
+        grid: models by name.
+        load: gives one.
+    """
+
+    def __init__(self, grid: Grid, load: Load) -> None:
+        self._grid, self._load = grid, load
+        self._name: str | None = None
+        self._subject: Subject | None = None
+        self._errors: dict[str, Exception] = {}
+
+    def get(self, name: str) -> Subject:
+        """Return a model; the one before is given up.
+
+        Raises:
+            Exception: it cannot be loaded; it is tried once.
+        """
+        if name in self._errors:
+            raise self._errors[name]
+        if name != self._name or self._subject is None:
+            self._name, self._subject = name, None
+            release_memory()
+            try:
+                self._subject = Subject(*self._load(self._grid.models[name]), samples={})
+            except Exception as error:
+                self._errors[name] = error
+                raise
+        return self._subject
+
+
+def failure(error: Exception) -> Row:
+    """Say how a cell failed, in one line, and where; what its frames hold, such as a cache, is given up."""
+    text = " ".join(str(error).split())
+    where = traceback.format_exception(error, limit=-8)
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    return {
+        "status": FAILED,
+        "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        "error_type": type(error).__name__,
+        "traceback": "".join(where)[-4000:],
+    }
+
+
+def checked(row: Row) -> Row:
+    """Mark a row of figures that are infinite or no numbers: no statistic can take them.
+
+    Raises:
+        TypeError: a user's task has returned what JSON does not know; better here, where only its cell fails.
+    """
+    json.dumps(row)
+    wrong = [name for name, value in row["metrics"].items() if isinstance(value, float) and not math.isfinite(value)]
+    return row | ({"status": NOT_FINITE, "not_finite": wrong} if wrong else {})
+
+
+def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
+    """Say how many of the cells have failed; empty for none."""
+    failed = {row["key"] for row in rows if row["status"] == FAILED}
+    count = sum(cell.key in failed for cell in cells)
+    return f"{count} of {len(cells)} cells failed; start it again to try them again" if count else ""
+
+
+def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
+    """Say what a row measures and with which settings."""
+    task = grid.tasks[cell.task]
+    return cell.identity() | {
+        "main_metric": task.main_metric,
+        "higher_is_better": task.higher_is_better,
+        "split": split_of_text(task),
+        "question": getattr(task, "question", None),
+        "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
+        "settings": {
+            "model": model_settings(grid.models[cell.model]),
+            "policy": cell.method.options,
+            "task": grid.task_settings[cell.task],
+            "engine": asdict(config.engine),
+            "speed_tokens": config.speed_tokens,
+            "seed": config.seed,
+            "format": FORMAT,
+        },
+    }
+
+
+def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, make_engine: Callable[..., Engine]) -> Row:
+    """Measure quality, memory and speed of one cell.
+
+    Raises:
+        ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
+    """
+    torch.manual_seed(config.seed)
+    task = grid.tasks[cell.task]
+    samples = subject.samples_of(cell.task, task)
+    engine = make_engine(subject.model, subject.tokenizer, policy=cell.method.build(), **asdict(config.engine))
+    size = config.engine.max_batch_size
+    results: list[SampleResult] = []
+    for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
+        results += task.evaluate(engine, samples[begin : begin + size])
+    row = {
+        "status": DONE,
+        "metrics": {name: statistics.fmean(each.metrics[name] for each in results) for name in results[0].metrics},
+        "sample_values": [each.metrics[task.main_metric] for each in results],
+        "samples": len(results),
+        "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
+        **by_place(results),
+        **memory_of([each.stats for each in results], cell.method.budget),
+    }
+    if config.speed_tokens:
+        speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
+        row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
+    return row
+
+
+def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
+    """Sum up the memory of samples: ratios are all tokens over all entries, bytes per token all bytes over all tokens.
+
+    What is called a mean is over the positions that were predicted, what is not is at the last step of each sample.
+
+    Args:
+        stats: of each sample.
+        budget: of the policy; of a fixed number of entries it is told which ratio that was, over the same positions.
+    """
+    layers, kv_heads = stats[0].slots.shape
+    requested = {}
+    if budget is not None and budget.tokens is not None:
+        asked = [_allowed(each, budget.tokens) for each in stats]
+        requested = {"requested_ratio": sum(each.mean_tokens_seen for each in stats) / sum(asked)}
+    tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
+    mean_tokens = sum(each.mean_tokens_seen for each in stats)
+    mean_slots = sum(float(each.mean_slots.sum()) for each in stats)
+    peak = max(stats, key=lambda each: each.bytes_allocated)
+    return requested | {
+        "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
+        "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
+        "peak_tokens": peak.tokens_seen,
+        "bytes_allocated": peak.bytes_allocated,
+        "bytes_used": peak.bytes_used,
+        "bytes_allocated_per_token": sum(each.bytes_allocated for each in stats) / tokens,
+        "bytes_used_per_token": sum(each.bytes_used for each in stats) / tokens,
+        "mean_tokens": mean_tokens / len(stats),
+        "mean_achieved_ratio": mean_tokens * layers * kv_heads / max(mean_slots, 1e-9),
+        "mean_bytes_allocated_per_token": sum(each.mean_bytes_allocated for each in stats) / mean_tokens,
+        "mean_bytes_used_per_token": sum(each.mean_bytes_used for each in stats) / mean_tokens,
+        "peak_bytes_allocated": max(each.peak_bytes_allocated for each in stats),
+    }
+
+
+def _allowed(stats: GenerationStats, tokens: int) -> float:
+    """Average what a fixed budget allows over the positions predicted: neighbours, up to the last token seen."""
+    last = stats.tokens_seen
+    seen = range(round(2 * stats.mean_tokens_seen) - last, last + 1)
+    return statistics.fmean(min(tokens, each) for each in seen)
+
+
+def device_name(model: Any) -> str:
+    """Name the device that a model lies on."""
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+
+
+def release_memory() -> None:
+    """Give back what is not in use any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

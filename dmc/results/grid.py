@@ -1,0 +1,367 @@
+"""What is compared: the grid model x policy x budget x task, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+from dmc.budget import Budget
+from dmc.config import build_config
+from dmc.data.files import file_stamps
+from dmc.kernels import BACKENDS
+from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
+from dmc.results.measurement import FULL
+from dmc.results.tasks import Task
+from dmc.target import build_target, suggest
+
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
+"""Weights, configuration, tokenizer and its chat template, but no README."""
+FORMAT = 5
+"""Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model of the grid."""
+
+    path: str
+    """Folder or hub name of a stock or compressed model."""
+    dtype: str = "auto"
+    revision: str | None = None
+    """Hub revision."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How cells are served; see `Engine`.
+
+    Raises:
+        ValueError: a size is not positive, or no kernels have this name.
+    """
+
+    block_size: int = 16
+    memory: int | float | str | None = None
+    kernels: str = "auto"
+    max_batch_size: int = 8
+    """Samples that run at the same time."""
+    prefill_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{name}={value}: expected a whole number >= 1")
+        if self.kernels not in ("auto", *BACKENDS):
+            raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """The grid as the user writes it.
+
+    Raises:
+        ValueError: a value is missing or out of range.
+    """
+
+    models: dict[str, Any]
+    """Name: folder, or a mapping with the fields of `ComparedModel`."""
+    policies: list[Any]
+    """Names of `configs/policy/*.yaml`, or mappings: see `named_settings`."""
+    tasks: list[Any]
+    """Names of `configs/task/*.yaml`, or mappings: see `named_settings`."""
+    budgets: list[Any]
+    """Compression ratios (4), or entries per KV head (tokens:128)."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    speed_tokens: int = 16
+    """Steps of decoding that are timed; 0: speed is not measured."""
+    seed: int = 0
+    """Of whatever draws without a seed of its own."""
+    reference: str | None = None
+    """Stock model with whose full cache compressed models are compared; None: the first."""
+    output: str = "outputs/compare"
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("models is empty: name at least one, 'models={base: DIR}'")
+        if not self.tasks:
+            raise ValueError("tasks is empty: give tasks=text_loss, names of files in configs/task")
+        if self.speed_tokens < 0:
+            raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
+        if self.reference is not None and self.reference not in self.models:
+            raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What decides about the cache of a model."""
+
+    name: str
+    """Of the policy."""
+    settings: dict[str, Any]
+    budget: Budget | None
+    requested_ratio: float | None
+    """None: the budget is a number of entries."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The settings with what they leave to defaults, see `complete`; empty for the full cache."""
+
+    def build(self) -> Any | None:
+        """Construct the policy, anew for every cell: what it remembers of one must not reach the next."""
+        return policy_from_config(self.settings, self.budget)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    model: str
+    own_gates: bool
+    """Whether the model is itself compressed."""
+    method: Method
+    task: str
+    model_key: str
+    task_key: str
+    """Hash of task, engine and seed: rows of one table have the same."""
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that defines the cell."""
+        names = [self.model, self.method.name, self.task]
+        budget = None if self.method.budget is None else budget_name(self.method.budget)
+        return digest([names, self.model_key, self.policy_key, self.task_key, budget])
+
+    @property
+    def policy_key(self) -> str:
+        """Hash of the policy's options and, where it is a user's own, of its code."""
+        return digest(self.method.options)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the columns of a row that say what it measures."""
+        method = self.method
+        return {
+            "key": self.key,
+            "method": f"{self.model}, {'own gates' if self.own_gates and method.budget is None else method.name}",
+            "model": self.model,
+            "own_gates": self.own_gates,
+            "policy": method.name,
+            "budget": None if method.budget is None else budget_name(method.budget),
+            "task": self.task,
+            "model_key": self.model_key,
+            "policy_key": self.policy_key,
+            "task_key": self.task_key,
+            "requested_ratio": method.requested_ratio,
+        }
+
+    @property
+    def title(self) -> str:
+        """For progress and messages."""
+        budget = "" if self.method.budget is None else f" {budget_name(self.method.budget)}"
+        return f"{self.model} {self.method.name}{budget} {self.task}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All cells, those of a model one after the other, and what they refer to by name."""
+
+    cells: list[Cell]
+    models: dict[str, ComparedModel]
+    tasks: dict[str, Task]
+    task_settings: dict[str, dict[str, Any]]
+
+
+def plan_grid(config: CompareConfig, configs: Path) -> Grid:
+    """Look up every name, construct every policy and task, and list the cells.
+
+    A compressed model has one cell for each task, whatever the policies and budgets; so has the full cache.
+
+    Args:
+        config: the grid.
+        configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
+    Raises:
+        ValueError: a model, policy, task, option or budget is unknown or out of range.
+        FileNotFoundError: a task's files are not there.
+    """
+    models = {name: build_model(value, f"models.{name}") for name, value in config.models.items()}
+    methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
+    task_settings = named_settings(config.tasks, configs / "task", "tasks")
+    tasks: dict[str, Task] = {name: build_target(each, f"tasks.{name}") for name, each in task_settings.items()}
+    task_settings = {name: complete(each, tasks[name]) for name, each in task_settings.items()}
+    shared = [FORMAT, asdict(config.engine), config.speed_tokens, config.seed]
+    task_keys = {name: digest([shared, task_settings[name], task.identity()]) for name, task in tasks.items()}
+    cells = []
+    for name, model in models.items():
+        identity, values, target_ratio = describe_model(model, f"models.{name}")
+        own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio)]
+        for method in () if own else methods:
+            if (policy := method.build()) is not None:
+                check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
+        cells += [
+            Cell(name, bool(own), method, task, digest(identity), task_keys[task])
+            for method in own or methods
+            for task in tasks
+        ]
+    return Grid(cells, models, tasks, task_settings)
+
+
+def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[str, dict[str, Any]]:
+    """Look up settings by name.
+
+    Args:
+        entries: names of YAML files in `folder`, or mappings: `{name: mine, _target_: my_module.MyPolicy, ...}` for
+            something new, `{name: mine, like: h2o, ...}` for a file of the folder with other options.
+        folder: where the files lie.
+        setting: whose entries these are, for messages.
+    Returns:
+        Name: settings, in the order given.
+    Raises:
+        ValueError: a name is unknown, missing or given twice.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for index, entry in enumerate(entries):
+        where = f"{setting}[{index}]"
+        own = {"name": entry, "like": entry} if isinstance(entry, str) else entry
+        if not isinstance(own, dict) or "name" not in own or ("like" in own) == ("_target_" in own):
+            raise ValueError(f"{where}={entry!r}: expected a name, or a mapping with name and either _target_ or like")
+        settings = _read(own["like"], folder, where) if "like" in own else {}
+        settings |= {key: value for key, value in own.items() if key not in ("name", "like")}
+        if own["name"] in found:
+            raise ValueError(f"{where}: {own['name']!r} is there twice; give one of them another name")
+        found[own["name"]] = settings
+    return found
+
+
+def _read(name: str, folder: Path, where: str) -> dict[str, Any]:
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise ValueError(f"{where}={name!r} is not in {folder.parent.name}/{folder.name}; {suggest(name, known)}")
+    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"), resolve=True)
+    return settings
+
+
+def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> list[Method]:
+    """Pair policies with budgets; the full cache has none.
+
+    Args:
+        policies: name: settings.
+        budgets: see `parse_budget`.
+    Raises:
+        ValueError: a budget or an option is refused, or a policy has no budget.
+    """
+    parsed = {budget_name(budget): budget for budget in map(parse_budget, budgets)}
+    if not parsed and any(policies.values()):
+        raise ValueError("budgets is empty: give budgets=2,4, compression ratios, or tokens:128")
+    methods = []
+    for name, settings in policies.items():
+        if not settings:
+            methods.append(Method(name, {}, None, 1.0))
+        for budget in parsed.values() if settings else ():
+            options = complete(settings, policy_from_config(settings, budget), "budget")
+            methods.append(Method(name, settings, budget, budget.ratio, options))
+    return methods
+
+
+def complete(settings: Mapping[str, Any], built: Any, *given: str) -> dict[str, Any]:
+    """Write out what settings leave to defaults, so that the same object has the same settings.
+
+    Args:
+        settings: `_target_` and options.
+        built: what was built of them.
+        given: options that do not come from the settings.
+    Returns:
+        Every option; under `_code_` a hash of the source files of a user's own class, which change more often than its
+        name.
+    """
+    found = dict(settings)
+    for each in fields(built) if is_dataclass(built) else ():
+        if each.init and each.name not in given:
+            found[each.name] = _plain(getattr(built, each.name), settings.get(each.name))
+    sources = [_source_of(kind) for kind in type(built).__mro__]
+    code = [Path(source).read_bytes() for source in sources if source is not None]
+    return found | ({"_code_": hashlib.sha256(b"".join(code)).hexdigest()[:8]} if code else {})
+
+
+def _plain(value: Any, settings: Any) -> Any:
+    if is_dataclass(value):
+        kind = type(value)
+        own = settings if isinstance(settings, Mapping) else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        return complete(own, value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, None) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str, Mapping)):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}" if settings is None else settings
+
+
+def _source_of(kind: type) -> str | None:
+    """Find the file of a user's own class."""
+    package = kind.__module__.partition(".")[0]
+    if package == "dmc" or package in sys.stdlib_module_names:
+        return None
+    return getattr(sys.modules[kind.__module__], "__file__", None)
+
+
+def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
+    """Raise a ValueError that names `where` if a model of so many layers cannot be served with a policy."""
+    try:
+        policy.fitted(num_layers, block_size)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def build_model(value: Any, name: str) -> ComparedModel:
+    """Read a model of the grid: a folder or hub name, or a mapping."""
+    return build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, name)
+
+
+def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any], float | None]:
+    """Tell which model this is without loading it.
+
+    Returns:
+        What identifies it (its configuration; names, sizes and times of a folder's files, or the hub's commit), its
+        configuration, and the target ratio of its own gates, None for a stock model.
+    Raises:
+        ValueError: there is no such model.
+    """
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
+        beside = [str(folder.parent / each.name) for each in folder.parent.glob("*") if each.is_dir()]
+        close = difflib.get_close_matches(str(folder), beside, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{name}: there is no folder {model.path}{hint}")
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
+    except OSError as error:
+        raise ValueError(f"{name}={model.path}: {str(error).splitlines()[0]}") from error
+    if "model_type" not in values:
+        raise ValueError(f"{name}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
+    if folder.is_dir():
+        files: Any = file_stamps(path for path in sorted(folder.glob("*")) if path.suffix in MODEL_FILES)
+    else:
+        config = cached_file(str(folder), "config.json", revision=model.revision)
+        files = [model.path, extract_commit_hash(config, None)]
+    compressed = str(values.get("model_type")).startswith("dmc_")
+    target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
+    return [model.dtype, model.revision, files, values], values, target_ratio
+
+
+def model_settings(model: ComparedModel) -> dict[str, Any]:
+    """Write which model it is, and of a folder when it was written last."""
+    files = Path(model.path).expanduser().glob("*")
+    times = [path.stat().st_mtime for path in files if path.suffix in MODEL_FILES]
+    written = datetime.fromtimestamp(max(times)).isoformat(sep=" ", timespec="seconds") if times else None
+    return asdict(model) | {"written": written}
+
+
+def digest(content: Any) -> str:
+    """Hash what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

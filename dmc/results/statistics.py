@@ -1,0 +1,443 @@
+"""What measurements show, and how sure that is: the one place where methods are compared.
+
+* Methods are paired sample by sample: only measurements with one `samples_key` are compared.
+* Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
+  both. Bounds are Student's, with as many degrees of freedom as there are independent contexts and seeds.
+* "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
+  margin. All else is "unknown", and so is everything whose spread is: one sample, one context.
+* Equal memory is bytes over all scored positions. Between two budgets of a method its samples are interpolated in the
+  logarithm of their bytes; where it takes more bytes at any budget it has no figure.
+
+`summarize` makes one line of each method, budget, task and metric, over its seeds; `beside_rivals` puts compressed
+models beside training-free methods in their bytes, and `rank_at_bytes` all methods at one share of the full cache's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import pandas
+from scipy.special import stdtrit
+
+CONFIDENCE = 0.95
+"""Of each bound, one-sided."""
+MARGIN = 0.02
+"""What may be lost and still count as as good: nats per token, or of the answers; of figures above 1 this share."""
+FLOOR = 5 * MARGIN
+"""What the full cache must answer, or a cache that answers nothing would lose no more than the margin."""
+RATIO_TOLERANCE = 0.9
+"""Share of the requested ratio from which on a target counts as met."""
+SAME_BYTES = 1.02
+"""A method that takes at most so many times the bytes of another takes as many."""
+Standing = Literal["as good", "worse", "unknown", ""]
+Seeds = Sequence[Sequence[float]]
+"""Values of samples, seed by seed; the samples of all seeds are the same."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over samples and seeds."""
+
+    value: float
+    error: float | None
+    """Standard error; None: unknown, nothing can be claimed."""
+    degrees: float = math.inf
+    """Of freedom."""
+    num_contexts: int = 0
+    by_seed: tuple[float, ...] = ()
+
+    @property
+    def reach(self) -> float:
+        """Distance of the bounds from the value; infinite where the error is unknown."""
+        return math.inf if self.error is None else float(stdtrit(self.degrees, CONFIDENCE)) * self.error
+
+    @property
+    def lower(self) -> float:
+        """With 95 % confidence it is not below."""
+        return self.value - self.reach
+
+    @property
+    def upper(self) -> float:
+        """With 95 % confidence it is not above."""
+        return self.value + self.reach
+
+    @property
+    def num_seeds_above(self) -> int:
+        """Seeds whose own mean is above 0."""
+        return sum(each > 0 for each in self.by_seed)
+
+    def standing(self, margin: float) -> Standing:
+        """Tell what a loss shows: "as good" up to the margin, "worse", or not enough."""
+        if self.error is None:
+            return "unknown"
+        if self.upper <= margin:
+            return "as good"
+        return "worse" if self.lower > 0 else "unknown"
+
+
+def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool = False) -> Estimate:
+    """Estimate a mean, its error clustered by context and by seed.
+
+    The two variances are added, which counts what is left within a context and seed twice: with few seeds a claim had
+    better be late than wrong.
+
+    Args:
+        values: see `Seeds`.
+        contexts: of each sample; empty: each sample has its own.
+        are_answers: whether they are (differences of) right or wrong answers. Where all of n agree, 3 in n may still
+            differ, at 95 %: the bound is never nearer.
+    """
+    found = numpy.asarray(values, dtype=float)
+    seeds, samples = found.shape
+    if not samples:
+        return Estimate(math.nan, None)
+    mean, by_seed = float(found.mean()), found.mean(1)
+    members = numpy.unique(_codes(contexts or range(samples)), return_inverse=True)[1]
+    sizes = numpy.bincount(members)
+    if len(sizes) < 2:
+        return Estimate(mean, None, num_contexts=len(sizes), by_seed=tuple(by_seed))
+    parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
+    of_contexts = (len(sizes) - 1) / len(sizes) * float(parts @ parts)
+    degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
+    of_seeds = float(by_seed.var(ddof=1)) / seeds if seeds > 1 else 0.0
+    variance = of_contexts + of_seeds
+    if of_seeds:
+        degrees = variance**2 / (of_contexts**2 / degrees + of_seeds**2 / (seeds - 1))
+    error = math.sqrt(variance)
+    if are_answers:
+        error = max(error, 3 / len(sizes) / float(stdtrit(degrees, CONFIDENCE)))
+    return Estimate(mean, error, degrees, len(sizes), tuple(map(float, by_seed)))
+
+
+def _codes(contexts: Iterable[Hashable]) -> list[int]:
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(each if isinstance(each, Hashable) else str(each), len(known)) for each in contexts]
+
+
+def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = ()) -> Estimate:
+    """Estimate how far `own` is above `other`, paired by sample and seed."""
+    first, second = numpy.asarray(own, dtype=float), numpy.asarray(other, dtype=float)
+    return estimate((first - second).tolist(), contexts, bool(numpy.isin([first, second], (0.0, 1.0)).all()))
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """Average the estimates of several tasks, whose samples have nothing in common."""
+    if len(estimates) == 1:
+        return estimates[0]
+    value, by_seed = math.fsum(each.value for each in estimates) / len(estimates), [each.by_seed for each in estimates]
+    seeds = tuple(map(float, numpy.mean(by_seed, axis=0))) if len({*map(len, by_seed)}) == 1 else ()
+    errors = [each.error for each in estimates if each.error is not None]
+    if len(errors) < len(estimates):
+        return Estimate(value, None, by_seed=seeds)
+    parts = [error**2 for error in errors]
+    below = sum(part**2 / each.degrees for part, each in zip(parts, estimates, strict=True))
+    degrees = sum(parts) ** 2 / below if below else math.inf
+    contexts = sum(each.num_contexts for each in estimates)
+    return Estimate(value, math.sqrt(sum(parts)) / len(estimates), degrees, contexts, seeds)
+
+
+def margin_of(metric: str, full: float) -> float:
+    """Return what may be lost against a full cache, in its metric."""
+    return MARGIN if metric.endswith("loss") else MARGIN * max(1.0, abs(full))
+
+
+LINE = ["variant", "policy", "own_gates", "budget", "benchmark", "task", "metric", "task_key", "samples_key"]
+
+
+def summarize(
+    frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
+) -> pandas.DataFrame:
+    """Make one line of each method, budget, task (or benchmark, the mean of several) and metric, over its seeds.
+
+    Args:
+        frame: of `Store.frame`.
+        reference: model or variant with whose full cache compressed models are compared; None: the one that a
+            measurement names, or else the only one.
+        metrics: which; None: each task's main one.
+    Returns:
+        Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
+        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`; `lost`
+        (how much worse than the full cache, positive is worse), `lost_error`, `lost_lower`, `lost_upper`, `margin`,
+        `standing`, `seeds`, `seeds_worse`; `requested_ratio`, `achieved_ratio`, `bytes_per_token`, `share` (of the full
+        cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `prefill_tokens_per_second`,
+        `decode_tokens_per_second`, `device`, `tells` (whether the task tells methods apart), `keys`.
+    """
+    cells = _Cells(frame, reference)
+    whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
+    lines = []
+    if len(whole):
+        tasks = whole["benchmark"].fillna(whole["task"])
+        by = ["variant", "policy", "own_gates", "budget", "metric"]
+        for _, group in whole.assign(shown=tasks).groupby(["shown", *by], dropna=False, sort=False):
+            for _, same in group.groupby("task_key", sort=False):
+                lines.append(_line(same, cells))
+    summary = pandas.DataFrame(lines)
+    if len(summary):
+        fails = summary["is_full"] & summary["higher_is_better"] & (summary["value"] <= FLOOR)
+        tasks = summary.groupby("task")["value"].nunique() > 1
+        summary["tells"] = summary["task"].map(tasks) & ~summary["task"].isin(set(summary["task"][fails]))
+    return summary
+
+
+def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
+    first, parts = group.iloc[0], [cells.seeds(part) for _, part in group.groupby("task", sort=False)]
+    values = [estimate(part.samples, part.contexts) if part.samples else part.plain() for part in parts]
+    value, lost = mean_of(values), [part.lost for part in parts]
+    over = mean_of([each for each in lost if each is not None]) if None not in lost else None
+    full = [part.full_value for part in parts if part.full_value is not None]
+    margin = margin_of(first["metric"], sum(full) / len(full)) if over is not None else math.nan
+    weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
+    size = float((group["bytes_per_token"] * weights).sum() / weights.sum())
+    whole = [part.full_bytes for part in parts]
+    names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
+    asked = asked_of(first)
+    method = str(first["variant"]) + ("" if first["own_gates"] and first["budget"] is None else f", {first['policy']}")
+    return {
+        "title": method if first["is_full"] else f"{method}, {asked}",
+        "method": method,
+        **{name: first[name] for name in names},
+        "asked": asked,
+        "task": first["benchmark"] or first["task"],
+        "value": value.value,
+        "value_error": value.error,
+        "lost": None if over is None else over.value,
+        "lost_error": None if over is None else over.error,
+        "lost_lower": None if over is None else over.lower,
+        "lost_upper": None if over is None else over.upper,
+        "margin": margin,
+        "standing": "" if over is None else over.standing(margin),
+        "seeds": len(parts[0].values),
+        "seeds_worse": None if over is None else over.num_seeds_above,
+        "requested_ratio": float(weights.sum() / (weights / group["requested_ratio"]).sum()),
+        "achieved_ratio": float(weights.sum() / (weights / group["achieved_ratio"]).sum()),
+        "bytes_per_token": size,
+        "share": None if None in whole else size * len(whole) / math.fsum(each or 0.0 for each in whole),
+        "end_ratio": float(weights.sum() / (weights / group["end_ratio"]).sum()),
+        "peak_bytes": group["peak_bytes"].max(),
+        "samples": int(sum(part.rows["num_samples"].iloc[0] for part in parts)),
+        "contexts": value.num_contexts,
+        **{name: cells.speed(group, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")},
+        "device": first["device"],
+        "keys": list(group["key"]),
+    }
+
+
+def asked_of(row: Any) -> str:
+    """Write what a method was asked for: CR 4, 128 tokens, or the full cache."""
+    if row["is_full"]:
+        return "full cache"
+    if row["budget"] is not None and str(row["budget"]).startswith("tokens:"):
+        return str(row["budget"]).removeprefix("tokens:") + " tokens"
+    return f"CR {row['requested_ratio']:g}"
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """One method at one budget on one task, over the seeds, and the full caches that belong to them."""
+
+    rows: pandas.DataFrame
+    full: list[pandas.Series | None]
+    """Of each seed; None: there is none on the same samples."""
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.rows["value"])
+
+    @property
+    def samples(self) -> list[list[float]]:
+        return [] if any(not each for each in self.rows["samples"]) else list(self.rows["samples"])
+
+    @property
+    def contexts(self) -> list[Any]:
+        return list(self.rows["contexts"].iloc[0])
+
+    @property
+    def full_value(self) -> float | None:
+        known = [each["value"] for each in self.full if each is not None]
+        return sum(known) / len(known) if known and len(known) == len(self.full) else None
+
+    @property
+    def full_bytes(self) -> float | None:
+        known = [each["bytes_per_token"] for each in self.full if each is not None]
+        return sum(known) / len(known) if known and len(known) == len(self.full) else None
+
+    @property
+    def lost(self) -> Estimate | None:
+        """How much worse than the full cache; None without one, or for the yardstick itself."""
+        full = [each for each in self.full if each is not None]
+        if len(full) < len(self.full) or all(
+            each["key"] == key for each, key in zip(full, self.rows["key"], strict=True)
+        ):
+            return None
+        sign = -1.0 if self.rows["higher_is_better"].iloc[0] else 1.0
+        others = [each["samples"] for each in full]
+        if not self.samples or any(not each for each in others):
+            values = [value - each["value"] for value, each in zip(self.values, full, strict=True)]
+            return Estimate(sign * sum(values) / len(values), None, by_seed=tuple(sign * each for each in values))
+        return _signed(sign, self.samples, others, self.contexts)
+
+    def plain(self) -> Estimate:
+        """Return the value of a task that keeps none of its samples'."""
+        return Estimate(sum(self.values) / len(self.values), None, by_seed=tuple(self.values))
+
+
+class _Cells:
+    """A frame, looked up by what is compared with what."""
+
+    def __init__(self, frame: pandas.DataFrame, reference: str | None) -> None:
+        self.frame, self.reference = frame, reference
+        self.whole = frame[frame["by"] == ""]
+        self.full = self.whole[self.whole["is_full"]]
+
+    def seeds(self, rows: pandas.DataFrame) -> _Seeds:
+        """Put the seeds of one task together: the newest row of each model, those on the samples of the newest."""
+        rows = rows.drop_duplicates("model", keep="last")
+        rows = rows[rows["samples_key"].eq(rows["samples_key"].iloc[-1]) | rows["samples_key"].isna()]
+        return _Seeds(rows, [self.full_of(row) for _, row in rows.iterrows()])
+
+    def full_of(self, row: pandas.Series) -> pandas.Series | None:
+        """Find the full cache of a row's model, or of the reference for a compressed model."""
+        full = self.full
+        same = full[(full["task"] == row["task"]) & (full["metric"] == row["metric"])]
+        same = same[(same["task_key"] == row["task_key"]) & (same["samples_key"].eq(row["samples_key"]))]
+        if not row["own_gates"]:
+            same = same[same["model"] == row["model"]]
+        else:
+            wanted = self.reference or row["reference"]
+            if wanted is not None:
+                same = same[(same["model"] == wanted) | (same["named"] == wanted) | (same["variant"] == wanted)]
+            if row["seed"] is not None and row["seed"] == row["seed"] and (same["seed"] == row["seed"]).any():
+                same = same[same["seed"] == row["seed"]]
+        return same.iloc[-1] if same["model"].nunique() == 1 else None
+
+    def speed(self, group: pandas.DataFrame, name: str) -> float | None:
+        """Average a speed over the cells of a line; None where none was measured."""
+        found = self.whole[self.whole["key"].isin(group["key"]) & (self.whole["metric"] == name)]
+        return float(found["value"].mean()) if len(found) else None
+
+    def curves(self, full: pandas.Series) -> dict[str, list[tuple[float, numpy.ndarray]]]:
+        """List the bytes and samples of every policy on a full cache's model and samples, the full cache among them."""
+        same = self.whole[~self.whole["own_gates"] & (self.whole["model"] == full["model"])]
+        for name in ("task", "metric", "task_key", "samples_key"):
+            same = same[same[name] == full[name]]
+        found: dict[str, list[tuple[float, numpy.ndarray]]] = {}
+        for _, row in same[~same["is_full"]].drop_duplicates(["policy", "budget"], keep="last").iterrows():
+            start = [(float(full["bytes_per_token"]), numpy.asarray(full["samples"], dtype=float))]
+            curve = found.setdefault(row["policy"], start)
+            curve.append((float(row["bytes_per_token"]), numpy.asarray(row["samples"], dtype=float)))
+        return {policy: sorted(curve, key=lambda point: point[0]) for policy, curve in found.items()}
+
+
+def at_bytes(curve: Sequence[tuple[float, numpy.ndarray]], wanted: float) -> numpy.ndarray | None:
+    """Interpolate a method's samples at so many bytes, in their logarithm.
+
+    Args:
+        curve: bytes and samples of each budget, in ascending order.
+        wanted: bytes per token.
+    Returns:
+        None where the method takes more bytes at any budget.
+    """
+    if not curve or curve[0][0] > wanted * SAME_BYTES:
+        return None
+    above = next((index for index, (size, _) in enumerate(curve) if size >= wanted), None)
+    if above is None or above == 0:
+        return curve[-1 if above is None else 0][1]
+    (low, first), (high, second) = curve[above - 1], curve[above]
+    return first + (second - first) * (math.log(wanted / low) / math.log(high / low))
+
+
+def beside_rivals(
+    frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
+) -> pandas.DataFrame:
+    """Put every compressed model beside every training-free method in as many bytes, seed by seed.
+
+    Returns:
+        Columns: `variant`, `task`, `metric`, `rival`, `rival_lost` (how much worse than the full cache it is in these
+        bytes), `gap` (how much worse the rival is than the model: positive is for the model), `gap_error`, `gap_lower`,
+        `gap_upper`, `standing` of the model beside the rival, `seeds`, `seeds_ahead` (in which the model is better),
+        `is_best` (of all rivals the one that loses least; chosen on these data, which favours the rival).
+    """
+    cells = _Cells(frame, reference)
+    whole = cells.whole[cells.whole["own_gates"] & cells.whole["budget"].isna()]
+    whole = whole[whole["is_main"] if metrics is None else whole["metric"].isin(metrics)]
+    lines: list[dict[str, Any]] = []
+    for (variant, task, metric, _), rows in whole.groupby(["variant", "task", "metric", "task_key"], sort=False):
+        part = cells.seeds(rows)
+        if not part.samples or any(full is None or not full["samples"] for full in part.full):
+            continue
+        full = [each for each in part.full if each is not None]
+        sizes = [float(size) for size in part.rows["bytes_per_token"]]
+        curves = [cells.curves(each) for each in full]
+        found = []
+        for policy in dict.fromkeys(policy for each in curves for policy in each):
+            there = [at_bytes(each.get(policy, []), size) for each, size in zip(curves, sizes, strict=True)]
+            rival = [each.tolist() for each in there if each is not None]
+            if len(rival) == len(full):
+                sign = -1.0 if rows["higher_is_better"].iloc[0] else 1.0
+                gap = _signed(sign, rival, part.samples, part.contexts)
+                lost = _signed(sign, rival, [each["samples"] for each in full], part.contexts)
+                names = {"variant": variant, "task": task, "metric": metric, "rival": policy}
+                against = Estimate(-gap.value, gap.error, gap.degrees)
+                standing = against.standing(margin_of(metric, float(full[0]["value"])))
+                found.append(
+                    names
+                    | {"rival_lost": lost.value, "gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower}
+                    | {"gap_upper": gap.upper, "standing": standing, "seeds": len(rival)}
+                    | {"seeds_ahead": gap.num_seeds_above}
+                )
+        best = min((each["rival_lost"] for each in found), default=None)
+        lines += [each | {"is_best": each["rival_lost"] == best} for each in found]
+    return pandas.DataFrame(lines)
+
+
+def _signed(sign: float, own: Seeds, other: Seeds, contexts: Sequence[Hashable]) -> Estimate:
+    """Estimate how much worse `own` is: `sign` is -1 where higher is better."""
+    return difference(own, other, contexts) if sign > 0 else difference(other, own, contexts)
+
+
+def rank_at_bytes(frame: pandas.DataFrame, share: float, reference: str | None = None) -> pandas.DataFrame:
+    """Compare training-free methods on each task's main metric at one share of their model's full cache's bytes.
+
+    Returns:
+        Columns: `model`, `task`, `metric`, `policy`, `bytes_per_token`, `lost`, `lost_error`, `standing`, `tied` (with
+        the best: the samples do not show it worse), best first.
+    """
+    cells = _Cells(frame, reference)
+    lines: list[dict[str, Any]] = []
+    for _, full in (
+        cells.full[cells.full["is_main"]].drop_duplicates(["model", "task", "task_key"], keep="last").iterrows()
+    ):
+        size, sign = share * full["bytes_per_token"], -1.0 if full["higher_is_better"] else 1.0
+        there = {policy: at_bytes(curve, size) for policy, curve in cells.curves(full).items()}
+        known = {policy: [each.tolist()] for policy, each in there.items() if each is not None and len(each)}
+        lost = {policy: _signed(sign, own, [full["samples"]], full["contexts"]) for policy, own in known.items()}
+        for policy in sorted(lost, key=lambda each: lost[each].value):
+            best = min(lost, key=lambda each: lost[each].value)
+            behind = _signed(sign, known[policy], known[best], full["contexts"])
+            each = lost[policy]
+            lines.append(
+                {name: full[name] for name in ("model", "task", "metric")}
+                | {"policy": policy, "bytes_per_token": size, "lost": each.value, "lost_error": each.error}
+                | {"standing": each.standing(margin_of(full["metric"], full["value"]))}
+                | {"tied": behind.error is None or behind.lower <= 0}
+            )
+    return pandas.DataFrame(lines)
+
+
+def meets_target(row: Any) -> bool:
+    """Whether a line of a summary achieved the ratio that was asked for, or nearly so."""
+    return bool(max(row["achieved_ratio"], row["end_ratio"]) >= RATIO_TOLERANCE * row["requested_ratio"])
+
+
+def pareto_front(summary: pandas.DataFrame) -> list[int]:
+    """Return the labels of a task's lines than which no other is both cheaper and as good; the cheapest first."""
+    worse = summary["value"].where(~summary["higher_is_better"].astype(bool), -summary["value"])
+    front: list[Any] = []
+    for label in summary.assign(worse=worse).sort_values(["bytes_per_token", "worse"]).index:
+        if not front or worse[label] < worse[front[-1]]:
+            front.append(label)
+    return front

@@ -1,0 +1,205 @@
+"""The one store of results: a line of JSON for each cell, in a file to which several processes append.
+
+Cells are divided among the processes that share a folder by claims (`dmc.claims`): each is measured once, and none is
+lost with a process that is killed. `Store.frame` is what everything else reads: see `measurement.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pandas
+
+from dmc.claims import ClaimedError, claim
+from dmc.results.measurement import Row, measurements_of, to_frame
+from dmc.results.row_names import told_apart
+
+logger = logging.getLogger(__name__)
+
+DONE, FAILED, NOT_FINITE = "done", "failed", "not finite"
+"""How a cell ends: with figures, an error, or figures that are infinite or no numbers."""
+FINISHED = (DONE, NOT_FINITE)
+"""What is not run again."""
+CLAIMS = "claims"
+"""Folder beside the rows, with a file for each cell that is being run."""
+PAUSE = 1.0
+"""Seconds between two looks at cells that other processes run."""
+NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "task_key")
+"""Texts that every row has."""
+FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
+"""What a finished row has beside them."""
+
+
+class Keyed(Protocol):
+    """A cell, as much of it as the store must know."""
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that defines it."""
+
+
+HasKey = TypeVar("HasKey", bound=Keyed)
+
+
+class Store:
+    """Rows by key; of several with the same key the last one counts.
+
+    Args:
+        path: of the file; it need not exist yet, its folder is made.
+    Raises:
+        OSError: the folder is a file, or may not be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+        self.path = path
+        self._reported: set[int] = set()
+        self._told_earlier = False
+
+    def append(self, row: Row) -> None:
+        """Write a row so that it is there whole or not at all, also beside other processes' rows.
+
+        Raises:
+            OSError: it could not be written whole (the disk is full).
+        """
+        line = json.dumps(row).encode() + b"\n"
+        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            lock(handle)
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                line = b"\n" + line  # a line that a crash has torn must not swallow this one
+            if os.write(handle, line) != len(line):
+                raise OSError(errno.ENOSPC, "a row was cut short", str(self.path))
+            os.fsync(handle)
+        except OSError as error:
+            raise type(error)(error.errno, f"{error.strerror}, its cell runs again", str(self.path)) from error
+        finally:
+            os.close(handle)
+
+    def rows(self) -> list[Row]:
+        """Read all rows in the order in which they were written, each key once; damaged lines are told and left out."""
+        rows: dict[str, Row] = {}
+        content = self.path.read_bytes() if self.path.exists() else b""
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not is_row(row):
+                if number not in self._reported:
+                    logger.warning("%s, line %d is damaged: it is left out, its cell runs again", self.path, number)
+                self._reported.add(number)
+                continue
+            rows.pop(row["key"], None)
+            rows[row["key"]] = row
+        earlier = sum("policy_key" not in row for row in rows.values())
+        if earlier and not self._told_earlier:
+            logger.warning(
+                "%s: %d rows are of an earlier version: they are shown, but stand for no cell of this one",
+                self.path,
+                earlier,
+            )
+            self._told_earlier = True
+        return list(rows.values())
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the measurements of all finished cells, see `measurement.py`; names are told apart."""
+        return read_frame([self])
+
+    @property
+    def num_damaged(self) -> int:
+        """Lines that `rows` has left out so far."""
+        return len(self._reported)
+
+
+def read_frame(stores: Iterable[Store]) -> pandas.DataFrame:
+    """Return the measurements of several stores, see `Store.frame`; the column `folder` says where each lies.
+
+    Names are told apart over all of them.
+    """
+    rows = [row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()]
+    frames = [
+        to_frame(measurements_of(row)).assign(folder=row["folder"]) for row in told_apart(rows) if row["status"] == DONE
+    ]
+    return pandas.concat(frames, ignore_index=True) if frames else to_frame([]).assign(folder=None)
+
+
+def check_kind(rows: Iterable[Row], path: Path, benchmarks: bool) -> None:
+    """Raise a ValueError if rows are of evaluate.py where those of compare.py shall go on, or the other way round."""
+    if any(("benchmark" in row) != benchmarks for row in rows):
+        own, other = ("evaluate.py", "compare.py") if benchmarks else ("compare.py", "evaluate.py")
+        raise ValueError(
+            f"{path} holds rows of {other}, whose table {own} would replace: give another folder, output=DIR"
+        )
+
+
+def is_row(row: Any) -> bool:
+    """Whether a line of JSON is a row: it says what it measures, how that ended, and if well, the figures."""
+    if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
+        return False
+    named = all(name in row for name in ("budget", "own_gates"))
+    return named and (row["status"] not in FINISHED or all(name in row for name in FIGURES))
+
+
+def lock(handle: int) -> None:
+    """Keep other processes that append from writing, until the file is closed.
+
+    Of a disk that machines share, each of them knows the end of a file only so; one without locks is appended to as it
+    is.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.lockf(handle, fcntl.LOCK_EX)
+
+
+def divide(cells: Sequence[HasKey], store: Store) -> Generator[HasKey, None, None]:
+    """Give the cells that no other process runs, one by one; each is claimed until the next is asked for.
+
+    Cells that another process runs are passed over. At the end it is waited for: they are taken over if it dies, and
+    left alone when it writes their row, also that of a failure, which the next start tries again.
+
+    Args:
+        cells: those to run.
+        store: whose rows say what is finished; the claims lie beside it.
+    Raises:
+        OSError: a claim cannot be written.
+    """
+    if not cells:
+        return
+    folder = store.path.parent / CLAIMS
+    folder.mkdir(exist_ok=True)
+    before = {row["key"]: row for row in store.rows()}
+
+    def is_tried(cell: HasKey) -> bool:
+        row = next((row for row in store.rows() if row["key"] == cell.key), None)
+        return row is not None and (row["status"] in FINISHED or row != before.get(cell.key))
+
+    waiting, told = list(cells), False
+    while waiting:
+        held = []
+        for cell in waiting:
+            try:
+                with claim(folder / cell.key):
+                    if not is_tried(cell):
+                        yield cell
+            except ClaimedError as error:
+                held.append(cell)
+                last = error
+        if len(held) == len(waiting):
+            if not told:
+                logger.warning("waiting for cells that other processes run (%d): %s", len(held), last)
+            told = True
+            time.sleep(PAUSE)
+        waiting = held

@@ -1,0 +1,121 @@
+"""How well text is predicted behind a long context, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dmc.data import DocumentSource, build_packed, framing_of
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive
+from dmc.results.tasks.far_repeats import far_repeats
+from dmc.runtime import Engine
+from dmc.runtime.forced import of_given_tokens
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
+
+    With `repeat_ngram` there is also `far_repeat_loss`, that of the scored tokens which end an n-gram last seen
+    `repeat_distance` or more tokens before, see `far_repeats`; windows without such a token are passed over.
+
+    A row keeps the figures `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and
+    `cumulative_loss`, that of all scored tokens up to their end. With a context of one token this is the loss along a
+    whole text, as it is drawn for PG-19.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    source: DocumentSource
+    """Held-out text, such as `dmc.data.TextSource` or `dmc.data.StandardLibrarySource`."""
+    num_samples: int = 32
+    """Windows, spread evenly over the text; fewer if the text is short."""
+    context_tokens: int = 768
+    """What precedes the scored tokens, the tokens with which the tokenizer begins a text included."""
+    scored_tokens: int = 256
+    bucket_tokens: int = 64
+    """Neighbouring tokens whose loss is told together, by position."""
+    repeat_ngram: int | None = None
+    """Length of the n-grams; None: no `far_repeat_loss`."""
+    repeat_distance: int = 64
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+    main_metric = "loss"
+    higher_is_better = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_samples", "context_tokens", "scored_tokens", "bucket_tokens", "repeat_distance")
+        if self.repeat_ngram is not None:
+            check_positive(self, "repeat_ngram")
+
+    def identity(self) -> Any:
+        """See `Task.identity`."""
+        self.source.check()
+        return self.source.description()
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        if tokenizer is None:
+            raise ValueError("text_loss needs a tokenizer in the model's folder")
+        begin = list(framing_of(tokenizer).begin)
+        context = self.context_tokens - len(begin)
+        if context < 0:
+            raise ValueError(f"context_tokens={self.context_tokens}: a text begins with {len(begin)} special tokens")
+        windows: Any = build_packed(self.source, tokenizer, context + self.scored_tokens, self.cache_folder)
+        samples = []
+        for index in _spread(self.num_samples, len(windows)):
+            tokens = windows[index]["input_ids"].tolist()
+            start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
+            samples.append(Sample(begin + tokens[start:context], tokens[context:]))
+        if self.repeat_ngram is not None:
+            samples = [sample for sample in samples if self._far_repeats(sample)]
+            if not samples:
+                raise ValueError(
+                    f"no window repeats {self.repeat_ngram} tokens from {self.repeat_distance} tokens back"
+                )
+        return samples
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """See `Task.evaluate`."""
+        prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
+        results = []
+        for scoring, sample in zip(
+            engine.score_with_stats(prompts, continuations, of_given_tokens), samples, strict=True
+        ):
+            losses = -scoring.logprobs.double()
+            parts = self._by_position(losses, len(sample.prompt))
+            metrics = {"loss": float(losses.mean())}
+            if self.repeat_ngram is not None:
+                metrics["far_repeat_loss"] = float(losses[self._far_repeats(sample)].mean())
+            results.append(SampleResult(metrics, scoring.stats, parts))
+        return results
+
+    def _far_repeats(self, sample: Sample) -> list[int]:
+        """Return the places in the continuation of the tokens that repeat something far back."""
+        assert self.repeat_ngram is not None
+        found = far_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
+        return [position - len(sample.prompt) for position in found if position >= len(sample.prompt)]
+
+    def _by_position(self, losses: Tensor, first: int) -> list[Part]:
+        """Cut the losses of the tokens from position `first` on into buckets."""
+        parts = []
+        for begin in range(0, len(losses), self.bucket_tokens):
+            end = begin + self.bucket_tokens
+            figures = {"loss": float(losses[begin:end].mean()), "cumulative_loss": float(losses[:end].mean())}
+            parts.append(Part({"position": first + begin}, figures))
+        return parts
+
+
+def mean_loss(logprobs: Tensor, tokens: list[int]) -> float:
+    """Mean negative log-probability of `tokens` in nats; logprobs [len(tokens), vocab]."""
+    return -float(of_given_tokens(logprobs, logprobs.new_tensor(tokens).long()).double().mean())
+
+
+def _spread(count: int, length: int) -> list[int]:
+    """Pick up to `count` of `length` places, evenly from the first to the last."""
+    count = min(count, length)
+    return [round(place * (length - 1) / max(1, count - 1)) for place in range(count)]

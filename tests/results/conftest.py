@@ -1,0 +1,135 @@
+"""A tiny stock model, its compressed twin, and a text that they have a tokenizer for."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from report_rows import benchmark_rows, compare_grid, write_rows
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dmc import retrofit
+from dmc.compression import CompressionConfig
+from dmc.data import train_tokenizer
+from dmc.results.report import read_folders, write_page
+
+VOCAB_SIZE = 300
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where they lie."""
+
+    stock: Path
+    compressed: Path
+    text: Path
+
+
+def build_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.2,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("models")
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    text = root / "text.txt"
+    text.write_text(" ".join(random.Random(0).choices(words, k=2000)))
+    tokenizer = train_tokenizer([text.read_text()], VOCAB_SIZE, root / "tokenizer")
+    found = Folders(root / "stock", root / "compressed", text)
+    gates = CompressionConfig(decision_offset=0.0, target_ratio=2.0)
+    for folder, model in ((found.stock, build_model()), (found.compressed, retrofit(build_model(), gates))):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return found
+
+
+@pytest.fixture(scope="session")
+def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of the synthetic grid of 14 methods and of a benchmark."""
+    folder = tmp_path_factory.mktemp("grid")
+    cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
+    speeds = write_rows(benchmark_rows(), folder / "speeds" / "results.jsonl")
+    return write_page(read_folders([cells, speeds]), folder / "report")
+
+
+CHOICE_TASK = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl, train: {folder}/choice.jsonl}}}}
+test_split: test
+fewshot_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+GENERATION_TASK = """
+task: local_generation
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+generation_kwargs: {{until: ["gam", " delta"], max_gen_toks: 24, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+ROLLING_TASK = """
+task: local_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: prompt
+metric_list:
+  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+"""
+
+
+@pytest.fixture(scope="session")
+def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local tasks over local JSON; some texts are longer than the models' 512 positions, some end in spaces."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+
+    def text(length: int) -> str:
+        return " ".join(draw.choices(words, k=length))
+
+    lengths = [3, 40, 9, 700, 25, 14]
+    questions = [text(length) + draw.choice(["", " ", "  "]) for length in lengths]
+    choices = [[" alpha", " beta", "gamma delta " + text(index), "é"] for index in range(len(lengths))]
+    rows = [
+        {"question": question, "choices": each, "answer": draw.randrange(4)}
+        for question, each in zip(questions, choices, strict=True)
+    ]
+    (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"prompt": text(length), "answer": "beta"} for length in lengths]
+    (folder / "generation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, task in (("choice", CHOICE_TASK), ("generation", GENERATION_TASK), ("rolling", ROLLING_TASK)):
+        (folder / f"{name}.yaml").write_text(task.format(folder=folder))
+    return folder

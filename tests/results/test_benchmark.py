@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts_here import run_script
+
+from dmc import retrofit
+from dmc.compression import CompressionConfig
+from dmc.models.build import random_model, twin
+from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, format_table, run_benchmark
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_config(**changes: Any) -> BenchmarkConfig:
+    options = {"prompt_length": 256, "batch_sizes": [2], "new_tokens": 4, "rounds": 2, **changes}
+    return BenchmarkConfig(BenchmarkedModel(shape=SHAPE), **options)
+
+
+def test_contestants_are_measured_at_their_ratios() -> None:
+    config = make_config(ratios=[1.0, 4.0], delay=4, memory=2 * 4 * 256 * 2 * 16 * 4 * 3)
+    stock = random_model(SHAPE, torch.float32, "cpu")
+    models = {1.0: twin(stock), 4.0: retrofit(twin(stock), CompressionConfig(delay=4))}
+    stored: list[dict] = []
+    rows = run_benchmark(config, models, twin(stock), stored.append)
+    assert rows == stored
+    full, compressed, hugging_face = rows[:3]
+    assert [row["ratio"] for row in rows[:3]] == [1.0, 4.0, 1.0]
+    assert full["achieved_ratio"] == 1.0
+    assert compressed["achieved_ratio"] == pytest.approx(4.0, rel=0.15)
+    head = 2 * 16 * 4  # key and value of one entry
+    assert hugging_face["bytes_allocated"] == 2 * 2 * 2 * (256 + 4 + 2) * head
+    assert 2 * 2 * 2 * 256 * head <= full["bytes_allocated"] < 1.2 * hugging_face["bytes_allocated"]
+    assert compressed["bytes_allocated"] < 0.5 * full["bytes_allocated"]
+    assert all(row["token_seconds"] > 0 and row["tokens_per_second"] == 2 / row["token_seconds"] for row in rows[:3])
+    largest = {row["ratio"]: row["batch_size"] for row in rows[3:]}
+    assert largest[4.0] > 2 * largest[1.0]
+    assert len(format_table(rows).splitlines()) == 2 + len(rows)
+
+
+def test_a_twin_shares_weights_and_nothing_else() -> None:
+    stock = random_model({**SHAPE, "tie_word_embeddings": True}, torch.float32, "cpu")
+    other = twin(stock)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert other.model.layers[0].mlp.up_proj.weight.data_ptr() == stock.model.layers[0].mlp.up_proj.weight.data_ptr()
+    tokens = torch.arange(9)[None]
+    torch.testing.assert_close(other(tokens).logits, stock(tokens).logits, rtol=0, atol=0)
+    other.config.rms_norm_eps = 7.0
+    assert stock.config.rms_norm_eps != 7.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratios": [0.5]}, "expected compression ratios >= 1"),
+        ({"batch_sizes": []}, "expected whole numbers >= 1"),
+        ({"new_tokens": 1, "rounds": 2}, "cannot be divided among rounds=2"),
+        ({"prompt_length": 0}, "prompt_length=0: expected a whole number >= 1"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(**changes)
+
+
+def test_a_model_has_a_path_or_a_shape() -> None:
+    with pytest.raises(ValueError, match=r"give model=DIR .* or model.shape"):
+        BenchmarkedModel()
+    with pytest.raises(ValueError, match=r"model.dtype='float99': expected a torch dtype"):
+        BenchmarkedModel(path="somewhere", dtype="float99")
+
+
+def test_the_script_stores_rows_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ",".join(f"{key}:{value}" for key, value in SHAPE.items())
+    command = ["benchmark.py", "prompt_length=64", "batch_sizes=1,2", "ratios=1,2"]
+    command += ["new_tokens=2", "rounds=2", f"model.shape={{{shape}}}", f"output={tmp_path / 'out'}"]
+    assert run_script(*command) == ""
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    assert "scripts/benchmark.py" in rows[0]["command"]
+    assert (tmp_path / "out" / "table.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "out" / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert "expected compression ratios >= 1" in run_script(*command, "ratios=[0.5]")

@@ -1,0 +1,540 @@
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts_here import run_script
+from transformers import AutoTokenizer
+
+from dmc import Engine, load_model
+from dmc.config import build_config
+from dmc.results.compare import checked, describe, run_cells, unfinished
+from dmc.results.compare_report import over_full_cache, write_report
+from dmc.results.grid import CompareConfig, named_settings, plan_grid
+from dmc.results.report import read_folders, write_page
+from dmc.results.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+NEEDLE = {"name": "needle", "like": "needle", "num_samples": 3, "sequence_length": 40, "answer_length": 2}
+PROVENANCE = {"provenance": {"command": "compare.py", "git_commit": None, "versions": {}}}
+KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
+MODULE = """
+from dataclasses import dataclass
+from dmc.policies import LocalWindow
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(LocalWindow):
+    fails: bool = False
+
+    def __post_init__(self):
+        if self.budget.tokens == 1:
+            raise ValueError("Keep needs 2 entries")
+
+    def fitted(self, num_layers, block_size):
+        if self.budget.tokens == 3:
+            raise ValueError(f"Keep does not fit {num_layers} layers")
+        return self
+"""
+
+
+@pytest.fixture(autouse=True)
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "users_keep.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_keep", raising=False)
+    return tmp_path / "users_keep.py"
+
+
+@pytest.fixture
+def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
+    def build(**changes: Any) -> CompareConfig:
+        values = {
+            "models": {"base": str(folders.stock)},
+            "policies": ["full", KEEP],
+            "budgets": [2, "tokens:8"],
+            "tasks": [NEEDLE],
+            "speed_tokens": 0,
+            "output": str(tmp_path / "out"),
+        }
+        return build_config(CompareConfig, {**values, **changes})
+
+    return build
+
+
+class Workshop:
+    """Loads models and makes engines that leave policies aside, and counts both."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.loaded: list[str] = []
+        self.num_engines, self.stop_at = 0, stop_at
+        self.error: Exception = NotImplementedError("Keep does not serve this model")
+
+    def load(self, model: Any) -> tuple[Any, Any]:
+        self.loaded.append(model.path)
+        return load_model(model.path), None
+
+    def make_engine(self, model: Any, tokenizer: Any, policy: Any = None, **options: Any) -> Engine:
+        if self.num_engines == self.stop_at:
+            raise KeyboardInterrupt
+        self.num_engines += 1
+        if policy is not None and policy.fails:
+            raise self.error
+        return Engine(model, tokenizer, **options)
+
+
+def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
+    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
+    run_cells(unfinished(grid.cells, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
+    return store.rows()
+
+
+def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config: Any, folders: Any) -> None:
+    models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
+    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
+    assert [cell.title for cell in cells] == [
+        "base keep 2 needle",
+        "base keep tokens:8 needle",
+        "base full needle",
+        "small full needle",
+    ]
+    assert [cell.own_gates for cell in cells] == [False, False, False, True]
+    assert [cell.method.requested_ratio for cell in cells] == [2.0, None, 1.0, 2.0]
+    assert len({cell.key for cell in cells}) == 4
+
+
+def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) -> None:
+    models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    rows = run(make_config(models=models, speed_tokens=2, budgets=["tokens:8"]), Workshop())
+    full, keep, small = rows
+    assert [row["status"] for row in rows] == ["done"] * 3
+    assert [(row["budget"], row["requested_ratio"]) for row in rows] == [
+        (None, 1.0),
+        ("tokens:8", 38.5 / 8),
+        (None, 2.0),
+    ]
+    assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
+    entries = 39 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
+    assert entries <= full["bytes_used"] <= full["bytes_allocated"]
+    assert full["bytes_allocated_per_token"] == full["bytes_allocated"] / 39
+    assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (38.5, 1.0)  # two tokens behind a prompt of 38
+    assert 0 < keep["mean_bytes_used_per_token"] <= keep["mean_bytes_allocated_per_token"]
+    assert small["achieved_ratio"] > 1.2
+    assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
+    assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
+    assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
+    assert keep["settings"]["policy"].items() >= {"_target_": "users_keep.Keep", "fails": False}.items()
+    assert keep["settings"]["task"]["sequence_length"] == 40
+    assert "versions" in full["provenance"]
+
+
+def test_every_task_that_is_shipped_can_be_planned(make_config: Any) -> None:
+    names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
+    grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
+    assert sorted(grid.tasks) == names and len(names) > 9
+
+
+def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path: Path) -> None:
+    task = {"name": "passkey", "like": "passkey", "lengths": [130, 180], "depths": [0, 1], "samples_per_place": 2}
+    workshop = Workshop()
+    workshop.load = lambda model: (load_model(model.path), AutoTokenizer.from_pretrained(model.path))  # type: ignore
+    (row,) = run(make_config(tasks=[task], policies=["full"]), workshop)
+    table = row["by_length_and_depth"]
+    assert (table["length"], table["depth"], table["samples"]) == ([130, 180], [0, 1], [[2, 2], [2, 2]])
+    for metric in ("exact_match", "loss"):
+        assert sum(map(sum, table[metric])) / 4 == pytest.approx(row["metrics"][metric])
+    write_report([row], tmp_path)
+    with (tmp_path / "results_by_place.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["place"], float(line["value"])) for line in lines if line["metric"] == "loss"] == [
+        (f"length={length} depth={depth}", table["loss"][i][j])
+        for i, length in enumerate([130, 180])
+        for j, depth in enumerate([0, 1])
+    ]
+
+
+def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config: Any, folders: Any) -> None:
+    config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)})
+    first = Workshop(stop_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, first)
+    before = Store(Path(config.output) / "cells.jsonl").rows()
+    assert len(before) == 2
+    second = Workshop()
+    rows = run(config, second)
+    assert second.num_engines == 2
+    assert rows[:2] == before
+    assert [row["model"] for row in rows] == ["base", "base", "base", "small"]
+    third = Workshop()
+    assert run(config, third) == rows
+    assert third.loaded == []
+
+
+def test_a_damaged_line_is_told_and_its_cell_runs_again(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(budgets=[2])
+    rows = run(config, Workshop())
+    path = Path(config.output) / "cells.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    workshop = Workshop()
+    again = run(config, workshop)
+    assert workshop.num_engines == 1
+    assert [row["key"] for row in again] == [row["key"] for row in rows]
+    assert "line 2 is damaged" in caplog.text
+
+
+def test_a_cell_that_fails_is_recorded_and_tried_again(make_config: Any) -> None:
+    config = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2])
+    failed, full = run(config, Workshop())
+    assert (failed["status"], failed["error"]) == ("failed", "NotImplementedError: Keep does not serve this model")
+    assert full["status"] == "done"
+    workshop = Workshop()
+    run(config, workshop)
+    assert workshop.num_engines == 1
+    table = write_report([full, failed], Path(config.output))
+    assert table.endswith("failed: base, keep, CR 2, needle: NotImplementedError: Keep does not serve this model")
+
+
+ERRORS = [
+    RuntimeError("CUDA error:\n  an illegal address"),
+    KeyError("eos"),
+    MemoryError(),
+    torch.OutOfMemoryError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_a_cell_fails_with_the_grid_goes_on(error: Exception, make_config: Any, tmp_path: Path) -> None:
+    workshop = Workshop()
+    workshop.error = error
+    failed, full = run(make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), workshop)
+    assert (failed["status"], failed["error_type"], full["status"]) == ("failed", type(error).__name__, "done")
+    assert "\n" not in failed["error"] and failed["error"].startswith(type(error).__name__)
+    assert "in make_engine" in failed["traceback"]
+
+
+def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
+    make_config: Any, folders: Any, tmp_path: Path
+) -> None:
+    config = make_config(
+        models={"bad": str(folders.compressed), "good": str(folders.stock)},
+        budgets=[2],
+        tasks=[NEEDLE, {**NEEDLE, "name": "n"}],
+    )
+    workshop, loaded = Workshop(), []
+
+    def load(model: Any) -> Any:
+        loaded.append(model.path)
+        if model.path == str(folders.compressed):
+            raise OSError("no file named model.safetensors")
+        return load_model(model.path), None
+
+    workshop.load = load  # type: ignore[method-assign]
+    rows = run(config, workshop)
+    assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 4
+    assert {row["error"] for row in rows[:2]} == {"OSError: no file named model.safetensors"}
+    assert loaded == [str(folders.compressed), str(folders.stock)]
+
+
+@pytest.fixture(scope="module")
+def broken(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are no numbers."""
+    folder = tmp_path_factory.mktemp("broken")
+    model, tokenizer = load_model(str(folders.stock)), AutoTokenizer.from_pretrained(folders.stock)
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_nans_leaves_the_others_their_table(make_config: Any, folders: Any, broken: Path) -> None:
+    config = make_config(models={"bad": str(broken), "base": str(folders.stock)}, policies=["full"])
+    bad, good = run(config, Workshop())
+    assert (bad["status"] in ("not finite", "failed"), good["status"]) == (True, "done")
+    table = write_report([bad, good], Path(config.output))
+    assert "| base, full |" in table and "| bad, full |" not in table and "bad, full, needle: " in table
+    with (Path(config.output) / "results.csv").open() as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["base"]
+
+
+@pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
+def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
+    models: list[str], folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders.stock, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+    paths = {"broken": tmp_path / "broken", "stock": folders.stock}
+    needle = json.dumps(NEEDLE).replace('"', "")
+    command = ["compare.py", "policies=full", f"tasks=[{needle}]", "speed_tokens=0", f"output={tmp_path / 'out'}"]
+    command.append(f"models={{{', '.join(f'{name}: {paths[name]}' for name in models)}}}")
+    assert run_script(*command)
+    told = capsys.readouterr()
+    assert "failed: broken, full, needle: " in told.out
+    assert ("| stock, full |" in told.out) == ("stock" in models)
+    statuses = [row["status"] for row in Store(tmp_path / "out" / "cells.jsonl").rows()]
+    assert statuses == ["failed", "done"][: len(models)]
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("place", "name"), [("os.write", "cells.jsonl"), ("pathlib.Path.write_bytes", "table.md")])
+def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(
+    place: str, name: str, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["compare.py", "policies=full", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "speed_tokens=0"]
+    command += [f"models={{base: {folders.stock}}}", f"output={tmp_path / 'out'}"]
+    with monkeypatch.context() as context:
+        context.setattr(place, full_disk)
+        told = run_script(*command)
+    assert told.startswith("error: [Errno 28] No space left on device") and told.endswith(f"'{tmp_path}/out/{name}'")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"cells.jsonl", "claims"}
+    assert run_script(*command) == ""
+    assert (tmp_path / "out" / "table.md").is_file()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, tmp_path: Path) -> None:
+    rows = [checked(make_row(name, "4", [1.0, 2.0])) for name in ("h2o", "tova")]
+    rows.insert(1, checked(make_row("bad", "4", [1.0, value])))
+    assert [row["status"] for row in rows] == ["done", "not finite", "done"]
+    table = write_report(rows, tmp_path)
+    assert table.endswith(f"not finite, left out of the figures: base, bad, CR 4, text: loss is {value}")
+    assert "| base, bad |" not in table
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row | PROVENANCE) + "\n" for row in rows))
+    findings = read_folders([tmp_path])
+    assert [result.name for result in findings.results] == ["h2o", "tova"]
+    assert [each.error for each in findings.failures] == [f"not finite: loss is {value}"]
+    write_page(findings, tmp_path / "page")
+
+
+def test_figures_that_cannot_be_written_fail_their_cell_only() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checked(make_row("h2o", "4", [1.0]) | {"sample_values": [torch.ones(1)]})
+
+
+def test_a_row_that_is_not_finite_is_not_measured_again(make_config: Any) -> None:
+    config = make_config(policies=["full"])
+    (row,) = run(config, Workshop())
+    store = Store(Path(config.output) / "cells.jsonl")
+    store.append(row | {"status": "not finite", "not_finite": ["loss"]})
+    workshop = Workshop()
+    run(config, workshop)
+    assert workshop.num_engines == 0
+
+
+def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any) -> None:
+    tasks = ["text_loss", {**NEEDLE, "vocab_size": 500}, {**NEEDLE, "name": "n"}]
+    rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
+    assert [row["status"] for row in rows] == ["failed", "failed", "done"]
+    assert rows[0]["error"] == "ValueError: text_loss needs a tokenizer in the model's folder"
+    assert "the model knows 300 tokens" in rows[1]["error"]
+
+
+def keys(config: CompareConfig) -> list[str]:
+    return [cell.key for cell in plan_grid(config, CONFIGS).cells]
+
+
+def test_whatever_defines_a_cell_is_in_its_key(
+    make_config: Any, folders: Any, tmp_path: Path, users_module: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folders.stock, copy)
+    models = {"base": str(copy)}
+    keep = {"policies": [KEEP], "budgets": [2], "models": models}
+    (key,) = keys(make_config(**keep))
+    assert keys(make_config(**{**keep, "budgets": ["2.0"]})) == [key]
+    assert keys(make_config(**keep, output="elsewhere")) == [key]
+    changes: list[dict[str, Any]] = [
+        {"budgets": [4]},
+        {"policies": [{**KEEP, "fails": True}]},
+        {"tasks": [{**NEEDLE, "seed": 1}]},
+        {"engine": {"block_size": 32}},
+        {"seed": 1},
+        {"speed_tokens": 4},
+        {"models": {"base": {"path": str(copy), "dtype": "bfloat16"}}},
+    ]
+    found = {key, *(keys(make_config(**{**keep, **change}))[0] for change in changes)}
+    assert len(found) == 1 + len(changes)
+    (copy / "README.md").write_text("no part of the model")
+    assert keys(make_config(**keep)) == [key]
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    (newer,) = keys(make_config(**keep))
+    users_module.write_text(MODULE + "# another version\n")
+    (newest,) = keys(make_config(**keep))
+    assert len({key, newer, newest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {}}, r"models is empty"),
+        ({"models": {"base": "STOCKK"}}, r"models.base: there is no folder .*stockk; did you mean .*stock\?"),
+        ({"models": {"base": "EMPTY"}}, r"models.base: .* has no config.json with a model_type"),
+        ({"models": {"base": {"pth": "x"}}}, r"unknown setting models.base.pth: did you mean 'path'\?"),
+        ({"policies": ["full", "h20"]}, r"policies\[1\]='h20' is not in configs/policy; did you mean 'h2o'\?"),
+        ({"policies": [{"name": "mine"}]}, r"expected a name, or a mapping with name and either _target_ or like"),
+        ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
+        ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
+        ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
+        ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),
+        ({"budgets": [0.5]}, r"budget=0.5"),
+        ({"budgets": []}, r"budgets is empty"),
+        ({"tasks": ["needel"]}, r"tasks\[0\]='needel' is not in configs/task; did you mean 'needle'\?"),
+        ({"tasks": [{**NEEDLE, "sequence_length": 3}]}, r"sequence_length=3 has no room"),
+        ({"tasks": []}, r"tasks is empty"),
+        ({"reference": "bas"}, r"reference='bas' is no model; did you mean 'base'\?"),
+        ({"engine": {"max_batch_size": 0}}, r"max_batch_size=0: expected a whole number >= 1"),
+        ({"speed_tokens": -1}, r"speed_tokens=-1: expected a whole number >= 0"),
+    ],
+)
+def test_wrong_settings_end_it_before_any_work(
+    changes: dict[str, Any], message: str, make_config: Any, folders: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    paths = {"STOCKK": f"{folders.stock}k", "EMPTY": str(tmp_path / "empty")}
+    if "models" in changes:
+        models = {name: path if isinstance(path, dict) else paths[path] for name, path in changes["models"].items()}
+        changes = {"models": models}
+    with pytest.raises(ValueError, match=message):
+        plan_grid(make_config(**changes), CONFIGS)
+
+
+def test_a_file_can_be_taken_with_other_options() -> None:
+    (found,) = named_settings(
+        [{"name": "long", "like": "text_loss", "context_tokens": 9}], CONFIGS / "task", "t"
+    ).items()
+    assert found[0] == "long"
+    assert (found[1]["context_tokens"], found[1]["scored_tokens"]) == (9, 256)
+    assert found[1]["source"]["_target_"] == "dmc.data.StandardLibrarySource"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "task").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_task_can_be_built(path: Path, make_config: Any) -> None:
+    grid = plan_grid(make_config(tasks=[path.stem], policies=["full"]), CONFIGS)
+    assert grid.tasks[path.stem].main_metric in ("loss", "exact_match")
+
+
+def make_row(policy: str, budget: str | None, values: list[float], **changes: Any) -> dict[str, Any]:
+    row = {
+        "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
+        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
+        "samples_key": "s",
+        "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
+        "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
+        "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
+        "requested_ratio": float(budget) if budget and budget.isdigit() else 1.0, "device": "cpu",
+        "decode_tokens_per_second": 1234.5, "mean_achieved_ratio": 3.9, "mean_bytes_allocated_per_token": 110.0,
+        "mean_bytes_used_per_token": 99.0, "mean_tokens": 8.0, "peak_bytes_allocated": 1000,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
+    gates = {"key": "gates", "model": "small", "method": "small, own gates", "own_gates": True, "requested_ratio": 4.0}
+    rows = [
+        make_row("tova", "4", [2.0, 2.5]),
+        make_row("h2o", "4", [1.5, 2.5]),
+        make_row("h2o", "tokens:128", [3.0, 3.0]),
+        make_row("h2o", "tokens:256", [2.5, 2.5]),
+        make_row("h2o", "2", [1.0, 2.1]),
+        make_row("full", None, [1.0, 2.0]),
+        make_row("full", None, [1.0, 2.2], **gates),
+    ]
+    table = write_report(rows, tmp_path)
+    assert (tmp_path / "table.md").read_text() == table + "\n"
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
+    assert [line[:2] for line in lines] == [
+        ["base, full", "CR 1"],
+        ["base, h2o", "CR 2"],
+        ["small, own gates", "CR 4"],
+        ["base, h2o", "CR 4"],
+        ["base, tova", "CR 4"],
+        ["base, h2o", "256 tokens"],
+        ["base, h2o", "128 tokens"],
+    ]
+    # differences to (1, 2): h2o at CR 4 has (0.5, 0.5), tova (1, 0.5)
+    assert lines[3] == ["base, h2o", "CR 4", "3.90", "2.0000", "+0.5000 ± 0.0000", "110", "1,000", "-", "1,234"]
+    differences = ["-", "+0.0500 ± 0.0500", "+0.1000 ± 0.1000", lines[3][4], "+0.7500 ± 0.2500"]
+    assert [line[4] for line in lines[:5]] == differences
+    with (tmp_path / "results.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [row["policy"] for row in written] == ["full", "h2o", "full", "h2o", "tova", "h2o", "h2o"]
+    assert (written[4]["quality"], written[4]["loss"], written[4]["over_full_cache"]) == ("2.25", "2.25", "0.75")
+    assert (tmp_path / "quality_over_bytes.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.glob("*[!y]")) == [
+        "quality_over_bytes.png",
+        "results.csv",
+        "results_by_place.csv",
+        "table.md",
+    ]
+
+
+def test_speeds_of_several_devices_are_told(tmp_path: Path) -> None:
+    rows = [make_row("h2o", "4", [1.0, 2.0]), make_row("tova", "4", [1.0, 2.0], device="NVIDIA H100")]
+    assert write_report(rows, tmp_path).endswith("several devices, which do not compare: NVIDIA H100, cpu")
+    assert "devices" not in write_report(rows[:1], tmp_path)
+
+
+def test_nothing_is_compared_across_settings_samples_or_models() -> None:
+    new = make_row("h2o", "4", [2.0], key="2")
+    full = make_row("full", None, [1.0], key="4")
+    assert over_full_cache(new, [full])["over_full_cache"] == 1.0
+    assert over_full_cache(new, [{**full, "model": "another"}])["over_full_cache"] is None
+    assert over_full_cache(new, [{**full, "task_key": "old"}])["over_full_cache"] is None
+    assert over_full_cache(new, [{**full, "samples_key": "others"}])["over_full_cache"] is None
+    gates = make_row("full", None, [3.0], own_gates=True, model="small", key="5")
+    control = {**full, "model": "control", "sample_values": [1.5]}
+    assert over_full_cache(gates, [gates, full])["over_full_cache"] == 2.0
+    assert over_full_cache(gates, [gates, full, control])["over_full_cache"] is None  # which of them, nothing says
+    assert over_full_cache({**gates, "reference": "base"}, [gates, full, control])["over_full_cache"] == 2.0
+    assert over_full_cache(gates, [gates, full, control], reference="control")["over_full_cache"] == 1.5
+
+
+def test_jobs_of_a_sweep_share_a_folder(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    needle = json.dumps(NEEDLE).replace('"', "")
+    command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{needle}]"]
+    command += [f"models={{base: {folders.stock}, small: {folders.compressed}}}", f"output={tmp_path / 'out'}"]
+    assert run_script(*command) == ""
+    said = capsys.readouterr()
+    rows = Store(tmp_path / "out" / "cells.jsonl").rows()
+    assert [(row["model"], row["status"]) for row in rows] == [("small", "done"), ("base", "done")]
+    assert "2 cells, 1 finished before" in said.err
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.strip() in said.out
+    assert "| small, own gates | CR 2 |" in table
+
+
+def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:
+    names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle", "passkey"]
+    own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
+    held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
+    tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
+    tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
+    config = make_config(tasks=tasks, policies=["full"])
+    grid = plan_grid(config, CONFIGS)
+    rows = {cell.task: describe(cell, grid, config) for cell in grid.cells}
+    splits = {name: row["split"] for name, row in rows.items()}
+    none = dict.fromkeys(["needle", "passkey", "own"])
+    assert splits == dict.fromkeys(names[:-2], "test") | none | {"chosen": "validation"}
+    table = write_report([make_row("full", None, [1.0, 2.0], split="validation")], tmp_path)
+    assert table.startswith("### text: loss of 2 samples of the validation split (lower is better)")
+    asked = {name: row["question"] for name, row in rows.items()}
+    assert (asked["passkey"], asked["multi_turn"], asked["text_loss"]) == ("known", "hidden", None)
+    table = write_report([make_row("full", None, [1.0, 2.0], question="hidden")], tmp_path)
+    assert table.startswith("### text: loss of 2 samples (lower is better), question hidden")

@@ -1,0 +1,387 @@
+"""Evaluations that go on where they stopped, their tables, and what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+import lm_eval.tasks
+from lm_eval.tasks import TaskManager
+from scripts_here import run_script
+
+from dmc import Engine, load_model
+from dmc.config import build_config
+from dmc.results.benchmarks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
+from dmc.results.compare import unfinished
+from dmc.results.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
+from dmc.results.evaluate_report import write_evaluation_report
+from dmc.results.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv(CODE_CONSENT, raising=False)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+
+
+@pytest.fixture
+def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..., EvaluateConfig]:
+    def build(**changes: Any) -> EvaluateConfig:
+        values = {"model": str(folders.stock), "tasks": [BOTH], "tasks_folder": str(tasks_folder), "limit": 3}
+        return build_config(EvaluateConfig, {**values, "output": str(tmp_path / "out"), **changes})
+
+    return build
+
+
+class Workshop:
+    """Loads models and makes engines, and counts both."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.num_loads = self.num_engines = 0
+        self.stop_at = stop_at
+
+    def load(self, model: Any) -> tuple[Any, Any]:
+        self.num_loads += 1
+        return load_model(model.path), AutoTokenizer.from_pretrained(model.path)
+
+    def make_engine(self, *arguments: Any, **options: Any) -> Engine:
+        if self.num_engines == self.stop_at:
+            raise KeyboardInterrupt
+        self.num_engines += 1
+        return Engine(*arguments, **options)
+
+
+def run(config: EvaluateConfig, workshop: Workshop) -> list[dict[str, Any]]:
+    evaluation, store = plan_evaluation(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
+    cells = unfinished(evaluation.cells, store.rows())
+    run_evaluation(evaluation, cells, config, store, workshop.load, workshop.make_engine)
+    return store.rows()
+
+
+def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> None:
+    choice, generation = run(make_config(policy="h2o", budget={"ratio": 2.0}, save_samples=True), Workshop())
+    assert [row["status"] for row in (choice, generation)] == ["done"] * 2
+    assert (choice["main_metric"], generation["main_metric"]) == ("acc", "exact_match")
+    assert set(choice["metrics"]) == {"acc", "acc_norm"}
+    assert (choice["samples"], choice["requested_ratio"], choice["budget"]) == (3, 2.0, "2")
+    assert choice["achieved_ratio"] == pytest.approx(2, rel=0.1)
+    for row in (choice, generation):  # question by question, so that methods can be paired
+        assert len(row["sample_values"]) == row["samples"] and row["samples_key"]
+        assert statistics.fmean(row["sample_values"]) == pytest.approx(row["metrics"][row["main_metric"]])
+    assert choice["settings"]["policy"]["_target_"] == "dmc.policies.H2O"
+    assert {"lm-eval", "torch"} <= set(choice["provenance"]["versions"])
+
+
+def test_samples_are_written_on_request(make_config: Any) -> None:
+    config = make_config(save_samples=True)
+    row = run(config, Workshop())[0]
+    lines = (Path(config.output) / "samples" / row["key"] / "local_choice.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert statistics.fmean(sample["acc"] for sample in samples) == row["metrics"]["acc"]
+    assert all(len(sample["resps"]) == 4 for sample in samples)
+
+
+MADE_TASK = """
+task: made
+custom_dataset: !function make.documents
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+generation_kwargs: {until: [], max_gen_toks: 4}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+MADE_DOCUMENTS = """
+import datasets
+
+def documents(max_seq_lengths, pretrained, **settings):
+    rows = [{"prompt": "alpha " * length, "answer": pretrained} for length in max_seq_lengths]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "make.py").write_text(MADE_DOCUMENTS)
+    settings = {"max_seq_lengths": [3, 5]}
+    config = make_config(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
+    (row,) = run(config, Workshop())
+    assert row["status"] == "done", row
+    samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
+    assert [json.loads(line)["doc"] for line in samples] == [
+        {"prompt": "alpha " * length, "answer": config.model} for length in (3, 5)
+    ]
+
+
+def test_a_task_whose_package_is_missing_fails_alone(make_config: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "make.py").write_text("import a_package_that_is_not_there")
+    (row,) = run(make_config(tasks=["made"], tasks_folder=str(folder)), Workshop())
+    assert row["status"] == "failed"
+    assert "a_package_that_is_not_there" in row["error"]
+
+
+def test_an_interrupted_evaluation_goes_on_with_the_next_task(make_config: Any) -> None:
+    config, first = make_config(), Workshop(stop_at=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, first)
+    before = Store(Path(config.output) / "cells.jsonl").rows()
+    assert [row["task"] for row in before] == ["local_choice"]
+    second = Workshop()
+    rows = run(config, second)
+    assert second.num_engines == 1
+    assert rows[:1] == before
+    third = Workshop()
+    assert run(config, third) == rows
+    assert third.num_loads == 0
+
+
+def test_a_damaged_line_is_told_and_its_task_runs_again(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config()
+    rows = run(config, Workshop())
+    path = Path(config.output) / "cells.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    workshop = Workshop()
+    again = run(config, workshop)
+    assert workshop.num_engines == 1
+    assert [(row["key"], row["metrics"]) for row in again] == [(row["key"], row["metrics"]) for row in rows]
+    assert "line 2 is damaged" in caplog.text
+
+
+def test_a_task_whose_data_is_missing_fails_alone(make_config: Any, tasks_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    shutil.copytree(tasks_folder, folder)
+    file = folder / "choice.yaml"
+    file.write_text(file.read_text().replace("choice.jsonl", "nothing.jsonl"))
+    config = make_config(tasks_folder=str(folder))
+    failed, done = run(config, Workshop())
+    assert (failed["status"], done["status"]) == ("failed", "done")
+    assert "nothing.jsonl" in failed["error"]
+    assert "failed: " in write_evaluation_report([failed, done], Path(config.output))
+
+
+def test_a_model_that_does_not_load_fails_its_tasks(make_config: Any) -> None:
+    workshop = Workshop()
+    workshop.load = lambda model: {}["weights"]  # type: ignore[method-assign]
+    rows = run(make_config(), workshop)
+    assert [(row["status"], row["error"]) for row in rows] == [("failed", "KeyError: 'weights'")] * 2
+    assert "failed: " in write_evaluation_report(rows, Path(make_config().output))
+
+
+def test_a_task_that_another_process_has_finished_meanwhile_is_left_alone(make_config: Any) -> None:
+    config, workshop, load = make_config(), Workshop(), Workshop().load
+    first = plan_evaluation(config, CONFIGS).cells[0]
+    row = first.identity() | {"status": "not finite", "metrics": {}, "main_metric": "acc", "achieved_ratio": 1.0}
+    row["bytes_allocated_per_token"] = 1.0
+
+    def load_slowly(model: Any) -> Any:
+        Store(Path(config.output) / "cells.jsonl").append(row)
+        return load(model)
+
+    workshop.load = load_slowly  # type: ignore[method-assign]
+    assert [each["status"] for each in run(config, workshop)] == ["not finite", "done"]
+    assert workshop.num_engines == 1
+
+
+def keys(config: EvaluateConfig) -> list[str]:
+    return [cell.key for cell in plan_evaluation(config, CONFIGS).cells]
+
+
+def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, tasks_folder: Path) -> None:
+    task = {"name": "local_choice"}
+    base = {"tasks": [task], "policy": "h2o", "budget": {"ratio": 2.0}}
+    (key,) = keys(make_config(**base))
+    assert keys(make_config(**base, output="elsewhere", save_samples=True)) == [key]
+    changes: list[dict[str, Any]] = [
+        {"budget": {"tokens": 8}},
+        {"policy": "tova"},
+        {"policy": {"name": "h2o", "like": "h2o", "recent": 4}},
+        {"policy": "full", "budget": {}},
+        {"tasks": [{**task, "num_fewshot": 2}]},
+        {"tasks": [{**task, "metric": "acc_norm"}]},
+        {"limit": None},
+        {"seed": 1},
+        {"chat_template": True},
+        {"engine": {"block_size": 32}},
+        {"model": {"path": str(folders.stock), "dtype": "bfloat16"}},
+        {"model": str(folders.compressed), "policy": "full", "budget": {}},
+    ]
+    found = {key, *(keys(make_config(**{**base, **change}))[0] for change in changes)}
+    assert len(found) == 1 + len(changes)
+    file = tasks_folder / "choice.jsonl"
+    os.utime(file, ns=(1, 1))
+    assert keys(make_config(**base)) != [key]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": [{"name": "a", "member": []}]}, "did you mean 'members'"),
+        ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
+        ({"tasks": []}, "tasks is empty"),
+        ({"limit": 0}, "limit=0: expected a whole number >= 1"),
+        ({"policy": "h2p", "budget": {"ratio": 2.0}}, "did you mean 'h2o'"),
+        ({"policy": "h2o"}, "H2O needs a budget"),
+        ({"policy": {"name": "full", "_target_": "dmc.policies.H2O"}, "budget": {"ratio": 4.0}}, r"\+policy.name=mine"),
+        ({"budget": {"ratio": 4.0}}, "the full cache has no budget"),
+        ({"policy": "h2o", "budget": {"ratio": 0.5}}, "ratio=0.5 is not a compression ratio"),
+        ({"model": "/nowhere"}, "there is no folder /nowhere"),
+        ({"tasks_folder": "/nowhere"}, "tasks_folder=/nowhere: there is no such folder"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(
+    changes: dict, message: str, make_config: Any, tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        plan_evaluation(make_config(**changes), CONFIGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_metric_that_is_shown_must_be_there() -> None:
+    assert Benchmark("a", metric=["acc_norm", "acc"]).choose(["acc", "f1"]) == "acc"
+    assert Benchmark("a", metric="exact_match").choose(["exact_match,strict", "exact_match,loose"]).endswith("strict")
+    assert (
+        Benchmark("a", metric="exact_match,loose").choose(["exact_match,strict", "exact_match,loose"]).endswith("loose")
+    )
+    with pytest.raises(ValueError, match="metric='f2' is none of acc, f1"):
+        Benchmark("a", metric="f2").choose(["acc", "f1"])
+
+
+SELECTIONS = sorted(path.stem for path in (CONFIGS / "evaluation").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def everything(tasks_folder: Path) -> TaskManager:
+    """The tasks that papers name: listing all that lm-eval has takes ten seconds."""
+    names = ["arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
+    names += ["mmlu/default", "openbookqa", "piqa", "super_glue", "truthfulqa", "winogrande"]
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in names]
+    return TaskManager(include_path=[*folders, tasks_folder], include_defaults=False)
+
+
+def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CODE_CONSENT, "1")
+    names = {
+        task for name in SELECTIONS for each in read_benchmarks([name], CONFIGS / "evaluation") for task in each.tasks
+    }
+    assert len(names) > 40
+    check_tasks(sorted(names), everything)
+    assert everything.task_index["humaneval"].cfg["num_fewshot"] == 0
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everything: Any) -> None:
+    for benchmark in read_benchmarks([selection], CONFIGS / "evaluation"):
+        for name in benchmark.tasks:
+            config = everything.task_index[name].cfg
+            metrics = [each["metric"] for each in config.get("metric_list", config.get("aggregate_metric_list"))]
+            filters = [each["name"] for each in config.get("filter_list", [])]
+            if name == "humaneval":  # a function of the task's, which answers with this name
+                metrics = ["pass@1"]
+            assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
+
+
+def test_the_dmc_papers_benchmarks_are_table_1() -> None:
+    mmlu, cs_qa, humaneval = read_benchmarks(["dmc_paper"], CONFIGS / "evaluation")
+    assert (mmlu.tasks, mmlu.num_fewshot) == (["mmlu"], 5)
+    assert (len(cs_qa.tasks), cs_qa.num_fewshot) == (6, 0)
+    assert humaneval.generation == {"do_sample": True, "temperature": 0.1, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("local_choise", "'local_choise' is unknown; did you mean 'local_choice'"),
+        ("dmc_papr", "did you mean 'dmc_paper'"),
+        ("xyzxyzxyz", "`lm-eval ls tasks` lists what there is"),
+        ("humaneval", f"runs code that the model writes: set {CODE_CONSENT}=1"),
+        ("ai2_arc", r"'ai2_arc' has no score of its own.*members: \[arc_challenge, arc_easy\]"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_refused(name: str, message: str, everything: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_tasks([name], everything, SELECTIONS)
+
+
+def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: Any, folders: Any) -> None:
+    config = make_config()
+    run(config, Workshop())
+    run(make_config(policy="h2o", budget={"tokens": 8}), Workshop())
+    rows = run(make_config(model=str(folders.compressed), name="small"), Workshop())
+    folder = Path(config.output)
+    table = write_evaluation_report(rows, folder)
+    assert table == (folder / "table.md").read_text().strip()
+    lines = table.splitlines()
+    assert "both (mean)" in lines[0]
+    assert [line.split("|")[2].strip() for line in lines[2:5]] == ["CR 1", "8 tokens", "CR 2"]
+    assert ["own gates" in line for line in lines[2:5]] == [False, False, True]
+    assert lines[4].startswith("| small, own gates |")
+    figures = json.loads((folder / "results.json").read_text())
+    values = [row["metrics"][row["main_metric"]] for row in rows[:2]]
+    assert figures[0]["value"] == pytest.approx(statistics.fmean(values))
+    assert figures[0]["tasks"] == dict(zip(["local_choice", "local_generation"], values, strict=True))
+    assert all(each["command"] and each["versions"] for each in figures)
+    with (folder / "results.csv").open() as file:
+        assert [float(each["value"]) for each in csv.DictReader(file)] == [each["value"] for each in figures]
+
+
+def test_the_script_evaluates_and_sweeps_into_one_table(
+    folders: Any, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "evaluate.py",
+        f"model={folders.stock}",
+        "policy=h2o",
+        "budget.ratio=4",
+        "limit=2",
+    ]
+    command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
+    assert run_script(*command, "tasks=local_choice") == ""
+    assert "local_choice (acc)" in capsys.readouterr().out
+    assert run_script(*command, "tasks=local_choice", "policy=h2o,tova", "-m") == ""
+    said = capsys.readouterr().err
+    assert [f"1 tasks, {count} to run" in said for count in (0, 1)] == [True, True]
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert ["h2o" in table, "tova" in table] == [True, True]
+    rows = Store(tmp_path / "out" / "cells.jsonl").rows()
+    assert [row["policy"] for row in rows] == ["h2o", "tova"]
+    assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
+
+
+def test_conversations_without_a_template_are_refused_before_anything_is_written(make_config: Any) -> None:
+    config = make_config(chat_template=True)
+    with pytest.raises(ValueError, match=r"chat_template=true: the tokenizer .* has no chat template"):
+        run(config, Workshop())
+    assert not any(Path(config.output).iterdir())
+
+
+def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
+    command = [sys.executable, "scripts/evaluate.py", "model=somewhere", "tasks=piqa"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "error: No module named 'lm_eval': pip install '.[eval]'"

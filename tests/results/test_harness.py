@@ -1,0 +1,199 @@
+"""lm-eval through the engine against lm-eval's own way of running Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from dmc import Engine, load_model
+from dmc.budget import Budget
+from dmc.policies import H2O, SnapKV
+from dmc.results.harness import EngineLM
+
+TASKS = ["local_choice", "local_generation", "local_rolling"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+
+
+def engine_lm(folder: Any, policy: Any = None, **options: Any) -> EngineLM:
+    return EngineLM(Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy, **options))
+
+
+def run(lm: Any, tasks_folder: Any, tasks: list[str] = TASKS, **options: Any) -> Any:
+    manager = TaskManager(include_path=str(tasks_folder), include_defaults=False)
+    return simple_evaluate(model=lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
+
+
+def ask(method: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(method, {}, each, index) for index, each in enumerate(arguments)]  # type: ignore[arg-type]
+
+
+def close(expected: Any) -> Any:
+    """Sums of thousands of nats, such as those of rolling likelihoods, have float32's relative precision."""
+    return pytest.approx(expected, abs=1e-4, rel=1e-6)
+
+
+def likelihoods(sample: dict[str, Any]) -> list[float]:
+    return [float(reply[0] if isinstance(reply, tuple) else reply) for (reply,) in sample["resps"]]
+
+
+@pytest.mark.parametrize("kind", ["stock", "compressed"])
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_every_number_is_that_of_hugging_faces_own_adapter(
+    kind: str, num_fewshot: int, folders: Any, tasks_folder: Any
+) -> None:
+    folder = getattr(folders, kind)
+    theirs = HFLM(load_model(folder), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
+    own, expected = (run(lm, tasks_folder, num_fewshot=num_fewshot) for lm in (engine_lm(folder), theirs))
+    for task in TASKS:
+        for name, value in expected["results"][task].items():
+            assert own["results"][task][name] == (value if isinstance(value, str) else close(value))
+        for one, other in zip(own["samples"][task], expected["samples"][task], strict=True):
+            assert one["arguments"] == other["arguments"]
+            if task == "local_generation":
+                assert one["resps"] == other["resps"]
+            else:
+                assert likelihoods(one) == close(likelihoods(other))
+
+
+def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    pair = ("alpha", " line 7 <b>xx</b>" * 29)
+    theirs = HFLM(load_model(folders.stock), tokenizer=tokenizer, batch_size=1)
+    own = engine_lm(folders.stock)
+    ((ours, _),), ((expected, _),) = (
+        lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True) for lm in (own, theirs)
+    )
+    context, answer = own._encode_pair(*pair)
+    with torch.no_grad():
+        logits = theirs.model.double()(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
+    exact = float(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None]).sum())
+    assert len(answer) > 400 and exact < -3000  # float32's neighbours lie 2.4e-4 apart
+    assert ours == pytest.approx(exact, abs=1e-4)
+    assert ours == close(expected)  # not to 1e-4: theirs is a sum in float32
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=Budget(ratio=4)), SnapKV(window=4, budget=Budget(tokens=12)), None])
+def test_a_compressed_likelihood_is_what_the_engine_scores(policy: Any, folders: Any, tasks_folder: Any) -> None:
+    folder = folders.compressed if policy is None else folders.stock
+    lm = engine_lm(folder, policy)
+    result = run(lm, tasks_folder, ["local_choice"])
+    alone = engine_lm(folder, policy)
+    full = engine_lm(folders.stock)
+    differs = False
+    for sample in result["samples"]["local_choice"]:
+        for (context, continuation), reply in zip(sample["arguments"], likelihoods(sample), strict=True):
+            prompt, answer = alone._encode_pair(context, continuation)
+            prompt = prompt[-(512 + 1 - len(answer)) :]
+            (logprobs,) = alone.engine.score([prompt], [answer])
+            expected = sum(float(row[token]) for row, token in zip(logprobs, answer, strict=True))
+            assert reply == close(expected)
+            (whole,) = full.engine.score([prompt], [answer])
+            differs |= abs(sum(float(row[token]) for row, token in zip(whole, answer, strict=True)) - reply) > 0.01
+    assert differs
+    assert all(stats.tokens_seen <= 512 for stats in lm.stats)
+    assert lm.engine.blocks_in_use == 0
+
+
+SAMPLED = {"until": [" gamma"], "do_sample": True, "temperature": 0.9, "top_p": 0.95, "max_gen_toks": 12}
+
+
+def test_results_do_not_depend_on_the_batch(folders: Any) -> None:
+    pairs = [("alpha beta " * length, " gamma" * (1 + length % 3)) for length in range(1, 9)]
+    answers = []
+    for size, at_once, order in ((1, 1, 1), (8, 64, -1), (3, 2, 1)):
+        lm = engine_lm(folders.stock, H2O(budget=Budget(ratio=2)), max_batch_size=size)
+        lm.requests_at_once = at_once
+        scores = lm.loglikelihood(ask("loglikelihood", *pairs[::order]), disable_tqdm=True)[::order]
+        requests = ask("generate_until", *[(prompt, dict(SAMPLED)) for prompt, _ in pairs[::order]])
+        answers.append((scores, lm.generate_until(requests, disable_tqdm=True)[::order]))
+    for scores, texts in answers[1:]:
+        assert [greedy for _, greedy in scores] == [greedy for _, greedy in answers[0][0]]
+        assert [each for each, _ in scores] == close([each for each, _ in answers[0][0]])
+        assert texts == answers[0][1]
+
+
+def test_repeats_of_a_sampled_prompt_differ_and_come_again(folders: Any) -> None:
+    texts = [
+        engine_lm(folders.stock).generate_until(ask("generate_until", *[("alpha beta", dict(SAMPLED))] * 4))
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    assert not any(" gamma" in text for text in texts[0])
+
+
+def test_choices_that_differ_in_their_last_token_share_a_pass(folders: Any) -> None:
+    lm = engine_lm(folders.stock)
+    scores = lm.loglikelihood(ask("loglikelihood", *[("alpha beta", choice) for choice in "ABCD"]), disable_tqdm=True)
+    assert len(lm.stats) == 1
+    singles = [
+        lm.loglikelihood(ask("loglikelihood", ("alpha beta", choice)), disable_tqdm=True)[0] for choice in "ABCD"
+    ]
+    assert scores == singles
+
+
+def test_cut_prompts_are_counted(folders: Any) -> None:
+    lm = engine_lm(folders.stock)
+    long = "alpha beta " * 400
+    lm.loglikelihood(ask("loglikelihood", (long, " gamma"), ("alpha", " gamma")), disable_tqdm=True)
+    lm.generate_until(ask("generate_until", (long, {"until": [], "max_gen_toks": 2})), disable_tqdm=True)
+    assert lm.num_cut == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "generation setting 'num_beams': expected one of"),
+        ({"do_sample": True}, "do_sample=true needs a temperature above 0"),
+        ({"max_gen_toks": 512}, "max_gen_toks=512 leaves no room for a prompt: the model has 512 positions"),
+    ],
+)
+def test_generation_settings_that_cannot_be_kept_are_refused(settings: dict, message: str, folders: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_lm(folders.stock).generate_until(ask("generate_until", ("alpha", settings)))
+
+
+def test_a_model_without_a_tokenizer_is_refused(folders: Any) -> None:
+    with pytest.raises(ValueError, match="the model's folder has no tokenizer"):
+        EngineLM(Engine(load_model(folders.stock)))
+
+
+def test_a_stop_string_that_is_a_special_token_stops_where_hugging_faces_adapter_does(folders: Any) -> None:
+    lm = engine_lm(folders.stock)
+    request = ask("generate_until", ("alpha beta", {"max_gen_toks": 24}))
+    (text,) = lm.generate_until(request, disable_tqdm=True)
+    stop = next(letter for letter in text[4:] if letter.isascii() and letter.isalnum())
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": [stop]})
+    theirs = HFLM(load_model(folders.stock), tokenizer=lm.tokenizer)
+    request = ask("generate_until", ("alpha beta", {"max_gen_toks": 24, "until": [stop]}))
+    (stopped,) = lm.generate_until(request, disable_tqdm=True)
+    assert len(stopped) < len(text)
+    assert [stopped] == theirs.generate_until(request, disable_tqdm=True)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_a_conversation_is_written_with_the_models_template(folders: Any, tasks_folder: Any) -> None:
+    lm = engine_lm(folders.stock)
+    lm.tokenizer.chat_template = CHAT_TEMPLATE
+    result = run(lm, tasks_folder, ["local_generation"], apply_chat_template=True, system_instruction="alpha")
+    prompt = result["samples"]["local_generation"][0]["arguments"][0][0]
+    assert prompt.startswith("<system>alpha<user>")
+    assert prompt.endswith("<a>")

@@ -1,0 +1,247 @@
+"""Rows that differ in anything stand apart: in the store, in every table, on the page and in the study."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_rows import compare_row, evaluate_row, write_rows
+from scripts_here import run_script
+
+from dmc.config import build_config
+from dmc.results.compare_report import over_full_cache, write_report
+from dmc.results.evaluate_report import write_evaluation_report
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.report import read_folders
+from dmc.results.store import Store
+from dmc.study.evaluation import evaluate_runs
+from dmc.study.plan import StudyConfig, StudyRun
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+NEEDLE = {"name": "needle", "like": "needle", "num_samples": 2, "sequence_length": 24, "answer_length": 2}
+
+
+def h2o(recent: int) -> dict[str, Any]:
+    return {"name": "h2o", "like": "h2o", "recent": recent}
+
+
+def settings_of(policy: Any, **task: Any) -> dict[str, Any]:
+    return {"policy": policy, "task": task, "engine": {"block_size": 16}, "seed": 0}
+
+
+def swept(recent: int, quality: float) -> dict[str, Any]:
+    """A row of a sweep over an option of H2O."""
+    values = [quality] * 32
+    row = compare_row("h2o", 4.0, sample_values=values, metrics={"loss": quality})
+    settings = settings_of({"_target_": "dmc.policies.H2O", "recent": recent, "normalise": False})
+    return row | {"key": f"h2o-{recent}", "policy_key": f"p{recent}", "settings": settings}
+
+
+def lines_of(table: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
+
+
+def test_a_sweep_over_an_option_keeps_a_line_for_each_value(tmp_path: Path) -> None:
+    rows = [compare_row("full"), swept(4, 3.2), swept(8, 3.1), swept(16, 3.3)]
+    table = write_report(rows, tmp_path)
+    assert lines_of(table) == ["base, full", "base, h2o (recent=8)", "base, h2o (recent=4)", "base, h2o (recent=16)"]
+    with (tmp_path / "results.csv").open() as file:
+        written = {row["key"]: row["policy"] for row in csv.DictReader(file)}
+    assert {written[f"h2o-{recent}"] for recent in (4, 8, 16)} == {f"h2o (recent={recent})" for recent in (4, 8, 16)}
+    page = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
+    assert {result.title for result in page.results} == {
+        "full cache",
+        *(f"h2o (recent={recent}) at CR 4" for recent in (4, 8, 16)),
+    }
+    assert len({curve.title for curve in page.curves}) == 4
+
+
+def test_a_grid_of_a_then_b_then_a_shows_both(folders: Any, tmp_path: Path, capsys: Any) -> None:
+    def compare(recent: int) -> str:
+        command = [f"models={{base: {folders.stock}}}", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', "")]
+        command += [f"policies=[{{name: h2o, like: h2o, recent: {recent}}}]", "budgets=2", "speed_tokens=0"]
+        assert run_script("compare.py", *command, f"output={tmp_path / 'out'}") == ""
+        return capsys.readouterr().out
+
+    first, both, again = compare(4), compare(8), compare(4)
+    assert "base, h2o |" in first
+    assert again == both
+    assert sorted(lines_of(again)) == ["base, h2o (recent=4)", "base, h2o (recent=8)"]
+
+
+def test_options_that_are_defaults_written_out_are_the_same_cell(folders: Any, tmp_path: Path) -> None:
+    def key_of(policy: Any, task: Any = NEEDLE) -> str:
+        values = {"models": {"base": str(folders.stock)}, "policies": [policy], "budgets": [2], "tasks": [task]}
+        (cell,) = plan_grid(build_config(CompareConfig, {**values, "output": str(tmp_path)}), CONFIGS).cells
+        return cell.key
+
+    plain = {"name": "h2o", "_target_": "dmc.policies.H2O"}
+    assert key_of("h2o") == key_of(plain) == key_of({**plain, "recent": None, "evict_decoding": True})
+    assert key_of("h2o") != key_of({**plain, "recent": 4})
+    assert key_of("h2o") == key_of("h2o", {**NEEDLE, "seed": 0}) != key_of("h2o", {**NEEDLE, "seed": 1})
+
+
+def test_whatever_tokenizes_or_weighs_is_part_of_a_models_identity(folders: Any, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folders.stock, copy)
+
+    def key_of(**model: Any) -> str:
+        values = {"models": {"base": {"path": str(copy), **model}}, "policies": ["full"], "budgets": []}
+        (cell,) = plan_grid(build_config(CompareConfig, {**values, "tasks": [NEEDLE]}), CONFIGS).cells
+        return cell.key
+
+    keys = [key_of(), key_of(revision="other")]
+    for name in ("chat_template.jinja", "pytorch_model.bin"):
+        (copy / name).write_text("new")
+        keys.append(key_of())
+    assert len(set(keys)) == 4
+
+
+def test_a_hub_models_commit_is_part_of_its_identity(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--model"
+    (repository / "refs").mkdir(parents=True)
+
+    def key_at(commit: str) -> str:
+        (repository / "refs" / "main").write_text(commit * 40)
+        snapshot = repository / "snapshots" / (commit * 40)
+        snapshot.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folders.stock / "config.json", snapshot)
+        values = {"models": {"base": "somebody/model"}, "policies": ["full"], "budgets": [], "tasks": [NEEDLE]}
+        (cell,) = plan_grid(build_config(CompareConfig, values), CONFIGS).cells
+        return cell.key
+
+    assert key_at("a") == key_at("a") != key_at("b")
+
+
+def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path: Path) -> None:
+    first = [evaluate_row("full", 1.0, "cs", f"cs_{part}", 0.6) | {"task_key": "cs"} for part in "ab"]
+    other = evaluate_row("full", 1.0, "cs_a", "cs_a", 0.9) | {"members": ["cs_a"], "task_key": "single", "key": "o"}
+    table = write_evaluation_report([*first, other], tmp_path)
+    assert "cs (acc)" in table and "cs_a (acc)" in table and "left out" not in table
+    assert "| 0.6000 ± 0.0071 | 0.9000 ± 0.0100 |" in table
+    assert {
+        result.task for result in read_folders([write_rows([*first, other], tmp_path / "cells.jsonl")]).results
+    } == {
+        "cs",
+        "cs_a",
+    }
+
+
+def test_a_benchmark_with_other_settings_is_another_column(tmp_path: Path) -> None:
+    rows = []
+    for limit in (100, 200):
+        for part in "ab":
+            row = evaluate_row("full", 1.0, "cs", f"cs_{part}", limit / 1000)
+            rows.append(row | {"task_key": f"t{limit}", "key": f"{limit}{part}", "settings": {"limit": limit}})
+    table = write_evaluation_report(rows, tmp_path)
+    assert "cs (limit=100) (acc) | cs (limit=200) (acc)" in table
+    assert "| 0.1000 ± 0.0071 | 0.2000 ± 0.0071 |" in table
+
+
+def test_a_full_cache_of_other_settings_is_no_yardstick(tmp_path: Path) -> None:
+    rows = [
+        compare_row("full") | {"key": "1", "task_key": "seed 0", "settings": settings_of({}) | {"seed": 0}},
+        compare_row("h2o", 4.0) | {"key": "2", "task_key": "seed 1", "settings": settings_of({}) | {"seed": 1}},
+    ]
+    assert over_full_cache(rows[1], rows)["over_full_cache"] is None
+    table = write_report(rows, tmp_path)
+    assert "### loss (seed=0): " in table and "### loss (seed=1): " in table
+
+
+def test_two_models_of_one_name_stand_apart(tmp_path: Path) -> None:
+    rows = []
+    for path in ("one", "two"):
+        for policy, ratio in (("full", 1.0), ("h2o", 4.0)):
+            settings = {"model": {"path": path, "dtype": "auto"}, **settings_of({})}
+            rows.append(
+                compare_row(policy, ratio) | {"key": f"{path}{policy}", "model_key": path, "settings": settings}
+            )
+    assert sorted(set(lines_of(write_report(rows, tmp_path)))) == [
+        f"base (path={path}), {policy}" for path in ("one", "two") for policy in ("full", "h2o")
+    ]
+    results = read_folders([write_rows(rows, tmp_path / "cells.jsonl")]).results
+    assert len({result.title for result in results}) == 4
+
+
+def test_rows_of_an_earlier_version_are_read_with_one_warning_and_stand_apart(
+    folders: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = swept(4, 3.0)
+    del old["policy_key"]
+    new = swept(8, 3.5) | {"task_key": "new", "model_key": "new"}
+    folder = write_rows([old, old | {"key": "other", "budget": "8"}, new], tmp_path / "cells.jsonl")
+    store = Store(folder / "cells.jsonl")
+    rows = store.rows()
+    store.rows()
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "2 rows are of an earlier version: they are shown, but stand for no cell of this one"
+    ]
+    table = write_report(rows, tmp_path)
+    assert "### loss (earlier version): " in write_report(rows[:2], tmp_path)
+    assert "### loss (earlier version): " in table and "base (earlier version), h2o" in table
+    assert "| base, h2o |" in table
+
+
+def test_the_study_compares_what_its_own_settings_measured(folders: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders.stock, tmp_path / "control-s0" / "final")
+    run = StudyRun("control", 0, tmp_path / "control-s0", ())
+
+    def measured(recent: int) -> list[dict[str, Any]]:
+        config = StudyConfig(
+            bases={}, runs={"control": []}, policies=["full", h2o(recent)], budgets=[2], tasks=[NEEDLE],
+            output=str(tmp_path / "study"),
+        )  # fmt: skip
+        return evaluate_runs(config, [run], CONFIGS)
+
+    first, other, again = measured(4), measured(8), measured(4)
+    assert [row["settings"]["policy"].get("recent") for row in other] == [None, 8]
+    assert [row["key"] for row in again] == [row["key"] for row in first]
+    assert len(Store(tmp_path / "study" / "compare" / "cells.jsonl").rows()) == 3
+
+
+def test_curves_of_the_same_task_in_two_folders_are_not_drawn_together(tmp_path: Path) -> None:
+    folders = [write_rows([compare_row("full")], tmp_path / name / "cells.jsonl") for name in ("one", "two")]
+    assert len({curve.task for curve in read_folders(folders).curves}) == 2
+
+
+def test_one_policy_over_two_models_in_two_folders_is_not_taken_for_one_method(tmp_path: Path) -> None:
+    folders = []
+    for model in ("one", "two"):
+        rows = [compare_row("full", model=model, task=model), compare_row("h2o", 4.0, model, model=model)]
+        folders.append(write_rows(rows, tmp_path / model / "cells.jsonl"))
+    assert {result.name for result in read_folders(folders).results} == {
+        "one full cache",
+        "two full cache",
+        "one h2o",
+        "two h2o",
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "other"),
+    [
+        ("compare.py", evaluate_row("full", 1.0, "cs", "cs_a", 0.6), "evaluate.py"),
+        ("evaluate.py", compare_row("full"), "compare.py"),
+    ],
+)
+def test_rows_of_the_other_script_are_refused(
+    script: str, row: Any, other: str, folders: Any, tasks_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_rows([row], tmp_path / "cells.jsonl")
+    before = (folder / "cells.jsonl").read_bytes()
+    settings = [f"models={{base: {folders.stock}}}", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "policies=full"]
+    if script == "evaluate.py":
+        pytest.importorskip("lm_eval")
+        settings = [f"model={folders.stock}", "tasks=local_choice", f"tasks_folder={tasks_folder}"]
+    told = run_script(script, *settings, f"output={folder}")
+    assert told.startswith(f"error: {folder}/cells.jsonl holds rows of {other}, whose table {script} would replace")
+    assert [path.name for path in folder.iterdir()] == ["cells.jsonl"]
+    assert (folder / "cells.jsonl").read_bytes() == before

@@ -1,0 +1,169 @@
+"""The page in headless Chromium: quiet, alone, sortable, and fit for desktop and phone."""
+
+from pathlib import Path
+
+import pytest
+from browser import open_browser
+from transformers import AutoTokenizer
+
+from dmc import load_model
+from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
+from dmc.config import build_config
+from dmc.results.compare import run_cells
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.report import read_folders, write_page
+from dmc.results.store import Store
+
+pytestmark = pytest.mark.browser
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+POLICIES = (
+    *("full", "local_window", "streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "lava", "cake", "vatp"),
+    *("roco", "cam", "d2o"),
+)
+NEEDLE = {"name": "needle", "like": "needle", "num_samples": 2, "sequence_length": 96, "answer_length": 2}
+COLUMN = "[...document.querySelectorAll('section table')[0].tBodies[0].rows].map(row => row.cells[{0}].textContent)"
+NUMBERS = COLUMN.replace("textContent", "dataset.number")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with open_browser(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory, folders):
+    folder = tmp_path_factory.mktemp("real")
+    values = {
+        "models": {"base": str(folders.stock), "retrofit": str(folders.compressed)},
+        **{"policies": list(POLICIES), "budgets": [4], "tasks": [NEEDLE], "speed_tokens": 2, "output": str(folder)},
+    }
+    config = build_config(CompareConfig, values)
+    grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")
+    run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), None))
+    inside = {
+        **{"model": {"path": str(folders.compressed)}, "output": str(folder / "inside")},
+        **{"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "num_sequences": 2},
+        **{"sequence_length": 64, "cache_folder": str(folder / "cache")},
+    }
+    analysis = build_config(AnalyseConfig, inside)
+    tokenizer = AutoTokenizer.from_pretrained(folders.compressed)
+    run_analysis(plan_analysis(analysis), analysis, lambda model: (load_model(model.path), tokenizer))
+    return write_page(read_folders([folder, folder / "inside"]), folder / "report")
+
+
+def problems(page):
+    """What the console said, what failed, and what was asked for beside the page itself."""
+    loud = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed")
+    found = [event for event in page.events if event["method"] in loud]
+    requests = [event["params"]["request"] for event in page.events if event["method"] == "Network.requestWillBeSent"]
+    urls = {request["url"] for request in requests}
+    return found, urls
+
+
+@pytest.mark.parametrize("which", ["grid_page", "real"])
+def test_page_is_quiet_alone_and_fits_every_width(page, which, request, tmp_path):
+    path = request.getfixturevalue(which)
+    page.events.clear()
+    page.open(path.as_uri())
+    for width in (1280, 390):
+        for scheme in ("light", "dark"):
+            page.show(width, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+            page.screenshot(tmp_path / f"{width}_{scheme}.png")
+            luminance = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+            assert (luminance > 128) == (scheme == "light")
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > box.clientWidth)")
+    assert problems(page) == ([], {path.as_uri()})
+    assert page.evaluate("document.querySelectorAll('figure svg').length") >= 3
+
+
+def test_a_click_sorts_numbers_and_a_second_reverses_them(page, grid_page):
+    page.open(grid_page.as_uri())
+    header = "document.querySelectorAll('section table')[0].tHead.rows[0].cells[{0}]"
+    for column in (4, 8):  # quality, bytes/token
+        click = f"{header.format(column)}.querySelector('button').click()"
+        before = page.evaluate(NUMBERS.format(column))
+        page.evaluate(click)
+        ascending = [float(number) for number in page.evaluate(NUMBERS.format(column))]
+        assert ascending == sorted(float(number) for number in before) != [float(number) for number in before]
+        assert page.evaluate(f"{header.format(column)}.getAttribute('aria-sort')") == "ascending"
+        page.evaluate(click)
+        assert [float(number) for number in page.evaluate(NUMBERS.format(column))] == ascending[::-1]
+        assert page.evaluate(f"{header.format(column)}.getAttribute('aria-sort')") == "descending"
+        assert page.evaluate("document.querySelectorAll('th:not([aria-sort=none])').length") == 1
+
+
+def test_the_keyboard_sorts_words_and_empty_cells_stay_last(page, grid_page):
+    page.open(grid_page.as_uri())
+    for column, reverse in ((0, False), (0, True), (5, False), (5, True)):  # method, over full cache
+        page.evaluate(f"document.querySelectorAll('section table')[0].querySelectorAll('th button')[{column}].focus()")
+        page.press("Enter")
+        texts = page.evaluate(COLUMN.format(column))
+        if column == 0:
+            assert texts == sorted(texts, reverse=reverse)
+        else:
+            assert texts[-2:] == ["", ""] and "" not in texts[:-2]
+
+
+def test_the_theme_changes_without_storage_and_prints_light(page, grid_page, tmp_path):
+    page.open(grid_page.as_uri())
+    page.show(1280, "light")
+    page.evaluate("void Object.defineProperty(window, 'localStorage', { get() { throw new Error('refused'); } })")
+    ink = "getComputedStyle(document.body).color"
+    light = page.evaluate(ink)
+    page.evaluate("document.getElementById('theme').click()")
+    dark = page.evaluate(ink)
+    assert light != dark
+    page.show(1280, "dark", media="print")
+    assert page.evaluate(ink) == light
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].every(box => box.scrollWidth <= box.clientWidth + 1)"
+    )
+    page.evaluate("document.getElementById('theme').click()")
+    page.show(1280, "light")
+    assert page.evaluate(ink) == light
+
+
+def test_figures_stay_in_one_line_on_paper_and_every_head_of_a_table_is_painted(page, grid_page):
+    page.open(grid_page.as_uri())
+    page.show(700, "light", media="print")
+    assert page.evaluate("getComputedStyle(document.querySelector('td[data-number]')).whiteSpace") == "nowrap"
+    assert page.evaluate("getComputedStyle(document.querySelector('th button')).display") == "contents"
+
+
+def test_a_segmentation_is_readable_in_light_and_dark(page, real, tmp_path):
+    path = real.parent.parent / "inside" / "segmentation.html"
+    page.events.clear()
+    page.open(path.as_uri())
+    for width in (1280, 390):
+        for scheme in ("light", "dark"):
+            page.show(width, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            for what in ("color", "backgroundColor"):
+                color = (
+                    f"getComputedStyle(document.querySelector('.s')).{what}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+                )
+                bright = sum(page.evaluate(color)) > 3 * 128
+                assert bright == ((scheme == "dark") == (what == "color")), (what, scheme)
+    assert problems(page) == ([], {path.as_uri()})
+
+
+def test_a_pointed_mark_speaks_and_its_method_lights_up_everywhere(page, grid_page):
+    page.open(grid_page.as_uri())
+    page.evaluate("document.querySelector('.mark[data-method=\"base, h2o\"][data-tip]').focus()")
+    assert "h2o at CR" in page.evaluate("document.getElementById('tip').textContent")
+    assert page.evaluate("[...document.querySelectorAll('.on')].every(each => each.dataset.method === 'base, h2o')")
+    assert page.evaluate("document.querySelectorAll('tr.on').length") == 6
+    page.evaluate("document.activeElement.blur()")
+    assert page.evaluate("document.getElementById('tip').hidden && !document.querySelector('.on')")
+
+
+def test_the_filter_shows_rows_with_a_word(page, grid_page):
+    page.open(grid_page.as_uri())
+    page.evaluate(
+        "{ const i = document.querySelector('.filter'); i.value = 'SnapKV'; i.dispatchEvent(new Event('input')); }"
+    )
+    shown = "[...document.querySelectorAll('section table')[0].tBodies[0].rows].filter(row => row.offsetHeight > 0)"
+    names = page.evaluate(f"{shown}.map(row => row.cells[0].textContent)")
+    assert len(names) == 12 and all("snapkv" in name for name in names)

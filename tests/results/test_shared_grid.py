@@ -1,0 +1,167 @@
+"""Several processes on one grid: each cell is measured once, and none is lost with a process that is killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmc.config import build_config
+from dmc.results import compare
+from dmc.results.compare import run_cells, unfinished
+from dmc.results.grid import CompareConfig, Grid, plan_grid
+from dmc.results.store import Store, divide
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FORK = multiprocessing.get_context("fork")
+TASK = """
+import os, time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from dmc.results.tasks import Sample, SampleResult
+from dmc.runtime import GenerationStats
+
+@dataclass(frozen=True)
+class Slow:
+    log: str
+    number: int
+    main_metric = "loss"
+    higher_is_better = False
+
+    def identity(self):
+        return None
+
+    def samples(self, tokenizer, vocab_size):
+        return [Sample([1, 2], [3])]
+
+    def evaluate(self, engine, samples):
+        with open(self.log, "a") as file:
+            file.write(f"{os.getpid()} {self.number}\\n")
+        time.sleep(0.05)
+        while Path(self.log + ".hold").exists() and Path(self.log + ".hold").read_text() == str(os.getpid()):
+            time.sleep(0.01)
+        if self.number < 0:
+            raise KeyError("number")
+        stats = GenerationStats.__new__(GenerationStats)
+        stats.__dict__.update(tokens_seen=3, slots=torch.ones(1, 1), bytes_allocated=8, bytes_used=8)
+        return [SampleResult({"loss": 1.0}, stats)]
+"""
+
+
+class Model:
+    """As much of a model as a grid asks for."""
+
+    device = torch.device("cpu")
+
+    def get_input_embeddings(self) -> Any:
+        return torch.nn.Embedding(4, 1)
+
+
+@pytest.fixture
+def grid(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CompareConfig, Grid]:
+    (tmp_path / "users_slow.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_slow", raising=False)
+    monkeypatch.setattr(compare, "release_memory", lambda: None)  # half a second in a fork of the tests' process
+    log = str(tmp_path / "log")
+    values = {
+        "models": {"base": str(folders.stock)}, "policies": ["full"], "budgets": [], "speed_tokens": 0,
+        "tasks": [{"name": f"t{i}", "_target_": "users_slow.Slow", "log": log, "number": i} for i in range(8)],
+        "output": str(tmp_path / "out"),
+    }  # fmt: skip
+    config = build_config(CompareConfig, values)
+    return config, plan_grid(config, CONFIGS)
+
+
+def work(config: CompareConfig, grid: Grid) -> None:
+    store = Store(Path(config.output) / "cells.jsonl")
+    cells = unfinished(grid.cells, store.rows())
+    run_cells(cells, grid, config, store, lambda model: (Model(), None), lambda *_, **__: None)
+
+
+def lines(path: Path) -> list[list[int]]:
+    return [[int(each) for each in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def written(config: CompareConfig) -> Counter[str]:
+    path = Path(config.output) / "cells.jsonl"
+    return Counter(json.loads(line)["key"] for line in path.read_text().splitlines() if line)
+
+
+def test_two_processes_divide_a_grid(grid: Any, tmp_path: Path) -> None:
+    config, planned = grid
+    workers = [FORK.Process(target=work, args=grid) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert written(config) == dict.fromkeys([cell.key for cell in planned.cells], 1)
+    began = lines(tmp_path / "log")
+    assert sorted(number for _, number in began) == list(range(8))
+    assert {pid for pid, _ in began} == {worker.pid for worker in workers}
+    assert not list((tmp_path / "out" / "claims").iterdir())
+
+
+def test_a_killed_processs_cell_is_measured_by_the_other(grid: Any, tmp_path: Path) -> None:
+    config, planned = grid
+    first, second = (FORK.Process(target=work, args=grid) for _ in range(2))
+    first.start()
+    (tmp_path / "log.hold").write_text(str(first.pid))
+    while not lines(tmp_path / "log"):
+        time.sleep(0.01)
+    second.start()
+    while len(lines(tmp_path / "log")) < 8:  # the other seven are measured meanwhile
+        time.sleep(0.01)
+    assert second.is_alive()
+    os.kill(first.pid, signal.SIGKILL)
+    first.join(20)
+    second.join(60)
+    assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
+    assert written(config) == dict.fromkeys([cell.key for cell in planned.cells], 1)
+    began = Counter(number for _, number in lines(tmp_path / "log"))
+    assert sorted(began) == list(range(8)) and sorted(began.values()) == [1] * 7 + [2]
+
+
+def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alone(grid: Any) -> None:
+    config, planned = grid
+    store = Store(Path(config.output) / "cells.jsonl")
+    rows = [cell.identity() | {"status": "failed", "error": "an earlier start's"} for cell in planned.cells[:4]]
+    for row in rows[:2]:
+        store.append(row)
+    given = []
+    for cell in divide(planned.cells[:4], store):
+        given.append(cell)
+        if (
+            len(given) == 1
+        ):  # another process fails at the second and the third meanwhile, as at the last start or first
+            for row in rows[1:3]:
+                store.append(row | {"error": "the other's"})
+        store.append(cell.identity() | {"status": "failed", "error": "mine"})
+    assert given == [planned.cells[0], planned.cells[3]]
+    assert list(divide(planned.cells[:4], store)) == planned.cells[:4]  # once at every start
+
+
+def test_a_claim_is_given_back_when_the_work_ends_early(grid: Any, tmp_path: Path) -> None:
+    config, planned = grid
+    store = Store(tmp_path / "out" / "cells.jsonl")
+
+    def stop(model: Any) -> Any:
+        assert len(list((tmp_path / "out" / "claims").iterdir())) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(planned.cells, planned, config, store, stop)
+    assert not list((tmp_path / "out" / "claims").iterdir())
+    assert store.rows() == []

@@ -1,0 +1,96 @@
+"""What the statistics claim, checked by simulation: where nothing differs, and where something does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+import pytest
+
+from dmc.results import statistics
+from dmc.results.statistics import MARGIN, Estimate, at_bytes, difference, estimate, mean_of
+
+COMPARISONS = 1000
+DESIGNS = {
+    "independent samples": {"contexts": range(32)},
+    "few samples": {"contexts": range(6)},
+    "even contexts": {"contexts": [i // 4 for i in range(32)], "of_context": 1.0},
+    "uneven contexts": {"contexts": [0] * 12 + [1] * 8 + [2] * 4 + list(range(3, 11)), "of_context": 1.0},
+    "seeds": {"contexts": range(32), "seeds": 3, "of_seed": 0.5},
+    "contexts and seeds": {"contexts": [i // 3 for i in range(24)], "of_context": 1.0, "seeds": 3, "of_seed": 0.5},
+    "seeds that do not matter": {"contexts": range(16), "seeds": 5},
+    "seeds that answer differently": {"contexts": [i // 2 for i in range(16)], "seeds": 3, "of_both": 1.0},
+}
+
+
+def compare(draw: Any, shift: float, size: float, **design: Any) -> Estimate:
+    """Compare two methods on samples whose difference has a part of the context, of the seed, of both, and its own."""
+    contexts = list(design["contexts"])
+    seeds, groups = design.get("seeds", 1), max(contexts) + 1
+    samples = draw.normal(0, 1, (seeds, len(contexts)))
+    samples += design.get("of_context", 0.0) * draw.normal(0, 1, groups)[contexts]
+    samples += design.get("of_seed", 0.0) * draw.normal(0, 1, (seeds, 1))
+    samples += design.get("of_both", 0.0) * draw.normal(0, 1, (seeds, groups))[:, contexts]
+    base = draw.normal(3, 1, len(contexts))
+    return difference(base + shift + size * samples, [base] * seeds, contexts)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_what_does_not_differ_is_seldom_called_worse(name: str) -> None:
+    draw = numpy.random.default_rng(0)
+    found = [compare(draw, 0.0, 1.0, **DESIGNS[name]) for _ in range(COMPARISONS)]
+    assert sum(each.standing(0.0) == "worse" for each in found) <= 0.065 * COMPARISONS
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_what_is_worse_by_two_margins_is_found_and_what_is_worse_by_one_is_not_as_good(name: str) -> None:
+    draw = numpy.random.default_rng(1)
+    unit = numpy.std([compare(draw, 0.0, 1.0, **DESIGNS[name]).value for _ in range(500)])
+    size = MARGIN / 3 / unit  # the standard error is a third of the margin
+    found = [compare(draw, 2 * MARGIN, size, **DESIGNS[name]).standing(MARGIN) for _ in range(COMPARISONS)]
+    assert found.count("worse") >= 0.9 * COMPARISONS and "as good" not in found
+    found = [compare(draw, MARGIN, size, **DESIGNS[name]).standing(MARGIN) for _ in range(COMPARISONS)]
+    assert found.count("as good") <= 0.065 * COMPARISONS
+
+
+@pytest.mark.parametrize(("samples", "rate"), [(10, 0.25), (40, 0.07), (40, 0.5)])
+def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples: int, rate: float) -> None:
+    """A method that loses a share of the answers above the margin is not taken for as good."""
+    draw, margin = numpy.random.default_rng(2), 0.06
+    right = numpy.ones((1, samples))
+    found = [difference(right, right * (draw.random(samples) > rate)).standing(margin) for _ in range(COMPARISONS)]
+    assert found.count("as good") <= 0.065 * COMPARISONS
+    agreed = difference(right, right)
+    assert agreed.upper == pytest.approx(3 / samples)
+
+
+def test_samples_of_one_context_count_once() -> None:
+    values = numpy.random.default_rng(3).normal(0, 1, 8)
+    once, thrice = estimate([values]), estimate([numpy.repeat(values, 3)], [i // 3 for i in range(24)])
+    assert (thrice.value, thrice.error) == pytest.approx((once.value, once.error))
+    assert once.error == pytest.approx(values.std(ddof=1) / math.sqrt(8))
+    assert (once.degrees, thrice.degrees, thrice.num_contexts) == (7, pytest.approx(7), 8)
+
+
+def test_nothing_is_claimed_without_its_spread() -> None:
+    for found in (estimate([[1.0]]), estimate([[1.0, 2.0]], ["file", "file"]), estimate([[1.0], [2.0]])):
+        assert found.error is None and found.standing(math.inf) == "unknown"
+        assert (found.lower, found.upper) == (-math.inf, math.inf)
+    assert mean_of([estimate([[1.0, 2.0]]), estimate([[1.0]])]).error is None
+
+
+def test_every_seed_is_told() -> None:
+    found = estimate([[0.5, 0.7], [0.1, 0.1], [-0.2, -0.3]])
+    assert found.by_seed == pytest.approx((0.6, 0.1, -0.25)) and found.num_seeds_above == 2
+    assert mean_of([found, found]).by_seed == pytest.approx(found.by_seed)
+    assert mean_of([found, found]).error == pytest.approx(found.error / math.sqrt(2))
+
+
+def test_between_two_budgets_samples_are_interpolated_in_the_logarithm_of_bytes() -> None:
+    curve = [(250.0, numpy.array([4.0, 8.0])), (1000.0, numpy.array([2.0, 2.0]))]
+    assert at_bytes(curve, 500)[:2].tolist() == pytest.approx([3.0, 5.0])  # type: ignore[index]
+    assert at_bytes(curve, 246) is curve[0][1]  # as many, but for whole pages
+    assert at_bytes(curve, 240) is None
+    assert at_bytes(curve, 2000) is curve[1][1]
+    assert statistics.SAME_BYTES == 1.02

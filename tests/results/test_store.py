@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmc.results.store import Store
+
+
+def row(key: str, **values: Any) -> dict[str, Any]:
+    names = dict.fromkeys(("method", "model", "policy", "task", "model_key", "policy_key", "task_key"), "name")
+    return {"key": key, "status": "failed", **names, "budget": None, "own_gates": False, **values}
+
+
+def append_many(path: Path, writer: str, count: int) -> None:
+    store = Store(path)
+    for number in range(count):
+        store.append(row(f"{writer}{number}", padding=writer * 5000))
+
+
+def test_of_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new" / "cells.jsonl")
+    assert store.rows() == []
+    for each in (row("a", value=1), row("b", value=2), row("a", value=3)):
+        store.append(each)
+    assert store.rows() == [row("b", value=2), row("a", value=3)]
+
+
+def line(**changes: Any) -> bytes:
+    return json.dumps(row("k") | changes).encode() + b"\n"
+
+
+DAMAGES = [b'{"key": "tor', b"[1]\n", b'{"no key": 1}\n', b"\xff\xfe\n", b'"text"\n', b"[" * 100_000 + b"\n"]
+DAMAGES += [line(status=None), line(key=[1]), line(key=7), line(model={}), line(status="done"), b"{}\n", b"null\n"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage[:40].decode(errors="replace"))
+def test_damaged_lines_are_told_once_and_swallow_no_other(
+    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "cells.jsonl"
+    store = Store(path)
+    store.append(row("before"))
+    path.write_bytes(path.read_bytes() + damage)
+    store.append(row("after"))
+    with caplog.at_level(logging.WARNING):
+        assert [each["key"] for each in store.rows()] == ["before", "after"]
+        store.rows()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}, line 2 is damaged: it is left out, its cell runs again"
+    ]
+
+
+def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_many, args=(path, writer, 50)) for writer in "xy"]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join(60)
+    assert [each.exitcode for each in writers] == [0, 0]
+    rows = [json.loads(each) for each in path.read_text().splitlines() if each]
+    assert {each["key"] for each in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
+    assert all(each["padding"] == each["key"][0] * 5000 for each in rows)

@@ -1,0 +1,422 @@
+"""Tasks that ask about text: a model that reads its prompt and answers right scores 1, one that does not scores 0."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from dmc import Engine, load_model, retrofit
+from dmc.budget import Budget
+from dmc.compression import CompressionConfig
+from dmc.data import TextSource
+from dmc.policies import StreamingLLM
+from dmc.results.compare import memory_of
+from dmc.results.tasks import (
+    KeyValuePairs,
+    MultiTurnRecall,
+    Needle,
+    Part,
+    SampleResult,
+    TextLoss,
+    TwoStageRetrieval,
+    by_place,
+)
+from dmc.results.tasks.far_repeats import far_repeats
+from dmc.runtime import GenerationStats
+
+CHAT_TEMPLATE = (
+    "be brief{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FILLER = "The grass is green. The sky is blue.\n"
+Script = Callable[[str], str]
+
+
+class ScriptedEngine(Engine):
+    """Answers what a script says about all the text so far; tokens, cache and sessions are the engine's own."""
+
+    def __init__(self, model: Any, tokenizer: Any, script: Script, **options: Any) -> None:
+        super().__init__(model, tokenizer, **options)
+        self.script = script
+
+    def _sample(self, requests: list[Any], logits: torch.Tensor) -> Any:
+        for row, request in enumerate(requests):
+            num_new = len(request.logprobs)
+            tokens = request.sequence.tokens
+            text = self.tokenizer.decode(tokens[: len(tokens) - num_new])
+            answer = self.tokenizer(self.script(text), add_special_tokens=False)["input_ids"]
+            logits[row] = -1e4
+            logits[row, answer[num_new] if num_new < len(answer) else self.tokenizer.eos_token_id] = 0
+        return super()._sample(requests, logits)
+
+
+def find_needle(text: str) -> str:
+    name = re.findall(r"What is the magic number of (\w+)\?", text)[-1]
+    return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
+
+
+def find_pass_key(text: str) -> str:
+    return " " + re.search(r"pass key is (\d+)", text)[1]
+
+
+def find_value(text: str) -> str:
+    key = re.search(r'Key: "(.*?)".*Value: "$', text, flags=re.S)[1]
+    return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
+
+
+def look_up(text: str) -> tuple[int, str]:
+    first, second = map(int, re.findall(r"(\d+) \+ (\d+)", text)[-1])
+    return first + second, re.search(rf"\b{first + second}: (\w+)", text)[1]
+
+
+def find_code(text: str) -> str:
+    question = re.search(r"What is the door code of (\w+)\?", text)
+    if question is None:
+        return " All right 99999."
+    return " " + re.search(rf"door code of {question[1]} is (\d+)", text)[1]
+
+
+NEEDLE = Needle(haystack=FILLER, lengths=[144, 200], depths=[0, 0.5, 1], samples_per_place=2)
+PASS_KEY = Needle(
+    haystack=FILLER,
+    lengths=[128],
+    depths=[0.2],
+    fact="\nThe pass key is {number}.\n",
+    question_text="\nWhat is the pass key? The pass key is",
+)
+PAIRS = KeyValuePairs(lengths=[480], depths=[0, 1], samples_per_place=2)
+CHAIN = TwoStageRetrieval(entries=[5, 9], samples_per_place=3)
+DIRECT = TwoStageRetrieval(entries=[5, 9], samples_per_place=3, chain_of_thought=False)
+TURNS = MultiTurnRecall(haystack=FILLER, turns=[2, 4], turn_tokens=24, samples_per_place=2)
+SCRIPTS: dict[str, tuple[Any, Script]] = {
+    "needle": (NEEDLE, find_needle),
+    "passkey": (PASS_KEY, find_pass_key),
+    "key_value": (PAIRS, find_value),
+    "chain": (CHAIN, lambda text: " {0}. The color of {0} is {1}.".format(*look_up(text))),
+    "direct": (DIRECT, lambda text: f" {look_up(text)[1]}"),
+    "turns": (TURNS, find_code),
+}
+
+
+@pytest.fixture(scope="module")
+def model(folders: Any) -> Any:
+    return load_model(folders.stock)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folders.stock)
+
+
+def run(task: Any, script: Script, model: Any, tokenizer: Any, **options: Any) -> list[SampleResult]:
+    engine = ScriptedEngine(model, tokenizer, script, **options)
+    results = task.evaluate(engine, task.samples(tokenizer, 300))
+    assert engine.blocks_in_use == 0
+    return results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(
+    name: str, model: Any, tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
+    for answer in (" 1", "", " mauve", ' 31415926"'):
+        assert {each.metrics["exact_match"] for each in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tokenizer: Any) -> None:
+    task, _ = SCRIPTS[name]
+    samples = task.samples(tokenizer, 300)
+    assert samples == task.samples(tokenizer, 300)
+    other = type(task)(**{**vars(task), "seed": 1}).samples(tokenizer, 300)
+    assert [each.continuation for each in other] != [each.continuation for each in samples]
+
+
+def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
+    for sample in NEEDLE.samples(tokenizer, 300):
+        assert len(sample.prompt) + len(sample.after) == sample.place["length"]
+        text = tokenizer.decode(sample.prompt)
+        before, after = re.split(r"\nThe magic number of \w+ is \d+.\n", text.partition("\nWhat is")[0])
+        sizes = [len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
+        assert sizes[0] / sum(sizes) == pytest.approx(sample.place["depth"], abs=0.05)
+
+
+def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any) -> None:
+    samples = KeyValuePairs(lengths=[600], depths=[0, 0.5, 1], samples_per_place=3).samples(tokenizer, 300)
+    for sample in samples:
+        text = tokenizer.decode(sample.prompt)
+        keys = re.findall(r'"([0-9a-f-]{36})": "[0-9a-f-]{36}",', text)
+        asked = re.search(r'Key: "(.*)"', text)[1]
+        assert len(keys) > 2 and len(set(keys)) == len(keys)
+        assert keys.index(asked) == round(sample.place["depth"] * (len(keys) - 1))
+        pair = len(sample.prompt) / len(text) * len('"": "",\n' + 72 * "0")
+        assert 600 - 1.3 * pair < len(sample.prompt) <= 600
+
+
+def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any, tmp_path: Path, model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    task = TextLoss(TextSource(str(folders.text)), 2, 1, 255, cache_folder=str(tmp_path))
+    samples = task.samples(tokenizer, 300)
+    gates = CompressionConfig(
+        action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0
+    )  # drops all but the first
+    delayed = memory_of([each.stats for each in task.evaluate(Engine(retrofit(copy.deepcopy(model), gates)), samples)])
+    assert delayed["achieved_ratio"] == 255 / 65
+    held = [min(seen, 64) + (seen > 64) for seen in range(1, 256)]
+    assert delayed["mean_achieved_ratio"] == pytest.approx(sum(range(1, 256)) / sum(held))  # 2.27
+    policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
+    evicted = memory_of([each.stats for each in task.evaluate(Engine(model, policy=policy), samples)])
+    assert evicted["achieved_ratio"] == delayed["achieved_ratio"]
+    assert evicted["mean_achieved_ratio"] == pytest.approx(255 / 65, rel=0.02)
+    assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
+
+
+def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    source = TextSource(str(folders.text))
+    options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
+    task = Needle(haystack=source, **options)
+    first, second = task.samples(tokenizer, 300)
+    assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt
+    assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
+    assert task.identity() == source.description()
+
+
+def test_a_number_that_goes_on_is_another_number(model: Any, tokenizer: Any) -> None:
+    results = run(NEEDLE, lambda text: find_needle(text)[:6] + "7", model, tokenizer)
+    assert {each.metrics["exact_match"] for each in results} == {0.0}
+
+
+def test_a_chain_of_thought_that_adds_wrongly_can_still_be_told_from_one_that_looks_up_wrongly(
+    model: Any, tokenizer: Any
+) -> None:
+    results = run(CHAIN, lambda text: f" {look_up(text)[0]}. The color is mauve.", model, tokenizer)
+    assert {each.metrics["sum_match"] for each in results} == {1.0}
+    assert {each.metrics["exact_match"] for each in results} == {0.0}
+
+
+def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
+    for task in (CHAIN, DIRECT):
+        for sample in task.samples(tokenizer, 300):
+            total, color = look_up(tokenizer.decode(sample.prompt))
+            assert 0 <= total < sample.place["entries"]
+            assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
+
+
+def test_each_turn_sees_what_the_ones_before_have_left(model: Any, tokenizer: Any) -> None:
+    seen: list[str] = []
+
+    def note(text: str) -> str:
+        seen.append(text)
+        return find_code(text)
+
+    results = run(TURNS, note, model, tokenizer)
+    last = max(seen, key=len)
+    assert last.count(" All rig") == 3 and last.startswith("The door code of")
+    for result, sample in zip(results, TURNS.samples(tokenizer, 300), strict=True):
+        assert result.stats.tokens_seen > len(sample.prompt)
+        assert result.stats.achieved_ratio == 1.0
+    policy = StreamingLLM(budget=Budget(tokens=32))
+    for result in run(TURNS, find_code, model, tokenizer, policy=policy, max_batch_size=4):
+        assert result.stats.slots.unique().tolist() == [32]
+
+
+def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> None:
+    engine = Engine(model, tokenizer)
+    samples = TURNS.samples(tokenizer, 300)
+    together = TURNS.evaluate(engine, samples)
+    alone = [TURNS.evaluate(engine, [sample])[0] for sample in samples]
+    assert [each.metrics for each in together] == [each.metrics for each in alone]
+    assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(folders: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def in_chat(task: Any) -> Any:
+    return type(task)(**{**vars(task), "chat_template": True})
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_answer_does(
+    name: str, model: Any, chat_tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
+    for without, sample in zip(plain, chat, strict=True):
+        assert sample.place == without.place
+        whole = [*sample.prompt, *sample.after]
+        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [whole]))
+        messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
+        for place in range(1, 2 * len(messages) - 1, 2):
+            messages.insert(place, {"role": "assistant", "content": "ok"})
+        start = re.split(r"[?\n]", chat_tokenizer.decode([*without.prompt, *without.after]))[-1].strip()
+        written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert start and "".join(text.split()) == "".join((written + start).split())
+        if "length" in sample.place:
+            assert sample.place["length"] - len(whole) in (range(100) if name == "key_value" else [0])
+    assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
+
+
+def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer: Any) -> None:
+    for sample in in_chat(TURNS).samples(chat_tokenizer, 300):
+        texts = [chat_tokenizer.decode(turn) for turn in sample.turns]
+        assert texts[0].startswith("be brief<user>The door code of")
+        assert all(text.startswith("</assistant><user>") for text in texts[1:])
+        assert all(text.endswith("</user><assistant>") for text in texts[:-1])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "chat_template=true: the tokenizer .* has no chat template"),
+        ("{{ messages[0].content }}", "does not write every turn once and in order"),
+    ],
+)
+def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
+    template: str | None, message: str, folders: Any
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    tokenizer.chat_template = template
+    for task in (NEEDLE, PAIRS, CHAIN, TURNS):
+        with pytest.raises(ValueError, match=message):
+            in_chat(task).samples(tokenizer, 300)
+
+
+def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    source = TextSource(str(folders.text))
+    task = TextLoss(source, 3, context_tokens=1, scored_tokens=20, bucket_tokens=8, cache_folder=str(tmp_path))
+    samples = task.samples(tokenizer, 300)
+    engine, held = Engine(model, prefill_chunk_size=7), []
+    score = engine.score_with_stats
+    engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
+    table = by_place(task.evaluate(engine, samples))["by_position"]
+    assert held == [(20,)] * 3  # and no whole vocabularies
+    with torch.no_grad():
+        tokens = torch.tensor([each.prompt + each.continuation for each in samples])
+        losses = torch.nn.functional.cross_entropy(
+            model(tokens, use_cache=False).logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none"
+        ).double()
+    assert table["position"] == [1, 9, 17] and table["samples"] == [3, 3, 3]
+    assert table["loss"] == pytest.approx([float(losses[:, a:b].mean()) for a, b in ((0, 8), (8, 16), (16, 20))])
+    assert table["cumulative_loss"] == pytest.approx([float(losses[:, :b].mean()) for b in (8, 16, 20)])
+
+
+def test_figures_are_averaged_place_by_place() -> None:
+    def result(length: int, depth: float, match: float) -> SampleResult:
+        place = {"length": length, "depth": depth}
+        stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
+        return SampleResult({}, stats, [Part(place, {"match": match})])
+
+    results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
+    assert by_place(results) == {
+        "by_length_and_depth": {
+            "length": [10, 20],
+            "depth": [0, 0.5],
+            "samples": [[1, 1], [0, 2]],
+            "match": [[1, 0], [None, 0.5]],
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Needle(haystack=FILLER, depths=[2]), r"depths=\[2\]: expected numbers from 0 to 1"),
+        (lambda: Needle(haystack=FILLER, fact="none"), r"fact='none': expected \{number\}"),
+        (lambda: Needle(haystack=FILLER, lengths=[]), r"lengths=\[\]: expected whole numbers >= 1"),
+        (lambda: Needle(haystack=" ").identity(), "haystack is empty"),
+        (lambda: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected a whole number"),
+        (lambda: NEEDLE.samples(None, 300), "needs a tokenizer"),
+        (lambda: KeyValuePairs(lengths=[0]), r"lengths=\[0\]"),
+        (lambda: TwoStageRetrieval(entries=[]), r"entries=\[\]"),
+        (lambda: MultiTurnRecall(haystack=FILLER, turns=[1]), r"turns=\[1\]: expected whole numbers >= 2"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_was_expected(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_prompts_without_room_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="lengths: 20 tokens have no room for fact and question, at least"):
+        Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300)
+    with pytest.raises(ValueError, match="no room for a single pair"):
+        KeyValuePairs(lengths=[60]).samples(tokenizer, 300)
+
+
+def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (200,), generator=generator).tolist()
+    for ngram, distance in ((1, 4), (2, 16), (3, 40)):
+        expected = []
+        for end in range(ngram - 1, len(tokens)):
+            words = tokens[end - ngram + 1 : end + 1]
+            before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
+            if before and end - before[-1] >= distance:
+                expected.append(end)
+        assert far_repeats(tokens, ngram, distance) == expected
+        assert expected
+
+
+def test_loss_of_far_repeats_is_that_of_their_tokens(folders, tmp_path):
+    words = "alpha beta gamma delta epsilon " * 3
+    (tmp_path / "book.txt").write_text(" ".join([words, "gamma gamma alpha beta " * 20, words] * 4))
+    settings = {"num_samples": 2, "context_tokens": 40, "scored_tokens": 80, "cache_folder": str(tmp_path / "cache")}
+    task = TextLoss(TextSource(str(tmp_path / "book.txt")), repeat_ngram=3, repeat_distance=6, **settings)
+    model, tokenizer = load_model(folders.stock), AutoTokenizer.from_pretrained(folders.stock)
+    samples = task.samples(tokenizer, model.config.vocab_size)
+    results = task.evaluate(Engine(model, tokenizer), samples)
+    for sample, result in zip(samples, results, strict=True):
+        tokens = torch.tensor(sample.prompt + sample.continuation)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+        places = [place - 1 for place in far_repeats(tokens.tolist(), 3, 6) if place >= len(sample.prompt)]
+        assert result.metrics["far_repeat_loss"] == pytest.approx(float(losses[places].mean()), abs=1e-4)
+    with pytest.raises(ValueError, match="no window repeats 90 tokens"):
+        TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey", "key_value", "chain", "direct"])
+def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(
+    name: str, tokenizer: Any, model: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
+    assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
+    for one, other in zip(known, hidden, strict=True):
+        assert [*one.prompt, *one.after] == [*other.prompt, *other.after]  # the same conversation
+        assert (one.continuation, one.place) == (other.continuation, other.place)
+        assert one.after and other.after[-len(one.after) :] == one.after and len(other.after) > len(one.after) + 5
+    results = run(dataclasses.replace(task, question="hidden"), script, model, tokenizer)
+    assert {each.metrics["exact_match"] for each in results} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"question": "maybe"}, "question='maybe': expected known"),
+        ({"question": "\nWhat is it? It is"}, "its wording is question_text"),
+        ({"question_text": "\nWhat is the number of {name}?"}, "expected the beginning of the answer"),
+        ({"question_text": "What? The number of {name} is"}, "without names in braces"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Needle(haystack=FILLER, **settings)
+    with pytest.raises(ValueError, match="question='known': expected hidden"):
+        MultiTurnRecall(haystack=FILLER, question="known")
