@@ -23,6 +23,10 @@ LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "se
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
+OPEN = ("training.stages.", "data.train.", "data.validation.", "data.calibration.", "data.test.")
+"""Beginnings of settings that need not stand in a file to be given: each entry has those of its class."""
+LENGTHS = ("steps", "tokens", "tokens_per_ratio")
+"""Of a stage; to give one leaves the others out."""
 OUTPUTS = ("output", "output_dir")
 """Settings that name a folder to write to in every script that has them."""
 FLAGS = ("overwrite", "trust_run", "use_previous_checkpoint", "control")
@@ -139,7 +143,8 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
     """Write a command line as Hydra reads it.
 
     `model=DIR` becomes `model.path=DIR`, of which a name in `configs/model` stays the choice of that file where the
-    script has one; a list may stand without brackets. Of a sweep each value is one of these.
+    script has one; a list may stand without brackets; a stage's new length takes the place of the one it had. Of a
+    sweep each value is one of these.
 
     Args:
         name: of the script's file in `configs`.
@@ -147,6 +152,7 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
         configs: folder of all settings.
     """
     sweeps = bool({"-m", "--multirun"} & set(arguments))
+    given = {argument.partition("=")[0] for argument in arguments}
     found: list[str] = []
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -154,6 +160,10 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
             found += ["model=pretrained"] * (name in CHOOSING) + [f"model.path={value}"]
         elif key in LISTS and value[:1] not in ("", "["):
             found.append(f"{key}={_listed(value, sweeps)}")
+        elif key.startswith(OPEN):
+            stage, _, last = key.rpartition(".")
+            others = [f"{stage}.{each}" for each in LENGTHS if last in LENGTHS and value != "null"]
+            found += [f"++{argument}", *(f"++{each}=null" for each in others if each not in given)]
         else:
             found.append(argument)
     return found

@@ -11,15 +11,18 @@ from pathlib import Path
 from hydra import compose, initialize
 from train import run_config
 
-from dmc.command_line import errors_in_one_line, flush_denormals
+from dmc.command_line import errors_in_one_line, flush_denormals, plain_settings
 from dmc.config import RunConfig
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
 
 def experiment(name: str, overrides: list[str]) -> RunConfig:
     """Compose one of the quickstart's experiments."""
-    return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *overrides]))
+    settings = plain_settings("train", overrides, CONFIGS)
+    return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *settings]))
 
 
 def main(arguments: list[str]) -> None:

@@ -21,7 +21,7 @@ from dmc.training import train
 TEXT = "".join(f"line {i} of {i % 7} words, {'x' * (i % 5)}\n" for i in range(400))
 NESTED = "[" * 200_000
 TRAINING = (
-    "model={stock} data=text_files data.train.0.name={text} data.validation.0.name={text} data.num_workers=0 "
+    "model={stock} data=text_files data.train.text.name={text} data.validation.text.name={text} data.num_workers=0 "
     "debug=tiny training.sequence_length=16 trainer=cpu output_dir=out data.cache_folder=cache "
 )
 
@@ -98,12 +98,12 @@ def _write_run(root: Path) -> None:
     values: dict[str, Any] = {
         "model": {"path": str(root / "stock")},
         "data": {
-            "train": [{"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}],
-            "validation": [{"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}],
+            "train": {"text": {"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}},
+            "validation": {"text": {"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}},
             "cache_folder": str(root / "cache"),
         },
         "training": {
-            "stages": [{"name": "retrofit", "steps": 1}],
+            "stages": {"retrofit": {"steps": 1}},
             "sequence_length": 16,
             "batch_size": 1,
             "micro_batch_size": 1,
@@ -265,28 +265,32 @@ CASES = [
             ("training.snapshot_ratios=[9.0]", "snapshot_ratios"),
             ("training.betas=[0.9]", "betas"),
             ("training.betas=[0.9,1.5]", "betas"),
-            ("training.stages=[]", "stages"),
-            ("training.stages=[{{name:retrofit,steps:-1}}]", "steps=-1"),
-            ("training.stages=[{{name:retrofit,stepz:1}}]", "stepz"),
+            ("training.stages={{zero_out:null,retrofit:null,solidify:null}}", "training.stages is empty"),
+            ("training.stages.retrofit.steps=-1", "steps=-1"),
+            ("training.stages.retrofit.stepz=1", "stepz: did you mean 'steps'?"),
+            ("training.stages.retrofitt.steps=1", "did you mean 'retrofit'?"),
+            ("training.stages.retrofit.steps=1 training.stages.retrofit.tokens=5", "give exactly one"),
+            ("data.train.text=null", "data.train is empty"),
+            ("data.validation.text.nam=a", "did you mean 'name'?"),
             ("training.learning_rte=1", "learning_rte"),
             ("experiment=nonesuch", "nonesuch"),
             ("seed=x", "seed"),
             ("seed=-1", "seed=-1"),
             ("plan=maybe", "plan"),
-            ("data.train.0.name={world}/nowhere.txt", "nowhere.txt"),
-            ("data.train.0.name={world}/numbers.jsonl", "int"),
-            ("data.train.0.name={world}/broken.jsonl", "broken.jsonl"),
-            ("data.train.0.name={world}/empty.txt", "empty.txt"),
-            ("data.train.0.name={world}/empty", "empty"),
-            ("data.train.0._target_=dmc.data.NoSource", "NoSource"),
-            ("+data.train.0.colum=x", "colum"),
+            ("data.train.text.name={world}/nowhere.txt", "nowhere.txt"),
+            ("data.train.text.name={world}/numbers.jsonl", "int"),
+            ("data.train.text.name={world}/broken.jsonl", "broken.jsonl"),
+            ("data.train.text.name={world}/empty.txt", "empty.txt"),
+            ("data.train.text.name={world}/empty", "empty"),
+            ("data.train.text._target_=dmc.data.NoSource", "NoSource"),
+            ("+data.train.text.colum=x", "colum"),
             ("data.num_workers=-1", "num_workers=-1"),
             ("output_dir={text}", "text.txt"),
             ("output_dir={text}/below", "text.txt"),
         )
     ),
-    Case("train", TRAINING.replace("data.train.0.name={text} ", ""), "data.train"),
-    Case("prepare_data", TRAINING + "data.train.0.name={world}/nowhere.txt", "nowhere.txt"),
+    Case("train", TRAINING.replace("data.train.text.name={text} ", ""), "data.train"),
+    Case("prepare_data", TRAINING + "data.train.text.name={world}/nowhere.txt", "nowhere.txt"),
     Case("prepare_data", TRAINING + "data.num_processes=0", "num_processes=0"),
     # What becomes of a run.
     *(
@@ -463,6 +467,6 @@ def test_a_run_that_has_saved_nothing_may_be_corrected(world: Path, folder: Path
     settings = TRAINING.format(world=world, stock=world / "stock", text=world / "text.txt").split()
     said = run_script("train.py", *settings, "training.sequence_length=5000")
     assert said.startswith("error: ") and "sequence" in said and (folder / "out" / "run.json").is_file()
-    stages = "training.stages=[{name:retrofit,steps:1}]"
-    assert run_script("train.py", *settings, stages, "training.snapshot_ratios=[]") == ""
+    stages = ["~training.stages.zero_out", "training.stages.solidify=null", "training.stages.retrofit.steps=1"]
+    assert run_script("train.py", *settings, *stages, "training.snapshot_ratios=[]") == ""
     assert (folder / "out" / "final" / "config.json").is_file()

@@ -6,8 +6,8 @@ from dmc.config import RunConfig, build_config
 
 VALID = {
     "model": {"path": "somewhere"},
-    "data": {"train": [{"_target_": "x"}], "validation": [{"_target_": "x"}]},
-    "training": {"stages": [{"name": "retrofit", "steps": 5}], "betas": [0.9, 0.99]},
+    "data": {"train": {"x": {"_target_": "x"}}, "validation": {"x": {"_target_": "x"}}},
+    "training": {"stages": {"retrofit": {"steps": 5}}, "betas": [0.9, 0.99]},
     "compression": {"delay": 4},
 }
 
@@ -25,7 +25,7 @@ def changed(path: str, value):
 def test_plain_values_become_dataclasses():
     config = build_config(RunConfig, VALID)
     assert config.compression.delay == 4
-    assert config.training.stages[0].num_steps(100, 4.0) == 5
+    assert config.training.stages["retrofit"].num_steps(100, 4.0) == 5
     assert config.training.betas == (0.9, 0.99)
     assert config.has_gates
 
@@ -53,10 +53,10 @@ def test_plain_values_become_dataclasses():
         ("compression.window_size", 0, "window_size=0: expected a whole number >= 1 .tokens; None"),
         ("compression.action", "forget", "compression.action='forget': expected one of merge, drop"),
         ("compression", {"action": "drop"}, "action='drop' needs delay >= 1"),
-        ("training.stages", [], "training.stages is empty"),
-        ("training.stages", [{"name": "retrofit"}], "give exactly one of them, > 0"),
-        ("training.stages", [{"name": "retrofit", "steps": 1, "tokens": 5.0}], "give exactly one of them, > 0"),
-        ("training.stages", [{"name": "polish", "steps": 1}], r"training.stages\[0\].name='polish': expected one of"),
+        ("training.stages", {}, "training.stages is empty"),
+        ("training.stages", {"retrofit": {}}, "training.stages.retrofit: .*give exactly one of them, > 0"),
+        ("training.stages", {"retrofit": {"steps": 1, "tokens": 5.0}}, "give exactly one of them, > 0"),
+        ("training.stages", {"polish": {"steps": 1}}, "unknown setting training.stages.polish: expected one of"),
         ("training.batch_size", "many", "training.batch_size='many': expected int"),
         ("training.batch_size", 0, "training.batch_size=0: expected a whole number >= 1"),
         ("training.max_nonfinite_steps", 0, "training.max_nonfinite_steps=0: expected a whole number >= 1"),
@@ -71,17 +71,20 @@ def test_plain_values_become_dataclasses():
         ("training.snapshot_ratios", [0.5], "is not a compression ratio"),
         ("model", {}, "give exactly one of them"),
         ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
-        ("data", {"train": [], "validation": [{}]}, "data.train is empty"),
-        ("data", {"train": [{}]}, "setting data.validation is missing"),
+        ("data", {"train": {}, "validation": {"x": {}}}, "data.train is empty"),
+        ("data", {"train": {"x": None}, "validation": {"x": {}}}, "data.train is empty"),
+        ("data", {"train": {"x": 5}, "validation": {"x": {}}}, "data.train.x=5: expected a mapping"),
+        ("data", {"train": [{}], "validation": {"x": {}}}, "data.train=.*: expected a mapping"),
+        ("data", {"train": {"x": {}}}, "setting data.validation is missing"),
         ("training.ratio_prior", "layer", "training.ratio_prior='layer': expected one of global, local"),
         ("training.head_agreement", "sum", "training.head_agreement='sum': expected one of mean, printed_sum, ratio"),
         ("training.head_agreement_weight", -1, "training.head_agreement_weight=-1.0: expected a number >= 0"),
         (
             "training.stages",
-            [{"name": "retrofit", "steps": 1, "ramp_fraction": 1.5}],
+            {"retrofit": {"steps": 1, "ramp_fraction": 1.5}},
             "ramp_fraction=1.5: expected a number >= 0 and <= 1",
         ),
-        ("training.stages", [{"name": "solidify", "steps": 1, "ramp_fraction": 0}], "of a retrofit stage only"),
+        ("training.stages", {"solidify": {"steps": 1, "ramp_fraction": 0}}, "of a retrofit stage only"),
         ("model", {"fresh": {}, "merge_kv_heads": 2}, "model.merge_kv_heads=2 merges the heads of a trained model"),
         ("trainer.precision", "fp8", "trainer.precision='fp8': expected one of"),
         ("data", 3, "data is 3: expected a mapping"),
@@ -140,7 +143,7 @@ def test_settings_that_contradict_each_other_give_one_clear_error(changes, messa
 def test_snapshots_of_fixed_pooling_need_a_ramp():
     values = changed("compression", FIXED)
     values["training"] |= {
-        "stages": [{"name": "retrofit", "steps": 5, "ramp_fraction": 1.0}],
+        "stages": {"retrofit": {"steps": 5, "ramp_fraction": 1.0}},
         "snapshot_ratios": [2.0],
     }
     assert build_config(RunConfig, values).decisions == "fixed"

@@ -8,7 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from scripts_here import run_script
 
-from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.command_line import plain_settings
+from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config
 from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
@@ -24,7 +25,7 @@ def names(group: str) -> list[str]:
 
 def composed(*overrides: str) -> RunConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return run_config(compose("train", overrides=list(overrides)))
+        return run_config(compose("train", overrides=plain_settings("train", overrides, CONFIGS)))
 
 
 @pytest.mark.parametrize("name", names("experiment"))
@@ -65,9 +66,9 @@ def test_every_option_composes(override):
 
 @pytest.mark.parametrize("name", names("data"))
 def test_every_source_can_be_built(name):
-    fill = ["data.train.0.name=a.txt", "data.validation.0.name=b.txt"] if name == "text_files" else []
+    fill = ["data.train.text.name=a.txt", "data.validation.text.name=b.txt"] if name == "text_files" else []
     config = composed(f"data={name}", *fill)
-    for source in config.data.train + config.data.validation:
+    for source in (*config.data.train.values(), *config.data.validation.values()):
         assert instantiate(source).weight > 0
 
 
@@ -76,6 +77,29 @@ def test_every_policy_is_an_option_of_generate(name):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = compose("generate", overrides=[f"policy={name}", "model.path=somewhere", "prompt=x"])
     assert ("_target_" in settings.policy) == (name != "full")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.stages.retrofit.steps=500", {"steps": 500}),
+        ("training.stages.retrofit.tokens=1e9", {"tokens": 1e9}),
+        ("training.stages.retrofit={steps: 7, tokens_per_ratio: null}", {"steps": 7}),
+        ("training.stages.retrofit.warmup_steps=5", {"tokens_per_ratio": 24e9, "warmup_steps": 5}),
+    ],
+)
+def test_one_setting_of_a_stage_is_one_override_away(override, expected):
+    config = composed(override)
+    assert config.training.stages["retrofit"] == StageConfig(**expected)
+    assert [*config.training.stages] == ["zero_out", "retrofit", "solidify"]
+
+
+def test_stages_and_sources_are_left_out_by_null_and_added_by_name():
+    config = composed("training.stages.zero_out=null", "~training.stages.solidify", "training.stages.pretrain.steps=3")
+    assert [*config.training.stages] == ["retrofit", "pretrain"]
+    config = composed("data=python_code", "data.train.stdlib=null", "data.train.packages.weight=2",
+                      "data.train.mine={_target_: dmc.data.TextSource, name: a.txt}")  # fmt: skip
+    assert [*config.data.train] == ["packages", "mine"] and config.data.train["packages"]["weight"] == 2
 
 
 def test_llama_experiment_is_the_papers_recipe():
@@ -87,7 +111,8 @@ def test_llama_experiment_is_the_papers_recipe():
     gates = config.compression
     assert (gates.temperature, gates.decision_offset, gates.window_size, gates.delay) == (0.1, 5.0, 12, 0)
     assert gates.target_ratio == 4.0
-    zero_out, retrofit, solidify = training.stages
+    zero_out, retrofit, solidify = training.stages.values()
+    assert [*training.stages] == ["zero_out", "retrofit", "solidify"]
     assert zero_out.steps == 250
     assert retrofit.tokens_per_ratio == 24e9
     assert (solidify.tokens, solidify.final_fraction) == (8e9, 0.1)

@@ -27,7 +27,7 @@ ALLOWED = {
     "replacement": {"checksums"},
     "target": set(),
     "compression": {"bounds", "budget", "ranks"},
-    "config": {"bounds", "compression", "budget"},
+    "config": {"bounds", "compression", "budget", "target"},
     "kernels": {"compression"},
     "models": {"compression", "budget", "ranks", "full_attention", "json_file"},
     "policies": {"compression", "budget", "config", "target"},

@@ -44,13 +44,13 @@ TABLE: dict[str, list[Any]] = {
     "training.log_every_steps": COUNT,
     "training.max_nonfinite_steps": COUNT,
     "training.hang_timeout_minutes": [-1, 1e30],
-    "training.stages.0.steps": [*COUNT, 10**18],
-    "training.stages.0.tokens": [0, -1, 1e30],
-    "training.stages.0.tokens_per_ratio": [0, -1, 1e30],
-    "training.stages.0.learning_rate": RATE,
-    "training.stages.0.warmup_steps": [-1, 1.5, 10**18],
-    "training.stages.0.final_fraction": [-0.1, 1.1],
-    "training.stages.0.ramp_fraction": [-0.1, 1.1],
+    "training.stages.retrofit.steps": [*COUNT, 10**18],
+    "training.stages.retrofit.tokens": [0, -1, 1e30],
+    "training.stages.retrofit.tokens_per_ratio": [0, -1, 1e30],
+    "training.stages.retrofit.learning_rate": RATE,
+    "training.stages.retrofit.warmup_steps": [-1, 1.5, 10**18],
+    "training.stages.retrofit.final_fraction": [-0.1, 1.1],
+    "training.stages.retrofit.ramp_fraction": [-0.1, 1.1],
     "compression.delay": [-1, 1.5],
     "compression.window_size": COUNT,
     "compression.neuron_index": [0.5],
@@ -82,12 +82,12 @@ CASES = [
 VALID: dict[str, Any] = {
     "model": {"path": "somewhere"},
     "data": {
-        "train": [{"_target_": "x"}],
-        "validation": [{"_target_": "x"}],
+        "train": {"x": {"_target_": "x"}},
+        "validation": {"x": {"_target_": "x"}},
         "tokenizer": {"folder": "somewhere"},
     },
     "training": {
-        "stages": [{"name": "retrofit", "steps": 5}],
+        "stages": {"retrofit": {"steps": 5}},
         "ratio_control": {},
         "distillation": {},
         "measured_start": {},
@@ -104,7 +104,7 @@ def settings_with(path: str, value: Any) -> Any:
     *folders, last = path.split(".")
     place: Any = values
     for folder in folders:
-        place = place[int(folder) if folder.isdigit() else folder]
+        place = place[folder]
     if last in ("tokens", "tokens_per_ratio"):
         del place["steps"]
     place[last] = value
@@ -136,7 +136,7 @@ def numeric_fields(config_class: Any, prefix: str = "") -> set[str]:
             found.add(prefix + name)
         for each in inner:
             if dataclasses.is_dataclass(each):
-                found |= numeric_fields(each, f"{prefix}{name}.{'0.' if each is StageConfig else ''}")
+                found |= numeric_fields(each, f"{prefix}{name}.{'retrofit.' if each is StageConfig else ''}")
     return found
 
 
@@ -148,7 +148,7 @@ def test_the_table_has_every_number_of_a_run_and_of_a_plan() -> None:
     ("path", "value"),
     [
         ("training.gradient_clip", None), ("compression.window_size", None), ("trainer.devices", "auto"),
-        ("trainer.devices", "8"), ("training.stages.0.tokens", 1e9), ("training.weight_decay", 0),
+        ("trainer.devices", "8"), ("training.stages.retrofit.tokens", 1e9), ("training.weight_decay", 0),
         ("training.hang_timeout_minutes", 0), ("data.num_workers", 0), ("compression.decision_offset", 1e6),
         ("compression.decision_offset", -3),
     ],

@@ -16,7 +16,7 @@ from dmc.quickstart import Row, _read, format_table
 
 ROOT = Path(__file__).parent.parent
 TINY = """
-training.stages=[{name: zero_out, steps: 2}, {name: retrofit, steps: 4}, {name: solidify, steps: 2}]
+training.stages={zero_out: {steps: 2}, retrofit: {steps: 4}, solidify: {steps: 2}}
 training.sequence_length=64
 training.batch_size=2
 training.micro_batch_size=2
@@ -70,8 +70,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.syspath_prepend(tmp_path)
-    base = [line.replace("name: zero_out", "name: pretrain") for line in TINY]
-    base[0] = "training.stages=[{name: pretrain, steps: 3}]"
+    base = ["training.stages.pretrain.steps=3", *TINY[1:]]
     assert not run_script("train.py", "experiment=quickstart_base", *base)
     assert not run_script("quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
     shown = capsys.readouterr().out

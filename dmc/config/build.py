@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
+
+from dmc.target import suggest
 
 
 def build_config(config_class: type, values: Any, name: str = "") -> Any:
@@ -23,17 +25,19 @@ def build_config(config_class: type, values: Any, name: str = "") -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{name or 'the configuration'} is {values!r}: expected a mapping of settings")
     fields = {item.name: item for item in dataclasses.fields(config_class)}
-    for key in values:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(fields)}"
-            raise ValueError(f"unknown setting {_join(name, key)}: {hint}")
+    _check_keys(values, fields, name)
     hints = typing.get_type_hints(config_class)
     for key, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and key not in values:
             raise ValueError(f"setting {_join(name, key)} is missing")
     return config_class(**{key: _convert(hints[key], value, _join(name, key)) for key, value in values.items()})
+
+
+def _check_keys(values: dict[str, Any], known: Iterable[str], name: str) -> None:
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown setting {_join(name, key)}: {suggest(key, known)}")
 
 
 def _join(name: str, key: Any) -> str:
@@ -71,7 +75,12 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{name}={value!r}: expected a mapping")
-        return dict(value)
+        if arguments[1] is Any:
+            return dict(value)
+        given = {key: each for key, each in value.items() if each is not None}  # null takes an entry out
+        if typing.get_origin(arguments[0]) is Literal:
+            _check_keys(given, typing.get_args(arguments[0]), name)
+        return {key: _convert(arguments[1], each, _join(name, key)) for key, each in given.items()}
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -38,13 +38,13 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from. Sources are mappings with a `_target_`, see `dmc.data`."""
+    """Where the text comes from. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
 
-    train: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
-    calibration: list[dict[str, Any]] | None = None
+    train: dict[str, dict[str, Any]]
+    validation: dict[str, dict[str, Any]]
+    calibration: dict[str, dict[str, Any]] | None = None
     """Held-out text for calibration; None: the validation text."""
-    test: list[dict[str, Any]] | None = None
+    test: dict[str, dict[str, Any]] | None = None
     """Held-out text for what is reported, on which nothing is chosen; None: the validation text, and reports say so."""
     cache_folder: str = "outputs/cache"
     """Where tokenised text is kept."""
@@ -68,6 +68,6 @@ class DataConfig:
             if not getattr(self, name):
                 raise ValueError(f"data.{name} is empty: name at least one source")
         for name in ("calibration", "test"):
-            if getattr(self, name) == []:
+            if getattr(self, name) == {}:
                 raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")
         check_fields(self, "data.", BOUNDS)

@@ -131,9 +131,9 @@ class RunConfig:
 
     @property
     def _climbs(self) -> bool:
-        """Whether no retrofit stage starts at the target."""
-        stages = [stage for stage in self.training.stages if stage.name == "retrofit"]
-        return all(stage.ramp_share(self.decisions) > 0 for stage in stages)
+        """Whether the retrofit stage does not start at the target."""
+        stage = self.training.stages.get("retrofit")
+        return stage is None or stage.ramp_share(self.decisions) > 0
 
     @property
     def target_ratio(self) -> float:

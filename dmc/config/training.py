@@ -46,14 +46,8 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio.
+    """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio."""
 
-    Raises:
-        ValueError: not exactly one length is given, or a value is out of range.
-    """
-
-    name: StageName
-    """pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify: CR at its target."""
     steps: int | None = None
     """Optimizer steps."""
     tokens: float | None = None
@@ -70,16 +64,23 @@ class StageConfig:
     """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
     (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, f"stage {self.name}: ", STAGE_BOUNDS)
+    def check(self, name: str) -> None:
+        """Refuse what the stage `name` cannot have.
+
+        Raises:
+            ValueError: not exactly one length is given, or a value is out of range.
+        """
+        check_fields(self, f"training.stages.{name}.", STAGE_BOUNDS)
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
         if len(given) != 1:
             raise ValueError(
-                f"stage {self.name}: steps={self.steps}, tokens={self.tokens}, "
-                f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0"
+                f"training.stages.{name}: steps={self.steps}, tokens={self.tokens}, "
+                f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0, and null for the others"
             )
-        if self.ramp_fraction is not None and self.name != "retrofit":
-            raise ValueError(f"stage {self.name}: ramp_fraction={self.ramp_fraction} is of a retrofit stage only")
+        if self.ramp_fraction is not None and name != "retrofit":
+            raise ValueError(
+                f"training.stages.{name}.ramp_fraction={self.ramp_fraction} is of a retrofit stage only: leave it out"
+            )
 
     def ramp_share(self, decisions: str) -> float:
         """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
@@ -163,7 +164,9 @@ class MeasuredStartConfig:
 class TrainingConfig:
     """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
 
-    stages: list[StageConfig]
+    stages: dict[StageName, StageConfig]
+    """One after the other. pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify:
+    CR at its target."""
     sequence_length: int = 4096
     """Tokens per sequence."""
     batch_size: int = 1024
@@ -220,6 +223,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("training.stages is empty: give at least one stage")
+        for name, stage in self.stages.items():
+            stage.check(name)
         check_fields(self, "training.", BOUNDS)
         if self.ratio_control is not None and self.ratio_weight == 0:
             raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")

@@ -85,7 +85,7 @@ class Exporter:
             score = score_text(model, self.data.test_batches(), "test", **reading)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
-        text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train)
+        text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())
         title = Path(base).name
         if self.config.model.merge_kv_heads is not None:
             title += f" with {self.config.model.merge_kv_heads} KV heads"

@@ -64,7 +64,7 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         known = _flat(_recorded(record)["config"])
         compared = set(known)
     differing = {key for key in compared if known.get(key) != values.get(key)}
-    changed = sorted(key for key in differing if not key.startswith(PLACES) and key not in MEASURED)
+    changed = sorted(key for key in differing if not key.startswith((*PLACES, *MEASURED)))
     if changed:
         shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
         raise ValueError(
@@ -176,7 +176,8 @@ def record_start(folder: Path, step: int) -> None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    return _flat(json.loads(json.dumps(dataclasses.asdict(config))))
+    values = _flat(json.loads(json.dumps(dataclasses.asdict(config))))
+    return values | {"training.stages": [*config.training.stages], "data.train": [*config.data.train]}  # their orders
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

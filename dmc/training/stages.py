@@ -26,6 +26,7 @@ class StepState:
 
 @dataclass(frozen=True)
 class _PlannedStage:
+    name: str
     config: StageConfig
     start: int
     steps: int
@@ -53,22 +54,23 @@ class Plan:
         start = 0
         borrows = compression is None or compression.borrows_neuron
         decisions = "per_head" if compression is None else compression.decisions
-        stages = [stage for stage in training.stages if borrows or stage.name != "zero_out"]
-        for stage in stages:
+        for name, stage in training.stages.items():
+            if name == "zero_out" and not borrows:
+                continue
             steps = stage.num_steps(training.tokens_per_step, target_ratio)
             rate = training.learning_rate if stage.learning_rate is None else stage.learning_rate
             ramp_steps = round(stage.ramp_share(decisions) * steps)
-            self._stages.append(_PlannedStage(stage, start, steps, rate, ramp_steps))
+            self._stages.append(_PlannedStage(name, stage, start, steps, rate, ramp_steps))
             start += steps
         self.total_steps = start
-        names = [stage.name for stage in stages]
+        names = [stage.name for stage in self._stages]
         if "zero_out" in names and any(name in ("retrofit", "solidify") for name in names[: names.index("zero_out")]):
             raise ValueError(f"stages {names}: zero_out removes the neuron the gates use; put it before them")
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
         """Name and optimizer steps of each stage."""
-        return [(stage.config.name, stage.steps) for stage in self._stages]
+        return [(stage.name, stage.steps) for stage in self._stages]
 
     def at(self, step: int) -> StepState:
         """Return the state of optimizer step `step` (0 is the first); steps past the end are the last."""
@@ -78,15 +80,15 @@ class Plan:
         multiplier = None
         ratio = 1.0
         delay = None
-        if planned.config.name == "zero_out":
+        if planned.name == "zero_out":
             multiplier = zero_out_multiplier_at(inside, total_steps=planned.steps)
-        elif planned.config.name == "retrofit":
+        elif planned.name == "retrofit":
             ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.ramp_steps)
             if self._delays:
                 delay = self._delays[inside * len(self._delays) // planned.steps]
-        elif planned.config.name == "solidify":
+        elif planned.name == "solidify":
             ratio = self.target_ratio
-        return StepState(planned.config.name, _learning_rate(planned, inside), ratio, multiplier, delay)
+        return StepState(planned.name, _learning_rate(planned, inside), ratio, multiplier, delay)
 
     def neuron_removed_at(self, step: int) -> bool:
         """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""
@@ -94,7 +96,7 @@ class Plan:
 
     def snapshot_steps(self, ratios: Sequence[float]) -> dict[int, float]:
         """Return the steps after which the ramp has reached each ratio; the final target is no snapshot."""
-        ramp = next((stage for stage in self._stages if stage.config.name == "retrofit"), None)
+        ramp = next((stage for stage in self._stages if stage.name == "retrofit"), None)
         if ramp is None or self.target_ratio == 1:
             return {}
         return {

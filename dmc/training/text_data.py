@@ -37,13 +37,13 @@ from dmc.training.stages import Plan
 logger = logging.getLogger(__name__)
 
 
-def build_sources(specifications: list[dict[str, Any]], name: str) -> list[Any]:
-    """Instantiate sources from mappings with a `_target_`.
+def build_sources(specifications: dict[str, dict[str, Any]], split: str) -> list[Any]:
+    """Instantiate the sources of a split from mappings with a `_target_`.
 
     Raises:
         ValueError: a mapping does not describe a source.
     """
-    return [build_target(each, f"{name}[{index}]") for index, each in enumerate(specifications)]
+    return [build_target(each, f"data.{split}.{name}") for name, each in specifications.items()]
 
 
 def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
@@ -53,7 +53,7 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
         ValueError: neither the data nor the model names one.
     """
     if data.tokenizer.train_vocab_size is not None:
-        sources = build_sources(data.train, "data.train")
+        sources = build_sources(data.train, "train")
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
     path = data.tokenizer.path or model_path
@@ -194,7 +194,7 @@ class TextData(LightningDataModule):
         ]
 
     def _sources(self, split: str) -> list[Any]:
-        return build_sources(getattr(self.config.data, split), f"data.{split}")
+        return build_sources(getattr(self.config.data, split), split)
 
     def _packed(self, split: str) -> Any:
         data = self.config.data

@@ -33,7 +33,7 @@ def settings(tmp_path_factory):
     return [
         "debug=tiny", "trainer=cpu", "data=text_files", "training.snapshot_ratios=[]",
         "training.validate_every_steps=1000",
-        f"data.train.0.name={folder}/train", f"data.validation.0.name={folder}/held_out",
+        f"data.train.text.name={folder}/train", f"data.validation.text.name={folder}/held_out",
         f"data.cache_folder={folder}/cache", f"data.tokenizer.folder={folder}/tokenizer",
         "data.tokenizer.train_vocab_size=300", "data.num_workers=1", "training.activation_checkpointing=false",
         "model.fresh.hidden_size=32", "model.fresh.intermediate_size=64", "model.fresh.num_hidden_layers=2",
@@ -42,7 +42,7 @@ def settings(tmp_path_factory):
 
 
 def long_run(steps: int) -> list[str]:
-    stages = f"[{{name:zero_out,steps:6}},{{name:retrofit,steps:{steps - 6}}}]"
+    stages = f"{{zero_out:{{steps:6}},retrofit:{{steps:{steps - 6}}},solidify:null}}"
     return [f"training.stages={stages}", "training.checkpoint_every_steps=1000", "trainer.strategy=ddp"]
 
 

@@ -19,17 +19,18 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
         lines = [f"{name}: line {number} says {number % 7} and {number % 3}." for number in range(400)]
         (corpus / f"{name}.txt").write_text("\n".join(lines))
     text = [
-        "data=text_files", f"data.train.0.name={corpus}/train.txt", f"data.validation.0.name={corpus}/held_out.txt",
+        "data=text_files", f"data.train.text.name={corpus}/train.txt",
+        f"data.validation.text.name={corpus}/held_out.txt",
         f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer",
         "data.tokenizer.train_vocab_size=300", "trainer=cpu", "training.sequence_length=64",
         "training.batch_size=2", "training.micro_batch_size=2", "training.validation_sequences=2",
         "training.calibration_sequences=2",
     ]  # fmt: skip
     study = tmp_path / "study"
-    stages = "training.stages=[{name: zero_out, steps: 1}, {name: retrofit, steps: 2}]"
-    retrofit = ["model=pretrained", f"model.path={study}/base/final", "training=short", stages,
+    stages = ["training.stages={zero_out: {steps: 1}, retrofit: {steps: 2}, solidify: null}"]
+    retrofit = ["model=pretrained", f"model.path={study}/base/final", "training=short", *stages,
                 "compression=dmc_delayed", "compression.delay=2"]  # fmt: skip
-    base = ["training=pretrain", "training.stages=[{name: pretrain, steps: 2}]", "compression=none", *TINY]
+    base = ["training=pretrain", "training.stages.pretrain.steps=2", "compression=none", *TINY]
     source = {"_target_": "dmc.data.TextSource", "name": f"{corpus}/held_out.txt"}
     task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2,
             "repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}  # fmt: skip

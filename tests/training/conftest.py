@@ -9,11 +9,7 @@ import pytest
 
 from dmc.config import RunConfig, build_config
 
-STAGES = [
-    {"name": "zero_out", "steps": 2},
-    {"name": "retrofit", "steps": 4},
-    {"name": "solidify", "steps": 2, "final_fraction": 0.0},
-]
+STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"steps": 2, "final_fraction": 0.0}}
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +42,8 @@ def run_values(corpus: Path, tmp_path: Path) -> dict[str, Any]:
             }
         },
         "data": {
-            "train": [{"_target_": "dmc.data.TextSource", "name": str(corpus / "train")}],
-            "validation": [{"_target_": "dmc.data.TextSource", "name": str(corpus / "held_out")}],
+            "train": {"text": {"_target_": "dmc.data.TextSource", "name": str(corpus / "train")}},
+            "validation": {"text": {"_target_": "dmc.data.TextSource", "name": str(corpus / "held_out")}},
             "cache_folder": str(corpus / "cache"),
             "tokenizer": {"train_vocab_size": 300, "folder": str(corpus / "tokenizer")},
         },

@@ -50,7 +50,7 @@ def test_online_without_a_login_is_refused_before_anything_is_written(logged_out
 def tracked_values(logged_out, run_values):
     """Settings of a short run that logs to wandb."""
     run_values["logger"] = {"wandb_project": "dmc-test"}
-    run_values["training"] |= {"stages": [{"name": "retrofit", "steps": 2}], "snapshot_ratios": [], "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "snapshot_ratios": [], "calibrate": False}
     return run_values
 
 

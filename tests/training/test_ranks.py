@@ -59,7 +59,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     steps = 120
     two_ranks["data"]["num_workers"] = 1
     two_ranks["training"] |= {
-        "stages": [{"name": "zero_out", "steps": 15}, {"name": "retrofit", "steps": steps - 15}],
+        "stages": {"zero_out": {"steps": 15}, "retrofit": {"steps": steps - 15}},
         "checkpoint_every_steps": 5,
     }
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -95,7 +95,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
 @pytest.mark.slow
 def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus, tmp_path):
     two_ranks["data"]["streaming"] = True
-    two_ranks["training"] |= {"stages": [{"name": "retrofit", "steps": 25}], "checkpoint_every_steps": 1000}
+    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 25}}, "checkpoint_every_steps": 1000}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     log = tmp_path / "ranks.log"
     train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)

@@ -26,7 +26,7 @@ def base(run_values, corpus):
     """Folder of a trained stock model, made once."""
     folder = corpus / "base"
     values = copy.deepcopy(run_values) | {"output_dir": str(folder), "compression": None}
-    values["training"] |= {"stages": [{"name": "pretrain", "steps": 10}], "snapshot_ratios": []}
+    values["training"] |= {"stages": {"pretrain": {"steps": 10}}, "snapshot_ratios": []}
     return train(build_config(RunConfig, values)).final
 
 
@@ -125,7 +125,7 @@ def test_the_weight_integrates_the_relative_excess():
 
 
 def test_gates_alone_change_no_other_weight(recipe, base, tmp_path):
-    recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": [{"name": "retrofit", "steps": 6}]}
+    recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": {"retrofit": {"steps": 6}}}
     before, after = load_model(base), load_model(trained(recipe, tmp_path / "run") / "final")
     changed = 0
     for name, value in before.state_dict().items():
@@ -140,11 +140,7 @@ def test_gates_alone_change_no_other_weight(recipe, base, tmp_path):
 
 def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
     recipe["training"] |= {
-        "stages": [
-            {"name": "zero_out", "steps": 1},
-            {"name": "retrofit", "steps": 6},
-            {"name": "solidify", "steps": 1},
-        ],
+        "stages": {"zero_out": {"steps": 1}, "retrofit": {"steps": 6}, "solidify": {"steps": 1}},
         "delays": [5, 3, 2],
     }
     config = build_config(RunConfig, recipe)

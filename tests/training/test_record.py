@@ -69,8 +69,8 @@ def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_v
     monkeypatch.syspath_prepend(tmp_path)
     source = {"_target_": target, "name": "book.txt"}
     if place == "inside":
-        source = {**run_values["data"]["train"][0], "files": source}
-    run_values["data"]["train" if place == "inside" else place] = [source]
+        source = {**run_values["data"]["train"]["text"], "files": source}
+    run_values["data"]["train" if place == "inside" else place] = {"x": source}
     record_run(tmp_path / "run", build_config(RunConfig, run_values))
     with pytest.raises(ValueError, match=rf"run.json names {target}, which is no source of dmc.data: .*trust_run=true"):
         read_foreign_config(tmp_path / "run")
@@ -83,11 +83,11 @@ def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_v
 
 
 def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
-    run_values["data"]["calibration"] = [{"_target_": "dmc.data.text.TextSource", "name": "a.txt"}]
-    run_values["data"]["train"] += [
-        {"_target_": "dmc.data.StandardLibrarySource", "split": "train"},
-        {"_target_": "dmc.data.PackageSource", "packages": ["torch"]},
-    ]
+    run_values["data"]["calibration"] = {"a": {"_target_": "dmc.data.text.TextSource", "name": "a.txt"}}
+    run_values["data"]["train"] |= {
+        "stdlib": {"_target_": "dmc.data.StandardLibrarySource", "split": "train"},
+        "packages": {"_target_": "dmc.data.PackageSource", "packages": ["torch"]},
+    }
     record_run(tmp_path, config := build_config(RunConfig, run_values))
     assert read_foreign_config(tmp_path) == config
 
@@ -106,6 +106,19 @@ def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
     run_values["training"]["learning_rate"] = 1e-4
     with pytest.raises(ValueError, match=r"learning_rate: 0.0005 then, 0.0001 now"):
         check_same_run(folder, build_config(RunConfig, run_values))
+
+
+@pytest.mark.parametrize(("section", "name"), [("training", "stages"), ("data", "train")])
+def test_a_run_does_not_go_on_with_its_parts_in_another_order(section, name, run_values, tmp_path):
+    run_values["data"]["train"] |= {"more": {"_target_": "dmc.data.StandardLibrarySource", "split": "train"}}
+    run_values["compression"] = None
+    record_run(tmp_path, build_config(RunConfig, run_values))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    check_same_run(tmp_path, build_config(RunConfig, run_values))
+    run_values[section][name] = dict(reversed(run_values[section][name].items()))
+    with pytest.raises(ValueError, match=f"{section}.{name}: .* then, .* now"):
+        check_same_run(tmp_path, build_config(RunConfig, run_values))
 
 
 def test_a_run_that_framed_documents_otherwise_is_refused(run_values, tmp_path):

@@ -27,7 +27,7 @@ def values(run_values, monkeypatch):
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
     run_values["training"] |= {
-        "stages": [{"name": name, "steps": steps} for name, steps in lengths.items()],
+        "stages": {name: {"steps": steps} for name, steps in lengths.items()},
         "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16, "snapshot_ratios": [],
         "ratio_control": {"gain": 0.05}, "checkpoint_every_steps": 100, "validate_every_steps": 100,
     }  # fmt: skip

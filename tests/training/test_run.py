@@ -116,7 +116,7 @@ def test_work_that_lies_where_a_model_goes_is_found_before_the_first_step(place,
 @pytest.mark.parametrize("split", ["validation", "calibration"])
 def test_too_little_text_is_found_before_the_first_step(split, run_values, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
-    run_values["data"][split] = [{"_target_": "dmc.data.TextSource", "name": str(tmp_path / "short.txt")}]
+    run_values["data"][split] = {"short": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / "short.txt")}}
     with pytest.raises(ValueError, match="sequence"):
         train(build_config(RunConfig, run_values))
     assert not (Path(run_values["output_dir"]) / "checkpoints").exists()
@@ -176,7 +176,7 @@ def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
 
 def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypatch):
     values = run_values | {"compression": None, "output_dir": str(tmp_path / "base")}
-    values["training"] = values["training"] | {"stages": [{"name": "pretrain", "steps": 1}], "snapshot_ratios": []}
+    values["training"] = values["training"] | {"stages": {"pretrain": {"steps": 1}}, "snapshot_ratios": []}
     base = train(build_config(RunConfig, values)).final
     values["training"] |= {"activation_checkpointing": True}
     calls = []
@@ -224,11 +224,7 @@ def test_noise_seeds_differ_by_run_and_position():
 
 @pytest.mark.slow
 def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_path):
-    run_values["training"]["stages"] = [
-        {"name": "zero_out", "steps": 4},
-        {"name": "retrofit", "steps": 20},
-        {"name": "solidify", "steps": 6},
-    ]
+    run_values["training"]["stages"] = {"zero_out": {"steps": 4}, "retrofit": {"steps": 20}, "solidify": {"steps": 6}}
     run_values["training"]["checkpoint_every_steps"] = 3
     torch.set_num_threads(1)
     uninterrupted = dict(run_values, output_dir=str(tmp_path / "whole"))
@@ -290,8 +286,8 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
 
 def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_path):
     run_values["data"] |= {"cache_folder": str(tmp_path / "cache"), "num_processes": 1}
-    source = dict(run_values["data"]["train"][0])
-    run_values["data"]["validation"] = [source, dict(source, weight=2)]  # held-out text may be a blend too
+    source = dict(run_values["data"]["train"]["text"])
+    run_values["data"]["validation"] = {"a": source, "b": dict(source, weight=2)}  # held-out text may be a blend too
     config = build_config(RunConfig, run_values)
     reports = prepare_text(config)
     assert not Path(config.output_dir).exists()
@@ -312,20 +308,20 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     assert torch.equal(torch.cat(alone.test_batches()), torch.cat(alone.validation_batches()))
     text = tmp_path / "test.txt"
     text.write_text("words that stand nowhere else, over and over again. " * 40)
-    run_values["data"]["test"] = [{"_target_": "dmc.data.TextSource", "name": str(text)}]
+    run_values["data"]["test"] = {"test": {"_target_": "dmc.data.TextSource", "name": str(text)}}
     own, config = data_of(run_values)
     assert config.data.reported_split == "test"
     assert not torch.equal(torch.cat(own.test_batches()), torch.cat(own.validation_batches()))
     assert "test" in [report.split for report in own.report()]
     record_run(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
     record_run(tmp_path / "run", config)  # a run may go on with another: it is not trained with
-    run_values["data"]["test"] = []
+    run_values["data"]["test"] = {}
     with pytest.raises(ValueError, match=r"data\.test is empty: name at least one source, or null"):
         build_config(RunConfig, run_values)
 
 
 def test_a_final_model_without_whole_weights_is_not_finished_and_is_written_again(run_values, tmp_path):
-    run_values["training"] |= {"stages": [{"name": "retrofit", "steps": 1}], "snapshot_ratios": [], "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"steps": 1}}, "snapshot_ratios": [], "calibrate": False}
     config = build_config(RunConfig, run_values)
     run = train(config)
     before = load_model(run.final).state_dict()

@@ -8,11 +8,11 @@ from dmc.training.stages import Plan
 
 FIXED = CompressionConfig(decisions="fixed", weighting="uniform")
 PAPER = TrainingConfig(
-    stages=[
-        StageConfig("zero_out", steps=250),
-        StageConfig("retrofit", tokens_per_ratio=24e9),
-        StageConfig("solidify", tokens=8e9, final_fraction=0.1),
-    ]
+    stages={
+        "zero_out": StageConfig(steps=250),
+        "retrofit": StageConfig(tokens_per_ratio=24e9),
+        "solidify": StageConfig(tokens=8e9, final_fraction=0.1),
+    }
 )
 
 
@@ -27,11 +27,11 @@ def test_paper_recipe_has_its_token_counts():
 def test_stages_follow_each_other_with_their_schedules():
     plan = Plan(
         TrainingConfig(
-            stages=[
-                StageConfig("zero_out", steps=10),
-                StageConfig("retrofit", steps=30),
-                StageConfig("solidify", steps=20, final_fraction=0.1),
-            ],
+            stages={
+                "zero_out": StageConfig(steps=10),
+                "retrofit": StageConfig(steps=30),
+                "solidify": StageConfig(steps=20, final_fraction=0.1),
+            },
             learning_rate=0.2,
         ),
         target_ratio=4.0,
@@ -51,25 +51,25 @@ def test_neuron_is_removed_once_after_zero_out():
 
 
 def test_snapshots_come_when_the_ramp_reaches_them():
-    training = TrainingConfig(stages=[StageConfig("zero_out", steps=10), StageConfig("retrofit", steps=30)])
+    training = TrainingConfig(stages={"zero_out": StageConfig(steps=10), "retrofit": StageConfig(steps=30)})
     assert Plan(training, 4.0).snapshot_steps([2.0, 3.0, 4.0]) == {20: 2.0, 30: 3.0}
     assert Plan(training, 1.0).snapshot_steps([]) == {}
 
 
 def test_warm_up_rises_linearly():
-    training = TrainingConfig(stages=[StageConfig("pretrain", steps=10, warmup_steps=4)], learning_rate=1.0)
+    training = TrainingConfig(stages={"pretrain": StageConfig(steps=10, warmup_steps=4)}, learning_rate=1.0)
     assert [Plan(training, 1.0).at(step).learning_rate for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_zero_out_after_the_gates_is_refused():
-    training = TrainingConfig(stages=[StageConfig("retrofit", steps=1), StageConfig("zero_out", steps=1)])
+    training = TrainingConfig(stages={"retrofit": StageConfig(steps=1), "zero_out": StageConfig(steps=1)})
     with pytest.raises(ValueError, match="zero_out removes the neuron"):
         Plan(training, 4.0)
 
 
 def climbing(fraction: float | None, **changes) -> TrainingConfig:
-    stages = [StageConfig("zero_out", steps=5), StageConfig("retrofit", steps=20, ramp_fraction=fraction)]
-    return TrainingConfig(stages=[*stages, StageConfig("solidify", steps=10)], **changes)
+    stages = {"zero_out": StageConfig(steps=5), "retrofit": StageConfig(steps=20, ramp_fraction=fraction)}
+    return TrainingConfig(stages={**stages, "solidify": StageConfig(steps=10)}, **changes)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ STRATEGIES = ("ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_z
 @pytest.fixture
 def values(run_values):
     run_values["training"] |= {
-        "stages": [{"name": "zero_out", "steps": 5}, {"name": "retrofit", "steps": STEPS - 5}],
+        "stages": {"zero_out": {"steps": 5}, "retrofit": {"steps": STEPS - 5}},
         "batch_size": 6, "micro_batch_size": 6, "snapshot_ratios": [], "validate_every_steps": 10,
         "checkpoint_every_steps": 10,
     }  # fmt: skip
@@ -158,7 +158,7 @@ def test_each_rank_reads_its_own_part_of_a_base(values, strategy, num_cuts, merg
     shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
     fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
     values["model"] = {"path": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
-    values["training"]["stages"] = [{"name": "retrofit", "steps": STEPS}]
+    values["training"]["stages"] = {"retrofit": {"steps": STEPS}}
     expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
     trainer = {"strategy": strategy, "tensor_parallel_size": num_cuts}
     folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)

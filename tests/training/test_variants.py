@@ -39,7 +39,7 @@ def test_fixed_pooling_trains_without_zero_out_and_holds_its_ratio(run_values):
 
 def test_fixed_pooling_may_climb_through_snapshots(run_values):
     run_values["compression"] = FIXED
-    run_values["training"]["stages"] = [{"name": "retrofit", "steps": 4, "ramp_fraction": 1.0}]
+    run_values["training"]["stages"] = {"retrofit": {"steps": 4, "ramp_fraction": 1.0}}
     run = train(build_config(RunConfig, run_values))
     assert {ratio: load_model(folder).compression.target_ratio for ratio, folder in run.snapshots.items()} == {2.0: 2.0}
     assert (served(run.snapshots[2.0]) == 15).all()
@@ -64,8 +64,9 @@ def test_heads_are_pulled_to_one_decision(run_values):
 
 def test_uniform_weights_and_an_immediate_target_train(run_values):
     run_values["compression"] |= {"weighting": "uniform", "window_size": None, "neuron_index": 0}
-    stages = run_values["training"]["stages"]
-    run_values["training"] |= {"snapshot_ratios": [], "stages": [stages[0], {**stages[1], "ramp_fraction": 0.0}]}
+    zero_out, retrofit = (run_values["training"]["stages"][name] for name in ("zero_out", "retrofit"))
+    stages = {"zero_out": zero_out, "retrofit": {**retrofit, "ramp_fraction": 0.0}}
+    run_values["training"] |= {"snapshot_ratios": [], "stages": stages}
     run = train(build_config(RunConfig, run_values))
     assert logged(run.folder, "train/target_ratio") == dict.fromkeys(range(2, 6), 4.0)
 
@@ -74,7 +75,7 @@ def test_uniform_weights_and_an_immediate_target_train(run_values):
 def base(run_values):
     """Train a stock base of two KV heads."""
     values = {**run_values, "compression": None, "output_dir": run_values["output_dir"] + "_base"}
-    values["training"] = {**values["training"], "stages": [{"name": "pretrain", "steps": 2}], "snapshot_ratios": []}
+    values["training"] = {**values["training"], "stages": {"pretrain": {"steps": 2}}, "snapshot_ratios": []}
     return train(build_config(RunConfig, values)).final
 
 

@@ -40,13 +40,13 @@ def check_start(config: RunConfig, num_devices: int) -> None:
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
     for split in ("train", "validation", "calibration", "test"):
-        sources = build_sources(getattr(data, split) or [], f"data.{split}")
+        sources = build_sources(getattr(data, split) or {}, split)
         if split == "train" and data.streaming:
             check_lanes(data.streaming_lanes, num_ranks)
-            for index, source in enumerate(sources):
+            for name, source in zip(data.train, sources, strict=True):
                 if not hasattr(source, "stream"):
                     raise ValueError(
-                        f"data.train[{index}] is {type(source).__name__}, which cannot be streamed: use "
+                        f"data.train.{name} is {type(source).__name__}, which cannot be streamed: use "
                         "data.streaming=false, or dmc.data.TextSource"
                     )
     model = model_shape(config, with_vocabulary=False)

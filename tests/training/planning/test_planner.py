@@ -29,10 +29,10 @@ SHAPE = {
 def run(shape=SHAPE, compression=True, **changes) -> RunConfig:
     values = {
         "model": {"fresh": shape},
-        "data": {"train": [TEXT], "validation": [TEXT], "tokenizer": {"path": "somewhere"}},
+        "data": {"train": {"text": TEXT}, "validation": {"text": TEXT}, "tokenizer": {"path": "somewhere"}},
         "compression": {} if compression is True else compression,
         "training": {
-            "stages": [{"name": "zero_out", "steps": 2}, {"name": "retrofit", "steps": 5}],
+            "stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 5}},
             "batch_size": 64, "sequence_length": 64, "micro_batch_size": 2,
         },
         "trainer": {"accelerator": "cpu"},

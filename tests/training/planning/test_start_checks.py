@@ -68,11 +68,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "streaming_lanes=3 cannot be shared out evenly to 2 ranks",
     ),
     (
-        {"data.streaming": True, "data.train": [{"_target_": "dmc.data.StandardLibrarySource"}]},
-        r"data.train\[0\] is StandardLibrarySource, which cannot be streamed",
+        {"data.streaming": True, "data.train": {"own": {"_target_": "dmc.data.StandardLibrarySource"}}},
+        r"data.train.own is StandardLibrarySource, which cannot be streamed",
     ),
-    ({"data.train": [{"_target_": "dmc.data.TextSauce"}]}, r"has no TextSauce; did you mean"),
-    ({"data.calibration": [{}]}, r"data.calibration\[0\] has no _target_"),
+    ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"has no TextSauce; did you mean"),
+    ({"data.calibration": {"x": {}}}, "data.calibration.x has no _target_"),
     ({"data.tokenizer": {}}, "no tokenizer: set data.tokenizer.path"),
     ({"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2}, "does not divide the 1 devices"),
     (
@@ -93,7 +93,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.fresh": {"vocab_size": 9}}, "no model_type"),
     ({"model": {"path": "nowhere", "architecture": {"hidden_size": 8}}}, "no model_type"),
     (
-        {"training.stages": [{"name": "retrofit", "steps": 2}, {"name": "zero_out", "steps": 2}]},
+        {"training.stages": {"retrofit": {"steps": 2}, "zero_out": {"steps": 2}}},
         "zero_out removes the neuron the gates use",
     ),
     ({"trainer.devices": "auto", "trainer.accelerator": "gpu"}, "this machine has no GPU to count"),
