@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import trange
 
 from dmc.compression import GateMode, GateTrace, held_fraction
+from dmc.models import next_tokens, sequence_means, with_token_losses
 from dmc.ranks import ALONE, Ranks
 
 
@@ -29,11 +29,6 @@ class TextScore:
     def achieved_ratio(self) -> float:
         """Tokens over entries held; 1 without gates."""
         return 1.0 if self.held is None else 1.0 / float(self.held.mean())
-
-
-def next_token_loss(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """Mean cross-entropy of each token given those before it, in nats; logits [B, T, vocab], input_ids [B, T]."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
 
 
 @contextmanager
@@ -64,7 +59,7 @@ def score_text(
         documents_of: gives the documents of a batch at which gates and attention reset; None: they do not.
         sharing: ranks that read a part of the batches each; all of them call this, and get the score of all batches.
     """
-    compression = getattr(model, "compression", None)
+    compression = getattr(with_token_losses(model), "compression", None)
     batches = list(batches)
     cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
     reader, num_readers = sharing.rank // cutting.size, max(1, sharing.size // cutting.size)
@@ -78,8 +73,9 @@ def score_text(
             gates: dict[str, Any] = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
             if gates and documents_of is not None:
                 gates["documents"] = documents_of(input_ids)
-            logits = model(input_ids, use_cache=False, **gates).logits
-            found = next_token_loss(logits, input_ids).double().expand(input_ids.shape[0], 1)
+            targets = next_tokens(input_ids)
+            losses = model(input_ids, use_cache=False, targets=targets, **gates).cross_entropy
+            found = sequence_means(losses, targets).double()[:, None]
             if compression is not None:
                 held = held_fraction(trace.stacked_alpha(), delay=compression.delay).transpose(0, 1)  # [B, L, H]
                 found = torch.cat([found, held.flatten(1).double()], dim=1)

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.config import RunConfig
-from dmc.measure import next_token_loss
-from dmc.models import retrofit
+from dmc.models import next_tokens, retrofit, with_token_losses
 from dmc.training.strategies import build_strategy
-from dmc.training.teacher import divergence
+from dmc.training.teacher import Teacher
 
 
 def allocated_peak(work: Callable[[], Any]) -> int:
@@ -40,7 +39,7 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spread is not None:
         spread(model)
-    teacher = AutoModelForCausalLM.from_config(shape).eval() if config.distils else None
+    teacher = Teacher(AutoModelForCausalLM.from_config(shape), "", 1.0) if config.distils else None
     optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
     for _ in range(num_steps):
@@ -56,17 +55,15 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
 
 
 def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> torch.Tensor:
+    targets = next_tokens(input_ids)
     if not hasattr(model, "compression"):
-        return next_token_loss(model(input_ids, use_cache=False).logits, input_ids)
+        return with_token_losses(model)(input_ids, use_cache=False, targets=targets).cross_entropy.mean()
     trace = GateTrace()
     mode = GateMode(noise_seeds=list(range(len(input_ids))))
-    logits = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace).logits
-    loss = next_token_loss(logits, input_ids) + compression_loss(trace.stacked_alpha(), 2.0)
-    if teacher is not None:
-        with torch.no_grad():
-            taught = teacher(input_ids, use_cache=False).logits
-        loss = loss + divergence(taught, logits)
-    return loss
+    taught = None if teacher is None else teacher.read(input_ids)
+    losses = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace, targets=targets, taught=taught)
+    loss = losses.cross_entropy.mean() + compression_loss(trace.stacked_alpha(), 2.0)
+    return loss if taught is None else loss + losses.divergence.mean()
 
 
 def sharded_bytes(config: RunConfig, shape: PretrainedConfig, rank: int, port: int, answers: Any) -> None:

@@ -33,7 +33,7 @@ ALLOWED = {
     "policies": {"compression", "budget", "config", "target"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks", "full_attention"},
     "data": {"config", "checksums"},
-    "measure": {"compression", "budget", "ranks"},
+    "measure": {"models", "compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget", "ranks"},
     "export": {"models", "compression", "budget", "measure", "provenance", "replacement"},
     "megatron": {"export", "models", "compression", "replacement", "loading"},

@@ -2,8 +2,18 @@
 
 from dmc.models.gqa import merge_kv_heads
 from dmc.models.modeling import CompressedCausalLM, families, register_families, retrofit
+from dmc.models.token_losses import next_tokens, sequence_means, with_token_losses
 from dmc.models.weights import load_model
 
 register_families()
 
-__all__ = ["CompressedCausalLM", "families", "load_model", "merge_kv_heads", "retrofit"]
+__all__ = [
+    "CompressedCausalLM",
+    "families",
+    "load_model",
+    "merge_kv_heads",
+    "next_tokens",
+    "retrofit",
+    "sequence_means",
+    "with_token_losses",
+]

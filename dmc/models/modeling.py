@@ -23,6 +23,7 @@ from dmc.compression import CompressionConfig, Compressor
 from dmc.full_attention import refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
+from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
 
@@ -72,7 +73,7 @@ class CompressedConfigMixin:
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
 
-class CompressedCausalLM(PreTrainedModel):
+class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
     """Mixed in before a stock `*ForCausalLM`: every `self_attn` becomes the family's compressed attention.
 
     Raises:
@@ -97,6 +98,7 @@ class CompressedCausalLM(PreTrainedModel):
             heads = config.num_key_value_heads
             attention.gate_adapter = GateAdapter(config.hidden_size, heads) if compression.has_adapter else None
             layer.self_attn = attention
+        with_token_losses(self)
         self.post_init()
 
     @property
@@ -163,7 +165,7 @@ class CompressedCausalLM(PreTrainedModel):
             pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
         )
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -178,7 +180,8 @@ class CompressedCausalLM(PreTrainedModel):
         """Run the stock forward; a plain call is the parallel form, and only `use_cache=True` makes a cache.
 
         Positions count columns, as in the stock model, but from the first real token: without the borrowed neuron RoPE
-        is no longer purely relative, so left padding must not shift them.
+        is no longer purely relative, so left padding must not shift them. `labels` give the stock loss beside the whole
+        logits; `targets`, among the other keywords, gives each token's loss without logits, see `TokenLossMixin`.
 
         Raises:
             TypeError: `past_key_values` is not a compressed cache.

@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dmc.compression import GateMode
-from dmc.measure import evaluating, next_token_loss
-from dmc.models import CompressedCausalLM
+from dmc.measure import evaluating
+from dmc.models import CompressedCausalLM, next_tokens, sequence_means
 from dmc.models.attention import Documents
 
 
@@ -37,9 +37,9 @@ def measure_head_costs(
         losses = []
         for input_ids in batches:
             input_ids = input_ids.to(model.device)
-            documents = documents_of(input_ids)
-            logits = model(input_ids, use_cache=False, gate_mode=mode, documents=documents).logits
-            losses.append(next_token_loss(logits, input_ids))
+            targets, documents = next_tokens(input_ids), documents_of(input_ids)
+            found = model(input_ids, use_cache=False, gate_mode=mode, documents=documents, targets=targets)
+            losses.append(sequence_means(found.cross_entropy, targets).mean())
         return float(torch.stack(losses).mean())
 
     costs = torch.zeros(layers, heads)

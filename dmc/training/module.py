@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, head_agreement_loss, held_fraction, is_merged
 from dmc.config import RunConfig
-from dmc.measure import next_token_loss
-from dmc.models import CompressedCausalLM
+from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.ratio_control import RatioControl
@@ -61,7 +60,7 @@ class RetrofitModule(LightningModule):
 
     def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int, strategy: WholeModel) -> None:
         super().__init__()
-        self.model, self.config, self.plan, self.separator_id = model, config, plan, separator_id
+        self.model, self.config, self.plan, self.separator_id = with_token_losses(model), config, plan, separator_id
         self.strategy = strategy
         self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
         self.teacher: Teacher | None = None
@@ -108,29 +107,33 @@ class RetrofitModule(LightningModule):
             self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch, input_ids [B, T] and global positions [B]."""
+        """Return the loss of one micro-batch: input_ids [B, T], global positions [B], where given loss_mask [B, T]."""
         return self.loss_at(self.global_step, batch)
 
     def loss_at(self, step: int, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss of one micro-batch at a step of the plan, and note its figures."""
         state = self.plan.at(step)
-        input_ids = batch["input_ids"]
+        input_ids, targets = batch["input_ids"], next_tokens(batch["input_ids"], batch.get("loss_mask"))
         if not self.has_gates:
-            loss = next_token_loss(self.model(input_ids, use_cache=False).logits, input_ids)
+            losses = self.model(input_ids, use_cache=False, targets=targets)
+            loss = sequence_means(losses.cross_entropy, targets).mean()
             self.noted.append({"train/loss": loss.detach()})
             return loss
         trace = GateTrace(ranks=self.ranks)
-        logits = self.model(
+        losses = self.model(
             input_ids,
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
             documents=self.documents_of(input_ids) if state.neuron_multiplier is None else None,
-        ).logits
-        loss = next_token_loss(logits, input_ids)
+            targets=targets,
+            taught=None if self.teacher is None else self.teacher.read(input_ids),
+        )
+        loss = sequence_means(losses.cross_entropy, targets).mean()
         noted = {"train/loss": loss.detach()}
-        if self.teacher is not None and self.config.training.distillation is not None:
-            taught, share = self.teacher.loss(logits, input_ids), self.config.training.distillation.weight
+        if losses.divergence is not None and self.config.training.distillation is not None:
+            taught = sequence_means(losses.divergence, targets).mean()
+            share = self.config.training.distillation.weight
             noted |= {"train/distillation_loss": taught.detach()}
             loss = (1 - share) * loss + share * taught
         if state.neuron_multiplier is None:

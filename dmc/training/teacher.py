@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from dmc.models import with_token_losses
+from dmc.models.token_losses import Taught
 
 
 class Teacher:
@@ -15,21 +17,16 @@ class Teacher:
     Args:
         model: stock or compressed causal LM, in any mode.
         path: where its weights are.
-        temperature: both distributions are softened by it.
+        temperature: its distributions, and those of who learns from it, are softened by it.
     """
 
     def __init__(self, model: Any, path: str, temperature: float) -> None:
-        self.model, self.path, self.temperature = model.eval().requires_grad_(False), path, temperature
+        self.model = with_token_losses(model).eval().requires_grad_(False)
+        self.path, self.temperature = path, temperature
 
-    def loss(self, logits: Tensor, input_ids: Tensor) -> Tensor:
-        """Forward KL divergence from the teacher's next-token distributions, see `divergence`; input_ids [B, T]."""
+    def read(self, input_ids: Tensor) -> Taught:
+        """Read tokens, [B, T]; no logits are made before the loss of who learns asks for some."""
         with torch.no_grad():
-            taught = self.model(input_ids, use_cache=False).logits
-        return divergence(taught, logits, self.temperature)
-
-
-def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mean over tokens of t^2 * KL(softmax(teacher / t) || softmax(student / t)), in nats; both [B, T, vocab]."""
-    expected = F.log_softmax(teacher.float() / temperature, dim=-1).flatten(0, 1)
-    got = F.log_softmax(student.float() / temperature, dim=-1).flatten(0, 1)
-    return temperature**2 * F.kl_div(got, expected, reduction="batchmean", log_target=True)
+            states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
+        # FSDP2 leaves the weights outside the layers gathered after a forward.
+        return Taught(states, self.model.lm_head.weight, self.temperature)

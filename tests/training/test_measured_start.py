@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dmc.compression import CompressionConfig, GateMode, GateTrace
 from dmc.config import MeasuredStartConfig, RunConfig, build_config
-from dmc.measure import next_token_loss
 from dmc.models import load_model, retrofit
 from dmc.training import train
 from dmc.training.callbacks.measured_start import COSTS_NAME, MeasuredStart
@@ -41,7 +41,8 @@ def dropping_loss(model: LlamaForCausalLM, input_ids: torch.Tensor, layer: int |
 
     hooks = [each.self_attn.register_forward_pre_hook(narrow, with_kwargs=True) for each in model.model.layers]
     with torch.no_grad():
-        loss = float(next_token_loss(model(input_ids, use_cache=False).logits, input_ids))
+        logits = model(input_ids, use_cache=False).logits[:, :-1]
+        loss = float(F.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten()))
     for hook in hooks:
         hook.remove()
     return loss

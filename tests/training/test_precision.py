@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from launching import logged
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 import dmc.models.masked_attention as masked_attention_module
 from dmc.compression import GateMode, GateTrace
 from dmc.config import RunConfig, build_config
-from dmc.measure import next_token_loss, score_text
+from dmc.measure import score_text
+from dmc.models import next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.modeling import families
 from dmc.training import train
@@ -58,8 +60,8 @@ def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make
     options = {} if gates is None else {"gate_mode": GateMode(noise_seeds=[0]), "gate_trace": trace}
     with Products() as products:
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids, use_cache=False, **options).logits
-        next_token_loss(logits, input_ids).backward()
+            losses = with_token_losses(model)(input_ids, use_cache=False, targets=next_tokens(input_ids), **options)
+        losses.cross_entropy.mean().backward()
     assert products.attention() == {torch.bfloat16}
     assert {name for name, _ in products.found} >= {PRODUCTS[-1], f"{PRODUCTS[-1]}_backward"}
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
@@ -97,8 +99,8 @@ def test_bfloat16_attention_stays_near_float32(make_compressed, flash):
     losses = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            logits = model(input_ids, use_cache=False, gate_mode=GateMode(noise_seeds=[0])).logits
-        losses.append(float(next_token_loss(logits, input_ids).detach()))
+            options = {"gate_mode": GateMode(noise_seeds=[0]), "targets": next_tokens(input_ids)}
+            losses.append(float(model(input_ids, use_cache=False, **options).cross_entropy.detach().mean()))
     assert losses[1] == pytest.approx(losses[0], abs=0.02)
 
 
@@ -165,7 +167,7 @@ def loss_of_each_document_alone(model: Any, input_ids: Tensor) -> float:
         places = torch.arange(begin, end)[None]
         pieces.append(model(input_ids[:, begin:end], position_ids=places, use_cache=False, gate_mode=GateMode()).logits)
         begin = end
-    return float(next_token_loss(torch.cat(pieces, dim=1), input_ids))
+    return float(F.cross_entropy(torch.cat(pieces, dim=1)[0, :-1], input_ids[0, 1:]))
 
 
 def test_scored_documents_do_not_see_each_other_where_training_resets(make_compressed):

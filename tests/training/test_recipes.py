@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from launching import Ranks, logged, logged_losses
 
 from dmc.config import RatioControlConfig, RunConfig, build_config
@@ -16,7 +15,6 @@ from dmc.training.callbacks.ratio_control import RatioControl
 from dmc.training.checkpoints.generations import remove
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
-from dmc.training.teacher import divergence
 
 LED = {"gain": 0.5, "max_weight": 50.0}
 
@@ -41,17 +39,6 @@ def recipe(run_values, base):
 
 def trained(values, folder: Path) -> Path:
     return train(build_config(RunConfig, dict(values, output_dir=str(folder)))).folder
-
-
-def test_divergence_is_the_forward_one_of_softened_distributions():
-    teacher, student = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
-    expected = 0.0
-    for row in range(3):
-        for token in range(5):
-            p, q = (F.softmax(logits[row, token] / 2, dim=0) for logits in (teacher, student))
-            expected += 4 * sum(float(p[i] * math.log(p[i] / q[i])) for i in range(7)) / 15
-    assert float(divergence(teacher, student, 2.0)) == pytest.approx(expected, rel=1e-5)
-    assert float(divergence(teacher, teacher)) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):

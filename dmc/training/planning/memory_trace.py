@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
-from dmc.measure import evaluating, next_token_loss
-from dmc.models import retrofit
+from dmc.measure import evaluating
+from dmc.models import next_tokens, retrofit, sequence_means, with_token_losses
 from dmc.training.teacher import Teacher
 
 
@@ -89,7 +89,7 @@ class StepBytes:
     kept: int
     """Held for the backward when the last layer's forward has ended."""
     loss: int
-    """Peak until the gradient of the last layer's output is there: logits, loss, and what is kept."""
+    """Peak until the gradient of the last layer's output is there: logits of some words, loss, and what is kept."""
     layers: int
     """Peak while gradients pass through the layers, recomputation included, with what is then still kept."""
     embedding: int
@@ -135,6 +135,7 @@ def _trace_layers(
         if compression is not None:
             model = retrofit(model, compression)
         else:
+            with_token_losses(model)
             model.model.register_forward_pre_hook(_with_mask, with_kwargs=True)
         model.train()
         if shape.checkpointing:
@@ -193,10 +194,12 @@ def _loss(model: Any, input_ids: Tensor, teacher: Teacher | None = None) -> Tens
     has_gates = hasattr(model, "compression")
     trace = GateTrace()
     gates = {"gate_mode": GateMode(noise_seeds=list(range(len(input_ids)))) if model.training else None}
-    logits = model(input_ids, use_cache=False, **gates | {"gate_trace": trace} if has_gates else {}).logits
-    loss = next_token_loss(logits, input_ids)
-    if teacher is not None:
-        loss = 0.5 * loss + 0.5 * teacher.loss(logits, input_ids)
+    targets, taught = next_tokens(input_ids), None if teacher is None else teacher.read(input_ids)
+    options = gates | {"gate_trace": trace} if has_gates else {}
+    losses = model(input_ids, use_cache=False, targets=targets, taught=taught, **options)
+    loss = sequence_means(losses.cross_entropy, targets).mean()
+    if taught is not None:
+        loss = 0.5 * loss + 0.5 * sequence_means(losses.divergence, targets).mean()
     if has_gates:
         loss = loss + compression_loss(trace.stacked_alpha(), 4.0, delay=model.compression.delay)
     return loss

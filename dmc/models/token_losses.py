@@ -1,0 +1,224 @@
+"""Cross-entropy of each token, and its divergence from a teacher, without the logits in one piece.
+
+At 128k words and 4,096 tokens the logits alone are 2 GB in float32, and a plain loss holds 8 GB at its peak. Here words
+come in chunks: forward keeps a running log-sum-exp, backward computes each chunk's logits anew and writes its rows of
+the weight's gradient once. That is one more product with the output projection, and, with a teacher, two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.utils import ModelOutput
+
+IGNORED = -100
+"""Target of a token that is not to be predicted, as in transformers."""
+CHUNK_ELEMENTS = 2**24
+"""Logits computed at a time: 64 MiB in float32."""
+
+
+@dataclass
+class Taught:
+    """What a frozen teacher would say, before its output projection."""
+
+    hidden_states: Tensor
+    """Its last ones, normalised, [B, T, hidden of the teacher]."""
+    weight: Tensor
+    """Its output projection, [vocab, hidden of the teacher]."""
+    temperature: float = 1.0
+    """Both distributions are softened by it."""
+
+
+@dataclass
+class TokenLosses(ModelOutput):
+    """What a causal LM returns in place of logits."""
+
+    cross_entropy: Tensor | None = None
+    """Nats, float32, [B, T]; 0 where nothing is to be predicted."""
+    divergence: Tensor | None = None
+    """t^2 * KL(softmax(teacher / t) || softmax(student / t)), nats, [B, T]; 0 where nothing is to be predicted."""
+    last_hidden_state: Tensor | None = None
+    """Normalised, [B, T, hidden]."""
+
+
+def next_tokens(input_ids: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Give the target of each position, the token after it, [B, T]; `IGNORED` at the end and where the mask says so.
+
+    Args:
+        input_ids: [B, T].
+        loss_mask: True at tokens that are to be predicted, [B, T]; None: all.
+    """
+    tokens = input_ids if loss_mask is None else input_ids.masked_fill(~loss_mask.bool(), IGNORED)
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+
+
+def sequence_means(losses: Tensor, targets: Tensor) -> Tensor:
+    """Average over the predicted tokens of each sequence, [B]; 0 where there are none.
+
+    Means over micro-batches and ranks of these do not depend on how a step's batch is divided.
+    """
+    return losses.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Cross-entropy and divergence of N tokens; the products are in the states' dtype, sums in float32 or float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, taught: Taught | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.taught, temperature = taught, 1.0 if taught is None else taught.temperature
+        whole = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
+        found, softened, teacher, cross = torch.zeros_like(whole), whole, whole, torch.zeros_like(whole)
+        for words, logits, theirs in _chunks(hidden, weight, taught):
+            inside, place = _placed(targets, words)
+            found = found + logits.gather(1, place).squeeze(1) * inside
+            whole = torch.logaddexp(whole, logits.logsumexp(1))
+            if theirs is not None:
+                # The teacher's mean of the difference, kept under the part of its distribution that has been seen.
+                seen = torch.logaddexp(teacher, theirs.logsumexp(1))
+                cross = cross * (teacher - seen).exp()
+                teacher, softly = seen, logits.div_(temperature)
+                softened = torch.logaddexp(softened, softly.logsumexp(1))
+                cross += ((theirs - softly) * (theirs - teacher[:, None]).exp()).sum(1)
+        ctx.save_for_backward(hidden, weight, targets, whole, softened, teacher)
+        divergence = None if taught is None else temperature**2 * (cross - teacher + softened)
+        return whole - found, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, whole, softened, teacher = ctx.saved_tensors
+        taught = ctx.taught
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
+        weight_gradient = torch.empty_like(weight) if wants_weight else None
+        for words, logits, theirs in _chunks(hidden, weight, taught):
+            inside, place = _placed(targets, words)
+            difference = None
+            if theirs is not None and by_divergence is not None:
+                temperature = taught.temperature
+                difference = (logits / temperature).sub_(softened[:, None]).exp_()
+                difference -= theirs.sub_(teacher[:, None]).exp_()
+                difference *= (temperature * by_divergence)[:, None]
+            gradient = logits.sub_(whole[:, None]).exp_().mul_(by_entropy[:, None])
+            gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
+            if difference is not None:
+                gradient += difference
+            gradient = gradient.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient += gradient @ weight[words].to(hidden.dtype)
+            if weight_gradient is not None:
+                weight_gradient[words] = (gradient.T @ hidden).to(weight.dtype)
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        return hidden_gradient, weight_gradient, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor, taught: Taught | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield the words of a chunk, the logits [N, words], and the teacher's over the temperature."""
+    size = max(256, CHUNK_ELEMENTS // len(hidden))
+    for begin in range(0, len(weight), size):
+        words = slice(begin, min(begin + size, len(weight)))
+        theirs = None
+        if taught is not None:
+            theirs = _logits(taught.hidden_states, taught.weight[words]).div_(taught.temperature)
+        yield words, _logits(hidden, weight[words]), theirs
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight.to(hidden.dtype)).to(_sum_dtype(hidden))
+
+
+def _placed(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Tell which targets lie among the words, [N], and where, [N, 1]."""
+    place = targets - words.start
+    last = words.stop - words.start - 1
+    return (place >= 0) & (place <= last), place.clamp(0, last)[:, None]
+
+
+def _sum_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+class LossHead(nn.Linear):
+    """An output projection that gives logits, or, with targets, losses without them.
+
+    The weight is read in this module's own forward, where every kind of sharding has it whole.
+    """
+
+    def forward(self, hidden_states: Tensor, targets: Tensor | None = None, taught: Taught | None = None) -> Any:
+        """Return logits [B, T, vocab], or cross-entropy and divergence (None without a teacher), each [B, T].
+
+        Raises:
+            ValueError: the teacher has another vocabulary.
+        """
+        if targets is None:
+            return super().forward(hidden_states)
+        if taught is not None and len(taught.weight) != len(self.weight):
+            raise ValueError(
+                f"the teacher knows {len(taught.weight)} words, the model {len(self.weight)}: take another"
+            )
+        device = hidden_states.device.type
+        computes = torch.is_autocast_enabled(device)
+        states = hidden_states.flatten(0, 1).to(torch.get_autocast_dtype(device) if computes else hidden_states.dtype)
+        if taught is not None:
+            theirs = taught.hidden_states.flatten(0, 1).to(states.dtype)
+            taught = Taught(theirs, taught.weight, taught.temperature)
+        with torch.autocast(device, enabled=False):
+            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught)
+        ignored = targets == IGNORED
+        return tuple(None if each is None else each.view_as(targets).masked_fill(ignored, 0) for each in losses)
+
+
+class TokenLossMixin:
+    """Mixed in before a stock `*ForCausalLM`: its forward can give losses without logits."""
+
+    def forward(self, *args: Any, targets: Tensor | None = None, taught: Taught | None = None, **kwargs: Any) -> Any:
+        """Run the stock forward, or without its logits.
+
+        Args:
+            args: of the stock forward.
+            targets: the token that each position predicts, [B, T], see `next_tokens`; `labels` and their loss are the
+                stock model's, logits included.
+            taught: what a teacher says of the same tokens.
+            kwargs: of the stock forward; `skip_logits=True` without targets gives the last hidden states alone.
+        Returns:
+            `TokenLosses`, or what the stock forward returns.
+        """
+        skip_logits = kwargs.pop("skip_logits", False)
+        if targets is None and not skip_logits:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        for name in ("labels", "logits_to_keep"):
+            kwargs.pop(name, None)
+        model: Any = self
+        hidden = model.model(*args, **kwargs).last_hidden_state
+        if targets is None:
+            return TokenLosses(last_hidden_state=hidden)
+        entropy, divergence = model.lm_head(hidden, targets, taught)
+        return TokenLosses(entropy, divergence, hidden)
+
+
+def with_token_losses(model: Any) -> Any:
+    """Let a causal LM with an unbiased `lm_head` give losses without logits; its weights and names stay as they are.
+
+    Raises:
+        ValueError: its output is not that of a bare linear projection.
+    """
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, "model"):
+        raise ValueError(
+            f"{type(model).__name__} does not end in an unbiased projection lm_head: train a Llama-like one"
+        )
+    if not isinstance(head, LossHead):
+        head.__class__ = LossHead
+    if not isinstance(model, TokenLossMixin):
+        stock = type(model)
+        model.__class__ = type(stock.__name__, (TokenLossMixin, stock), {"__module__": stock.__module__})
+    return model

@@ -1,0 +1,153 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
+from dmc.models.token_losses import LossHead, Taught
+
+NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def plain_losses(logits, targets, teacher=None, temperature=1.0):
+    """Naive: cross-entropy and divergence of each token from logits in one piece."""
+    entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    if teacher is None:
+        return entropy, None
+    p, q = ((each / temperature).log_softmax(-1) for each in (teacher, logits))
+    return entropy, (temperature**2 * (p.exp() * (p - q)).sum(-1)).masked_fill(targets == -100, 0)
+
+
+def loss_of(entropy, divergence, targets):
+    loss = sequence_means(entropy, targets).mean()
+    return loss if divergence is None else 0.25 * loss + 0.75 * sequence_means(divergence, targets).mean()
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0, 2.5])
+@pytest.mark.parametrize("dtype", NEAR)
+def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temperature):
+    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 1)  # 256 words at a time: the last chunk is not full
+    generator = torch.Generator().manual_seed(0)
+    hidden, theirs = (torch.randn(3, 7, size, dtype=dtype, generator=generator) for size in (10, 6))
+    head = LossHead(10, 700, bias=False, dtype=dtype)
+    weight = torch.randn(700, 6, dtype=dtype, generator=generator)
+    ids = torch.randint(700, (3, 7), generator=generator)
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 0, 1, 0, 0], [0] * 7], dtype=torch.bool)
+    targets = next_tokens(ids, mask)
+    assert targets.tolist()[1] == [-100, int(ids[1, 2]), -100, int(ids[1, 4]), -100, -100, -100]
+    found = []
+    for whole in (True, False):
+        states, head.weight.grad = hidden.clone().requires_grad_(), None
+        if whole:
+            teacher = None if temperature is None else theirs @ weight.T
+            losses = plain_losses(head(states), targets, teacher, temperature)
+        else:
+            losses = head(states, targets, None if temperature is None else Taught(theirs, weight, temperature))
+        loss_of(*losses, targets).backward()
+        found.append([losses[0].detach(), states.grad, head.weight.grad])
+        found[-1] += [] if temperature is None else [losses[1].detach()]
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing():
+    hidden, ids = torch.randn(2, 9, 8), torch.randint(500, (2, 9))
+    head = LossHead(8, 500, bias=False)
+    _, divergence = head(hidden, next_tokens(ids), Taught(hidden.clone(), head.weight.detach().clone(), 3.0))
+    assert divergence.abs().max() < 1e-6
+
+
+def test_a_teacher_of_other_words_is_refused():
+    head = LossHead(8, 500, bias=False)
+    with pytest.raises(ValueError, match="the teacher knows 400 words, the model 500"):
+        head(
+            torch.randn(1, 4, 8), torch.zeros(1, 4, dtype=torch.long), Taught(torch.randn(1, 4, 8), torch.randn(400, 8))
+        )
+
+
+def test_a_steps_loss_does_not_depend_on_how_its_sequences_are_divided(make_stock):
+    model = with_token_losses(make_stock())
+    ids, mask = torch.randint(83, (4, 12)), torch.rand(4, 12) < 0.4
+    mask[2] = False
+
+    def mean(rows):
+        targets = next_tokens(ids[rows], mask[rows])
+        return sequence_means(model(ids[rows], targets=targets).cross_entropy, targets).mean()
+
+    torch.testing.assert_close(torch.stack([mean(slice(i, i + 1)) for i in range(4)]).mean(), mean(slice(0, 4)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_model_gives_the_losses_and_gradients_of_its_logits(make_stock, make_compressed, compressed, tied):
+    make = make_compressed if compressed else make_stock
+    model = make("qwen2", tie_word_embeddings=tied).eval()
+    names, ids = list(model.state_dict()), torch.randint(83, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model(ids, labels=ids, use_cache=False)
+    assert expected.logits.shape == (2, 20, 83)  # labels are the stock model's, logits included
+    expected.loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    targets = next_tokens(ids)
+    losses = with_token_losses(model)(ids, targets=targets, use_cache=False)
+    loss = sequence_means(losses.cross_entropy, targets).mean()
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names
+    assert type(model).__name__.endswith("Qwen2ForCausalLM")
+
+
+def test_autocast_computes_in_its_dtype_as_whole_logits_do(make_stock):
+    model = with_token_losses(make_stock())
+    ids = torch.randint(83, (2, 20), generator=torch.Generator().manual_seed(0))
+    targets = next_tokens(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, use_cache=False).logits
+        losses = model(ids, targets=targets, use_cache=False).cross_entropy
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(losses, plain_losses(logits.float(), targets)[0], rtol=1e-6, atol=1e-6)
+    losses.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "width"),
+    [(torch.float32, False, 1024), (torch.float32, True, 1024), (torch.bfloat16, False, 4096)],
+    ids=["float32", "bf16-mixed", "bf16-shards"],
+)
+@pytest.mark.parametrize("distils", [False, True])
+def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype, autocast, width):
+    """The gradient of the weight, which both make, is counted in both."""
+    length, words = 4096, 128 * 1024
+
+    def peak(whole):
+        with FakeTensorMode():
+            head = LossHead(width, words, bias=False, dtype=dtype)
+            hidden = torch.randn(1, length, width, dtype=dtype, requires_grad=True)
+            theirs, weight = torch.randn(1, length, width, dtype=dtype), torch.randn(words, width, dtype=dtype)
+            targets = torch.zeros(1, length, dtype=torch.long)
+            tracker = MemTracker()
+            tracker.track_external(head, hidden, theirs, weight, targets)
+            with tracker:
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    if whole:  # as it was
+                        logits = head(hidden)
+                        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
+                        if distils:
+                            with torch.no_grad():
+                                taught = F.linear(theirs, weight)
+                            p, q = (each.float().log_softmax(-1).flatten(0, 1) for each in (taught, logits))
+                            loss = loss + F.kl_div(q, p, reduction="batchmean", log_target=True)
+                    else:
+                        taught = Taught(theirs, weight) if distils else None
+                        loss = loss_of(*head(hidden, targets, taught), targets)
+                loss.backward()
+            found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        return found - sum(each.nbytes for each in (head.weight, hidden, theirs, weight, targets))
+
+    plain, chunked = peak(True), peak(False)
+    print(f"{plain / 2**30:.2f} GiB in one piece, {chunked / 2**30:.2f} GiB in chunks")
+    assert chunked <= plain / 4
