@@ -85,6 +85,12 @@ def test_plain_values_become_dataclasses():
             "ramp_fraction=1.5: expected a number >= 0 and <= 1",
         ),
         ("training.stages", {"solidify": {"steps": 1, "ramp_fraction": 0}}, "of a retrofit stage only"),
+        ("training.stages", {"solidify": {"steps": 1, "ramp_to": 8}}, "of a retrofit stage only"),
+        (
+            "training.stages",
+            {"retrofit": {"steps": 1, "ramp_to": 2}},
+            "ramp_to=2 ends below compression.target_ratio=4",
+        ),
         ("model", {"fresh": {}, "merge_kv_heads": 2}, "model.merge_kv_heads=2 merges the heads of a trained model"),
         ("trainer.precision", "fp8", "trainer.precision='fp8': expected one of"),
         ("data", 3, "data is 3: expected a mapping"),

@@ -51,6 +51,7 @@ TABLE: dict[str, list[Any]] = {
     "training.stages.retrofit.warmup_steps": [-1, 1.5, 10**18],
     "training.stages.retrofit.final_fraction": [-0.1, 1.1],
     "training.stages.retrofit.ramp_fraction": [-0.1, 1.1],
+    "training.stages.retrofit.ramp_to": [1, -2],
     "compression.delay": [-1, 1.5],
     "compression.window_size": COUNT,
     "compression.neuron_index": [0.5],

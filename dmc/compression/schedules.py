@@ -5,19 +5,26 @@ from __future__ import annotations
 from dmc.budget import check_ratio
 
 
-def target_ratio_at(step: int, *, target_ratio: float, ramp_steps: int) -> float:
-    """Target compression ratio at an optimizer step: 1 + (CR - 1) * min(1, step / ramp_steps).
+def target_ratio_at(step: int, *, target_ratio: float, ramp_steps: float, ramp_target: float | None = None) -> float:
+    """Target compression ratio at an optimizer step: min(CR, 1 + (ramp_target - 1) * step / ramp_steps).
 
     Linear in the ratio, as in the paper, not in its inverse; `ramp_steps=0` is DMC-immediate.
 
+    Args:
+        step: 0 is the first.
+        target_ratio: CR at which the climb ends.
+        ramp_steps: steps in which the ratio climbs from 1 to `ramp_target`.
+        ramp_target: a ramp that several targets share; None: it leads to the target.
     Raises:
-        ValueError: the ratio is below 1, or a step count is negative.
+        ValueError: a ratio is below 1, or a step count is negative.
     """
     check_ratio(target_ratio, "target_ratio")
     if step < 0 or ramp_steps < 0:
         raise ValueError(f"step={step}, ramp_steps={ramp_steps}: expected numbers >= 0")
-    progress = 1.0 if ramp_steps == 0 else min(1.0, step / ramp_steps)
-    return 1.0 + (target_ratio - 1.0) * progress
+    if ramp_steps == 0:
+        return target_ratio
+    top = target_ratio if ramp_target is None else check_ratio(ramp_target, "ramp_target")
+    return min(target_ratio, 1.0 + (top - 1.0) * step / ramp_steps)
 
 
 def zero_out_multiplier_at(step: int, *, total_steps: int, ramp_fraction: float = 0.8) -> float:

@@ -50,6 +50,7 @@ class RunConfig:
                 "where each rank has it whole; use ddp"
             )
         self._check_reach()
+        self._check_ramp()
         self._check_measured_start()
         self._check_delays()
         self._check_variants()
@@ -71,6 +72,14 @@ class RunConfig:
                 f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
                 f"tokens every head holds at least {held} (compression.delay={self.compression.delay} and one slot); "
                 "use a smaller delay or longer sequences"
+            )
+
+    def _check_ramp(self) -> None:
+        ramp = self.training.stages.get("retrofit")
+        if ramp is not None and ramp.ramp_to is not None and ramp.ramp_to < self.target_ratio:
+            raise ValueError(
+                f"training.stages.retrofit.ramp_to={ramp.ramp_to:g} ends below compression.target_ratio="
+                f"{self.target_ratio:g}: give the highest CR that the ramp is to reach, or null"
             )
 
     def _check_measured_start(self) -> None:

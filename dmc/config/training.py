@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +22,7 @@ STAGE_BOUNDS = {
     "warmup_steps": Bounds(least=0, most=10**9, whole=True),
     "final_fraction": SHARE,
     "ramp_fraction": SHARE,
+    "ramp_to": Bounds(above=1, most=1e6, note="a compression ratio"),
 }
 BOUNDS = {
     "sequence_length": Bounds(least=2, whole=True, note="tokens: the last has none to predict"),
@@ -63,6 +65,9 @@ class StageConfig:
     ramp_fraction: float | None = None
     """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
     (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
+    ramp_to: float | None = None
+    """Of a retrofit stage: CR that it leads to in its length. A lower target ends with the first part of it, so that
+    runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is shared anyway."""
 
     def check(self, name: str) -> None:
         """Refuse what the stage `name` cannot have.
@@ -77,10 +82,11 @@ class StageConfig:
                 f"training.stages.{name}: steps={self.steps}, tokens={self.tokens}, "
                 f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0, and null for the others"
             )
-        if self.ramp_fraction is not None and name != "retrofit":
-            raise ValueError(
-                f"training.stages.{name}.ramp_fraction={self.ramp_fraction} is of a retrofit stage only: leave it out"
-            )
+        for option in ("ramp_fraction", "ramp_to"):
+            if getattr(self, option) is not None and name != "retrofit":
+                raise ValueError(
+                    f"training.stages.{name}.{option}={getattr(self, option)} is of a retrofit stage only: leave it out"
+                )
 
     def ramp_share(self, decisions: str) -> float:
         """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
@@ -89,11 +95,13 @@ class StageConfig:
         return self.ramp_fraction
 
     def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
-        """Optimizer steps of this stage."""
-        if self.steps is not None:
-            return self.steps
-        tokens = self.tokens if self.tokens is not None else (self.tokens_per_ratio or 0) * (target_ratio - 1)
-        return max(1, round(tokens / tokens_per_step))
+        """Optimizer steps of this stage; of a ramp that leads beyond the target, those until it reaches it."""
+        if self.tokens_per_ratio is not None:
+            steps = self.tokens_per_ratio * (target_ratio - 1) / tokens_per_step
+        else:
+            whole = self.steps if self.steps is not None else max(1, round((self.tokens or 0) / tokens_per_step))
+            steps = whole if self.ramp_to is None else whole * (target_ratio - 1) / (self.ramp_to - 1)
+        return max(1, math.ceil(round(steps, 6)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,8 @@ class TrainingConfig:
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
     delays: list[int] = field(default_factory=list)
-    """Delays of equal parts of the retrofit stage, the last one the model's own; empty: the model's own throughout."""
+    """Delays of equal parts of the retrofit stage, of all of it where its `ramp_to` leads beyond the target; the last
+    one is the model's own, which solidify has; empty: the model's own throughout."""
     soft_ratio_loss: bool = False
     """Relaxed decisions in the ratio loss; False: straight-through."""
     ratio_prior: Literal["global", "local"] = "global"

@@ -31,8 +31,15 @@ class _PlannedStage:
     start: int
     steps: int
     learning_rate: float
-    ramp_steps: int
-    """Steps of a retrofit in which the ratio climbs."""
+    whole_steps: int
+    """Steps that its learning rate and its delays are spread over: more than `steps` where a ramp leads further."""
+    ramp_target: float
+    ramp_steps: float
+    """Of a retrofit: the ratio climbs from 1 to `ramp_target` in so many steps, whatever the run's target is."""
+
+    def reaches(self, ratio: float) -> int:
+        """Steps of the run after which the ramp has reached a ratio."""
+        return self.start + math.ceil(round(self.ramp_steps * (ratio - 1) / (self.ramp_target - 1), 6))
 
 
 class Plan:
@@ -57,10 +64,14 @@ class Plan:
         for name, stage in training.stages.items():
             if name == "zero_out" and not borrows:
                 continue
-            steps = stage.num_steps(training.tokens_per_step, target_ratio)
+            top = target_ratio if stage.ramp_to is None else stage.ramp_to
+            steps, whole_steps = (stage.num_steps(training.tokens_per_step, ratio) for ratio in (target_ratio, top))
             rate = training.learning_rate if stage.learning_rate is None else stage.learning_rate
-            ramp_steps = round(stage.ramp_share(decisions) * steps)
-            self._stages.append(_PlannedStage(name, stage, start, steps, rate, ramp_steps))
+            ramp_steps: float = round(stage.ramp_share(decisions) * whole_steps)
+            if stage.tokens_per_ratio is not None:
+                ramp_steps = stage.ramp_share(decisions) * stage.tokens_per_ratio / training.tokens_per_step
+                top = 2.0
+            self._stages.append(_PlannedStage(name, stage, start, steps, rate, whole_steps, top, ramp_steps))
             start += steps
         self.total_steps = start
         names = [stage.name for stage in self._stages]
@@ -83,11 +94,13 @@ class Plan:
         if planned.name == "zero_out":
             multiplier = zero_out_multiplier_at(inside, total_steps=planned.steps)
         elif planned.name == "retrofit":
-            ratio = target_ratio_at(inside, target_ratio=self.target_ratio, ramp_steps=planned.ramp_steps)
+            ramp = {"ramp_steps": planned.ramp_steps, "ramp_target": planned.ramp_target}
+            ratio = target_ratio_at(inside, target_ratio=self.target_ratio, **ramp)
             if self._delays:
-                delay = self._delays[inside * len(self._delays) // planned.steps]
+                delay = self._delays[inside * len(self._delays) // planned.whole_steps]
         elif planned.name == "solidify":
             ratio = self.target_ratio
+            delay = self._delays[-1] if self._delays else None
         return StepState(planned.name, _learning_rate(planned, inside), ratio, multiplier, delay)
 
     def neuron_removed_at(self, step: int) -> bool:
@@ -99,11 +112,7 @@ class Plan:
         ramp = next((stage for stage in self._stages if stage.name == "retrofit"), None)
         if ramp is None or self.target_ratio == 1:
             return {}
-        return {
-            ramp.start + math.ceil(ramp.ramp_steps * (ratio - 1) / (self.target_ratio - 1)): ratio
-            for ratio in ratios
-            if ratio < self.target_ratio
-        }
+        return {ramp.reaches(ratio): ratio for ratio in ratios if ratio < self.target_ratio}
 
 
 def _learning_rate(planned: _PlannedStage, inside: int) -> float:
@@ -111,5 +120,5 @@ def _learning_rate(planned: _PlannedStage, inside: int) -> float:
     warmup, final = planned.config.warmup_steps, planned.config.final_fraction
     if inside < warmup:
         return planned.learning_rate * (inside + 1) / warmup
-    progress = (inside - warmup) / max(1, planned.steps - warmup)
+    progress = (inside - warmup) / max(1, planned.whole_steps - warmup)
     return planned.learning_rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))

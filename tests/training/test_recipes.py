@@ -132,7 +132,7 @@ def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
     }
     config = build_config(RunConfig, recipe)
     plan = Plan(config.training, 4.0)
-    assert [plan.at(step).delay for step in range(8)] == [None, 5, 5, 3, 3, 2, 2, None]
+    assert [plan.at(step).delay for step in range(8)] == [None, 5, 5, 3, 3, 2, 2, 2]
     run = trained(recipe, tmp_path / "run")
     assert load_model(run / "snapshots" / "cr2").compression.delay == 5
     assert load_model(run / "final").compression.delay == 2

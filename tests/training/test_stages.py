@@ -19,9 +19,9 @@ PAPER = TrainingConfig(
 def test_paper_recipe_has_its_token_counts():
     tokens = 1024 * 4096
     plan = Plan(PAPER, target_ratio=4.0)
-    ramp, solidify = round(72e9 / tokens), round(8e9 / tokens)
+    ramp, solidify = math.ceil(72e9 / tokens), round(8e9 / tokens)
     assert plan.total_steps == 250 + ramp + solidify
-    assert (ramp, solidify) == (17166, 1907)  # the paper: 18K and 2K steps
+    assert (ramp, solidify) == (17167, 1907)  # the paper: 18K and 2K steps
 
 
 def test_stages_follow_each_other_with_their_schedules():
@@ -92,3 +92,37 @@ def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
     assert not any(plan.neuron_removed_at(step) for step in range(30))
     ramp = Plan(climbing(1.0), 4.0, FIXED)
     assert [ramp.at(step).target_ratio for step in (0, 10, 20)] == [1.0, 2.5, 4.0]
+
+
+LONG = {"sequence_length": 1000, "batch_size": 7}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"retrofit": StageConfig(tokens_per_ratio=1.1e5)},
+        {"retrofit": StageConfig(tokens_per_ratio=1.1e5, ramp_fraction=0.7)},
+        {"retrofit": StageConfig(tokens_per_ratio=1.1e5, ramp_to=8.0, final_fraction=0.1, warmup_steps=3)},
+        {"retrofit": StageConfig(steps=97, ramp_to=8.0)},
+        {"retrofit": StageConfig(tokens=1e6, ramp_to=8.0, final_fraction=0.5, ramp_fraction=0.5)},
+        {"retrofit": StageConfig(steps=97, ramp_to=8.0), "delays": [64, 32, 16]},
+    ],
+    ids=str,
+)
+def test_every_target_shares_one_ramp_until_it_is_reached(changes):
+    training = {name: value for name, value in changes.items() if name != "retrofit"} | LONG
+    stages = {"zero_out": StageConfig(steps=5), "retrofit": changes["retrofit"], "solidify": StageConfig(steps=9)}
+    highest = Plan(TrainingConfig(stages=stages, **training), 8.0)
+    for ratio in (1.7, 2.0, 3.3, 4.0, 6.0):
+        plan = Plan(TrainingConfig(stages=stages, **training), ratio)
+        ((step, _),) = highest.snapshot_steps([ratio]).items()
+        assert [plan.at(each) for each in range(step)] == [highest.at(each) for each in range(step)]
+        assert highest.at(step - 1).target_ratio < ratio <= highest.at(step).target_ratio
+        assert plan.at(step).target_ratio == ratio
+        if changes["retrofit"].ramp_fraction is None:
+            assert plan.lengths == [("zero_out", 5), ("retrofit", step - 5), ("solidify", 9)]
+
+
+def test_a_ramp_that_is_not_shared_depends_on_the_target():
+    training = TrainingConfig(stages={"retrofit": StageConfig(steps=70)})
+    assert [Plan(training, ratio).at(35).target_ratio for ratio in (3.0, 8.0)] == [2.0, 4.5]
