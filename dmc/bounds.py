@@ -1,12 +1,13 @@
-"""Numbers of a configuration and the bounds they must keep: one message for each that does not."""
+"""What settings may be, said where they are declared: one message for each that is something else."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import types
+import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,39 @@ class Bounds:
         return " ".join(words) + (f" ({self.note})" if self.note else "")
 
 
-COUNT = Bounds(least=1, whole=True)
-SHARE = Bounds(least=0, most=1)
+Count = Annotated[int, Bounds(least=1, whole=True)]
+Share = Annotated[float, Bounds(least=0, most=1)]
 
 
-def check_fields(owner: Any, prefix: str, bounds: Mapping[str, Bounds]) -> None:
-    """Check fields of a dataclass: a number, each number of a list, or None where the field's type has it.
+def check_fields(owner: Any, prefix: str = "") -> None:
+    """Check fields of a dataclass against their annotations: `Literal`s, and the `Bounds` of each number they hold.
 
     Args:
-        owner: has the fields.
+        owner: has the fields, such as `steps: Annotated[int, Bounds(least=1)] | None`.
         prefix: stands before a field's name in messages, `training.`.
-        bounds: of each field, by its name.
     Raises:
-        ValueError: see `Bounds.check`.
+        ValueError: a value is none of those; the message names it and what was expected.
     """
-    types = {item.name: str(item.type) for item in dataclasses.fields(owner)}
-    for name, each in bounds.items():
-        value = getattr(owner, name)
-        if value is None and "None" in types[name]:
-            continue
-        for number in value if types[name].startswith(("list", "tuple")) else [value]:
-            each.check(prefix + name, number)
+    kind: Any = type(owner)
+    for name, hint in _annotations(kind).items():
+        _check(hint, prefix + name, getattr(owner, name))
+
+
+@functools.cache
+def _annotations(owner: Any) -> dict[str, Any]:
+    return typing.get_type_hints(owner, include_extras=True)
+
+
+def _check(hint: Any, name: str, value: Any) -> None:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        for bounds in hint.__metadata__:
+            bounds.check(name, value)
+    elif origin is Literal and value not in parts:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, parts))}")
+    elif origin in (list, tuple):
+        for item in value:
+            _check(parts[0], name, item)
+    elif origin in (typing.Union, types.UnionType) and value is not None:
+        for part in parts:
+            _check(part, name, value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +18,6 @@ from torch import Tensor
 from dmc.bounds import Bounds, check_fields
 from dmc.budget import check_ratio
 from dmc.ranks import ALONE, Ranks
-
-BOUNDS = {
-    "delay": Bounds(least=0, whole=True, note="tokens"),
-    "window_size": Bounds(least=1, whole=True, note="tokens; None: averages of whole segments"),
-    "neuron_index": Bounds(whole=True, note="channel of a head"),
-    "decision_offset": Bounds(),
-    "decision_scale": Bounds(above=0, most=1e6, note="a factor on logits of some units"),
-    "omega_offset": Bounds(),
-    "eps": Bounds(above=0, most=1, note="an importance of 0 divides by 0, and learned ones are below 1"),
-    "temperature": Bounds(above=0, most=1e3, note="at which all decisions are near 0.5"),
-}
 
 
 @dataclass(frozen=True)
@@ -52,37 +41,29 @@ class CompressionConfig:
     hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two."""
     weighting: Literal["learned", "uniform"] = "learned"
     """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
-    delay: int = 0
+    delay: Annotated[int, Bounds(least=0, whole=True, note="tokens")] = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
-    window_size: int | None = 12
+    window_size: Annotated[int, Bounds(least=1, whole=True, note="tokens; None: whole segments")] | None = 12
     """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""
-    neuron_index: int = -1
+    neuron_index: Annotated[int, Bounds(whole=True, note="channel of a head")] = -1
     """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
-    decision_offset: float = 5.0
+    decision_offset: Annotated[float, Bounds()] = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
-    decision_scale: float = 1.0
+    decision_scale: Annotated[float, Bounds(above=0, most=1e6, note="a factor on logits of some units")] = 1.0
     """Factor on the decision neuron: under Adam, the learning rate of the rows that decide over that of all others."""
-    omega_offset: float = 5.0
+    omega_offset: Annotated[float, Bounds()] = 5.0
     """Added to the importance logit, the group mean of the query neurons."""
-    eps: float = 2**-7
+    eps: Annotated[float, Bounds(above=0, most=1, note="learned importances are below 1, and 0 divides by 0")] = 2**-7
     """Added to the importance: keeps it positive, in training and at inference alike."""
-    temperature: float = 0.1
+    temperature: Annotated[float, Bounds(above=0, most=1e3, note="at which all decisions are near 0.5")] = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
     target_ratio: float = 4.0
     """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
     def __post_init__(self) -> None:
-        if self.action not in ("merge", "drop"):
-            raise ValueError(f"action={self.action!r} is unknown: expected 'merge' or 'drop'")
-        check_fields(self, "", BOUNDS)
+        check_fields(self)
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
-        if self.decisions not in ("per_head", "per_layer", "fixed"):
-            raise ValueError(f"decisions={self.decisions!r} is unknown: expected 'per_head', 'per_layer' or 'fixed'")
-        if self.weighting not in ("learned", "uniform"):
-            raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'learned' or 'uniform'")
-        if self.gate_input not in ("neuron", "hidden", "both"):
-            raise ValueError(f"gate_input={self.gate_input!r} is unknown: expected 'neuron', 'hidden' or 'both'")
         if self.decisions == "fixed" and self.gate_input != "neuron":
             raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would train for nobody")
         if self.decisions == "fixed" and self.action == "drop":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from dmc.bounds import COUNT, Bounds, check_fields
+from dmc.bounds import Bounds, Count, check_fields
 
-BOUNDS = {
-    "streaming_lanes": COUNT,
-    "num_workers": Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank"),
-    "num_processes": Bounds(least=1, most=4096, whole=True, note="processes of this machine; null: one for each core"),
-}
 VOCABULARY = Bounds(least=257, most=2**24, whole=True, note="256 bytes, the separator and what is merged of them")
+READERS = Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank")
+PROCESSES = Bounds(least=1, most=4096, whole=True, note="processes of this machine; null: one for each core")
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class TokenizerConfig:
 
     path: str | None = None
     """Folder or hub name; None: the model's."""
-    train_vocab_size: int | None = None
+    train_vocab_size: Annotated[int, VOCABULARY] | None = None
     """Train one of this size and keep it in `folder`."""
     folder: str | None = None
     bos: bool | None = None
@@ -33,7 +30,7 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
             raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
-        check_fields(self, "data.tokenizer.", {"train_vocab_size": VOCABULARY})
+        check_fields(self, "data.tokenizer.")
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,11 @@ class DataConfig:
     """Where tokenised text is kept."""
     streaming: bool = False
     """Tokenise the training text on the fly."""
-    streaming_lanes: int = 16
+    streaming_lanes: Count = 16
     """Parts that a stream is read in, one sample of each in turn: a multiple of the ranks of all starts of the run."""
-    num_workers: int = 0
+    num_workers: Annotated[int, READERS] = 0
     """Processes that read cached text for a rank, or threads that read streams; they change no sample."""
-    num_processes: int | None = None
+    num_processes: Annotated[int, PROCESSES] | None = None
     """Processes that tokenise; None: the cores that the process may use."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
@@ -70,4 +67,4 @@ class DataConfig:
         for name in ("calibration", "test"):
             if getattr(self, name) == {}:
                 raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")
-        check_fields(self, "data.", BOUNDS)
+        check_fields(self, "data.")

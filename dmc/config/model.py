@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dmc.bounds import COUNT, check_fields
+from dmc.bounds import Count, check_fields
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class ModelConfig:
     """Hub revision."""
     architecture: dict[str, Any] | None = None
     """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
-    merge_kv_heads: int | None = None
+    merge_kv_heads: Count | None = None
     """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
     fact); None: they stay."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.fresh is None):
             raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
-        check_fields(self, "model.", {"merge_kv_heads": COUNT})
+        check_fields(self, "model.")
         if self.merge_kv_heads is not None and self.path is None:
             raise ValueError(
                 f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "

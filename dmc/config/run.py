@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from dmc.bounds import Bounds, check_fields
 from dmc.compression import CompressionConfig
@@ -33,10 +34,10 @@ class RunConfig:
     output_dir: str = "outputs/run"
     use_previous_checkpoint: bool = False
     """Go on from `previous.ckpt` where `last.ckpt` is damaged; False: refuse."""
-    seed: int = 0
+    seed: Annotated[int, Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")] = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "", {"seed": Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")})
+        check_fields(self)
         if self.trainer.uses_deepspeed and self.model.dtype != "float32":
             raise ValueError(
                 f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "

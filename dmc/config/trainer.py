@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from dmc.bounds import COUNT, Bounds, check_fields
+from dmc.bounds import Bounds, Count, check_fields
 
 Precision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
-
-
-BOUNDS = {
-    "num_nodes": COUNT,
-    "tensor_parallel_size": COUNT,
-    "peak_teraflops": Bounds(above=0, most=1e6, note="of one device; null: by its name"),
-}
 
 
 @dataclass(frozen=True)
@@ -29,10 +22,10 @@ class TrainerConfig:
     accelerator: str = "auto"
     devices: int | str = 1
     """Devices of each node; "auto": all."""
-    num_nodes: int = 1
+    num_nodes: Count = 1
     strategy: Strategy = "auto"
     """auto: one device, or ddp on several."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     """Devices that share each layer's heads and neurons; fsdp2 only."""
     offload_optimizer: bool = False
     """Optimizer state in CPU memory; deepspeed only."""
@@ -40,11 +33,11 @@ class TrainerConfig:
     """Weights in CPU memory between their uses; deepspeed_zero3 only."""
     precision: Precision = "32-true"
     """bf16-mixed: bfloat16 compute on float32 weights."""
-    peak_teraflops: float | None = None
+    peak_teraflops: Annotated[float, Bounds(above=0, most=1e6, note="of one device; null: by its name")] | None = None
     """What one device could do at best, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "trainer.", BOUNDS)
+        check_fields(self, "trainer.")
         is_count = isinstance(self.devices, (int, str)) and str(self.devices).isdecimal() and int(self.devices) > 0
         if not (is_count or self.devices == "auto"):
             raise ValueError(
@@ -82,20 +75,13 @@ class PlannerConfig:
 
     device: str | None = None
     """Name of the GPU; None: this machine's, or an H100."""
-    device_memory_gib: float | None = None
+    device_memory_gib: Annotated[float, Bounds(above=0, most=1e6, note="GiB")] | None = None
     """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
-    utilisation: float = 0.35
+    utilisation: Annotated[float, Bounds(above=0, most=1, note="share of the peak")] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "planner.",
-            {
-                "utilisation": Bounds(above=0, most=1, note="share of the peak"),
-                "device_memory_gib": Bounds(above=0, most=1e6, note="GiB"),
-            },
-        )
+        check_fields(self, "planner.")
 
 
 @dataclass(frozen=True)

@@ -4,68 +4,41 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from dmc.bounds import COUNT, SHARE, Bounds, check_fields
+from dmc.bounds import Bounds, Count, Share, check_fields
 from dmc.budget import check_ratio
 from dmc.compression import HeadAgreement
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 
 
-LEARNING_RATE = Bounds(above=0, most=1, note="AdamW moves every weight by about so much a step")
-STAGE_BOUNDS = {
-    "steps": Bounds(least=1, most=10**9, whole=True, note="at 1 ms each more would take weeks"),
-    "tokens": Bounds(above=0, most=1e15, note="the largest trainings have 1e14"),
-    "tokens_per_ratio": Bounds(above=0, most=1e15, note="the largest trainings have 1e14 tokens"),
-    "learning_rate": LEARNING_RATE,
-    "warmup_steps": Bounds(least=0, most=10**9, whole=True),
-    "final_fraction": SHARE,
-    "ramp_fraction": SHARE,
-    "ramp_to": Bounds(above=1, most=1e6, note="a compression ratio"),
-}
-BOUNDS = {
-    "sequence_length": Bounds(least=2, whole=True, note="tokens: the last has none to predict"),
-    "batch_size": COUNT,
-    "micro_batch_size": COUNT,
-    "learning_rate": LEARNING_RATE,
-    "betas": Bounds(least=0, below=1, note="shares of the averages that are kept each step"),
-    "adam_eps": Bounds(above=0, most=1, note="0 would divide by 0"),
-    "weight_decay": Bounds(least=0, most=10, note="times the learning rate it is what a weight loses each step"),
-    "gradient_clip": Bounds(above=0, most=1e6, note="largest norm; null: gradients stay as they are"),
-    "ratio_weight": Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats"),
-    "delays": Bounds(least=0, whole=True, note="tokens"),
-    "head_agreement_weight": Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats"),
-    "calibration_sequences": COUNT,
-    "validation_sequences": COUNT,
-    "validate_every_steps": COUNT,
-    "checkpoint_every_steps": COUNT,
-    "log_every_steps": COUNT,
-    "max_nonfinite_steps": COUNT,
-    "hang_timeout_minutes": Bounds(least=0, most=1e6, note="0: never"),
-}
+Rate = Annotated[float, Bounds(above=0, most=1, note="AdamW moves every weight by about so much a step")]
+Tokens = Annotated[float, Bounds(above=0, most=1e15, note="the largest trainings have 1e14 tokens")]
+Average = Annotated[float, Bounds(least=0, below=1, note="share of an average that is kept each step")]
+LossWeight = Annotated[float, Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats")]
 
 
 @dataclass(frozen=True)
 class StageConfig:
     """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio."""
 
-    steps: int | None = None
+    steps: Annotated[int, Bounds(least=1, most=10**9, whole=True, note="at 1 ms each more take weeks")] | None = None
     """Optimizer steps."""
-    tokens: float | None = None
+    tokens: Tokens | None = None
     """Tokens; rounded to whole steps."""
-    tokens_per_ratio: float | None = None
+    tokens_per_ratio: Tokens | None = None
     """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
-    learning_rate: float | None = None
+    learning_rate: Rate | None = None
     """None: the run's."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Bounds(least=0, most=10**9, whole=True)] = 0
     """Steps of a linear rise from 0."""
-    final_fraction: float = 1.0
+    final_fraction: Share = 1.0
     """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
-    ramp_fraction: float | None = None
+    ramp_fraction: Share | None = None
     """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
     (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
-    ramp_to: float | None = None
+    ramp_to: Annotated[float, Bounds(above=1, most=1e6, note="a compression ratio")] | None = None
     """Of a retrofit stage: CR that it leads to in its length. A lower target ends with the first part of it, so that
     runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is shared anyway."""
 
@@ -75,7 +48,7 @@ class StageConfig:
         Raises:
             ValueError: not exactly one length is given, or a value is out of range.
         """
-        check_fields(self, f"training.stages.{name}.", STAGE_BOUNDS)
+        check_fields(self, f"training.stages.{name}.")
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
         if len(given) != 1:
             raise ValueError(
@@ -112,17 +85,15 @@ class DistillationConfig:
         ValueError: a value is out of range.
     """
 
-    weight: float = 1.0
+    weight: Annotated[float, Bounds(above=0, most=1, note="share of the divergence")] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(least=1e-3, most=1e3, note="beyond, float32 has one-hot or uniform")] = 1.0
     """Both distributions are softened by it."""
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
     def __post_init__(self) -> None:
-        temperature = Bounds(least=1e-3, most=1e3, note="beyond, float32 has only one-hot or uniform distributions")
-        bounds = {"weight": Bounds(above=0, most=1, note="share of the divergence"), "temperature": temperature}
-        check_fields(self, "training.distillation.", bounds)
+        check_fields(self, "training.distillation.")
 
 
 @dataclass(frozen=True)
@@ -133,14 +104,13 @@ class RatioControlConfig:
         ValueError: a value is out of range.
     """
 
-    gain: float = 0.05
+    gain: Annotated[float, Bounds(above=0, most=1, note="at 1 a cache twice too large adds 170 % a step")] = 0.05
     """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
-    max_weight: float = 100.0
+    max_weight: Annotated[float, Bounds(above=1, most=1e6)] = 100.0
     """The weight stays between 1 / max_weight and max_weight."""
 
     def __post_init__(self) -> None:
-        gain = Bounds(above=0, most=1, note="at 1 a cache twice too large makes the weight 2.7 times as large a step")
-        check_fields(self, "training.ratio_control.", {"gain": gain, "max_weight": Bounds(above=1, most=1e6)})
+        check_fields(self, "training.ratio_control.")
 
 
 @dataclass(frozen=True)
@@ -155,17 +125,15 @@ class MeasuredStartConfig:
         ValueError: a value is out of range.
     """
 
-    sequences: int = 16
+    sequences: Count = 16
     """Held-out sequences, read once for every KV head of the model."""
-    spread: float = 1.5
+    spread: Annotated[float, Bounds(above=0, most=100, note="logits")] = 1.5
     """Logits for each standard deviation of the log cost."""
-    floor: float = 0.01
+    floor: Annotated[float, Bounds(above=0, below=1, note="a share")] = 0.01
     """Costs below this share of the largest count as equal: they are noise."""
 
     def __post_init__(self) -> None:
-        spread = Bounds(above=0, most=100, note="logits")
-        bounds = {"sequences": COUNT, "spread": spread, "floor": Bounds(above=0, below=1, note="a share")}
-        check_fields(self, "training.measured_start.", bounds)
+        check_fields(self, "training.measured_start.")
 
 
 @dataclass(frozen=True)
@@ -175,20 +143,20 @@ class TrainingConfig:
     stages: dict[StageName, StageConfig]
     """One after the other. pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify:
     CR at its target."""
-    sequence_length: int = 4096
+    sequence_length: Annotated[int, Bounds(least=2, whole=True, note="tokens: the last has none to predict")] = 4096
     """Tokens per sequence."""
-    batch_size: int = 1024
+    batch_size: Count = 1024
     """Sequences per optimizer step, over all devices."""
-    micro_batch_size: int = 1
+    micro_batch_size: Count = 1
     """Sequences per forward pass on one device; the rest is accumulated."""
-    learning_rate: float = 3e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-5
-    weight_decay: float = 0.1
+    learning_rate: Rate = 3e-5
+    betas: tuple[Average, Average] = (0.9, 0.95)
+    adam_eps: Annotated[float, Bounds(above=0, most=1, note="0 would divide by 0")] = 1e-5
+    weight_decay: Annotated[float, Bounds(least=0, most=10, note="times the rate what a weight loses a step")] = 0.1
     """Of matrices; norms and biases have none."""
-    gradient_clip: float | None = 1.0
+    gradient_clip: Annotated[float, Bounds(above=0, most=1e6, note="largest norm; null: never scaled")] | None = 1.0
     """Largest gradient norm; None: gradients are never scaled."""
-    ratio_weight: float = 1.0
+    ratio_weight: LossWeight = 1.0
     """Weight of the compression-ratio loss."""
     ratio_control: RatioControlConfig | None = None
     """Let the weight follow the error, from `ratio_weight` on; None: constant."""
@@ -198,14 +166,14 @@ class TrainingConfig:
     """Start adapters from the cost of compressing each head; None: from zero."""
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
-    delays: list[int] = field(default_factory=list)
+    delays: list[Annotated[int, Bounds(least=0, whole=True, note="tokens")]] = field(default_factory=list)
     """Delays of equal parts of the retrofit stage, of all of it where its `ramp_to` leads beyond the target; the last
     one is the model's own, which solidify has; empty: the model's own throughout."""
     soft_ratio_loss: bool = False
     """Relaxed decisions in the ratio loss; False: straight-through."""
     ratio_prior: Literal["global", "local"] = "global"
     """What the ratio loss holds to the target: the mean over all layers, or each layer by itself."""
-    head_agreement_weight: float = 0.0
+    head_agreement_weight: LossWeight = 0.0
     """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
     head_agreement: HeadAgreement = "mean"
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
@@ -217,16 +185,16 @@ class TrainingConfig:
     """Target CRs at which a ready-to-use model is exported along the run."""
     calibrate: bool = True
     """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
-    calibration_sequences: int = 64
+    calibration_sequences: Count = 64
     """Held-out sequences used to calibrate."""
-    validation_sequences: int = 64
+    validation_sequences: Count = 64
     """Held-out sequences in each validation."""
-    validate_every_steps: int = 1000
-    checkpoint_every_steps: int = 100
-    log_every_steps: int = 10
-    max_nonfinite_steps: int = 10
+    validate_every_steps: Count = 1000
+    checkpoint_every_steps: Count = 100
+    log_every_steps: Count = 10
+    max_nonfinite_steps: Count = 10
     """Steps in a row skipped for a loss or gradient that is not finite, after which the run ends."""
-    hang_timeout_minutes: float = 30.0
+    hang_timeout_minutes: Annotated[float, Bounds(least=0, most=1e6, note="0: never")] = 30.0
     """Without a micro-batch for so long, the stacks of all threads are written down; 0: never."""
 
     def __post_init__(self) -> None:
@@ -234,7 +202,7 @@ class TrainingConfig:
             raise ValueError("training.stages is empty: give at least one stage")
         for name, stage in self.stages.items():
             stage.check(name)
-        check_fields(self, "training.", BOUNDS)
+        check_fields(self, "training.")
         if self.ratio_control is not None and self.ratio_weight == 0:
             raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")
         for ratio in self.snapshot_ratios:
