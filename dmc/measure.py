@@ -68,11 +68,13 @@ def score_text(
         for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
             own = turn + reader
             # A rank without a batch takes part in the pass of those that have one: some must make each pass together.
-            input_ids = batches[min(own, len(batches) - 1)].to(model.device)
+            batch = batches[min(own, len(batches) - 1)]
+            input_ids = batch.to(model.device)
             trace = GateTrace(ranks=cutting)
             gates: dict[str, Any] = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
             if gates and documents_of is not None:
-                gates["documents"] = documents_of(input_ids)
+                documents = documents_of(batch)
+                gates["documents"] = None if documents is None else documents.to(model.device)
             targets = next_tokens(input_ids)
             losses = model(input_ids, use_cache=False, targets=targets, **gates).cross_entropy
             found = sequence_means(losses, targets).double()[:, None]

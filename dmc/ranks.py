@@ -47,6 +47,12 @@ class Ranks:
         """Name every process that torch.distributed joins; a process alone where it joins none."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else cls()
 
+    @classmethod
+    def on_hosts(cls) -> Ranks:
+        """Join every process by their CPUs: what they agree on waits for no device. All of them call this together."""
+        every = cls.all()
+        return every if every.size == 1 else cls(every.rank, every.size, dist.new_group(backend="gloo"))
+
     def while_others_wait(self, name: str, act: Callable[[], None], store: Any = None) -> None:
         """Let the first rank act, and the others wait for as long as that takes, outside of any collective.
 
@@ -75,7 +81,11 @@ class Ranks:
 
     def added(self, tensor: Tensor) -> Tensor:
         """Add up the ranks' tensors, on the CPU: the same on all of them."""
-        return tensor if self.size == 1 else self._summed(tensor.to(_device())).cpu()
+        return tensor if self.size == 1 else self._summed(tensor.to(self._device)).cpu()
+
+    def averaged(self, tensor: Tensor) -> Tensor:
+        """Average the ranks' tensors, on their device and without waiting for it."""
+        return tensor if self.size == 1 else self._summed(tensor) / self.size
 
     def minimum(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
@@ -93,7 +103,7 @@ class Ranks:
         """Return what the first rank gave, whatever the others did."""
         if self.size == 1:
             return tensor
-        shared = tensor.to(_device()).contiguous()
+        shared = tensor.to(self._device).contiguous()
         dist.broadcast(shared, group=self.group, group_src=0)
         return shared.to(tensor.device)
 
@@ -101,7 +111,7 @@ class Ranks:
         """Join the ranks' heads in the last dimension, int64 [..., H] -> [..., H * size]."""
         if self.size == 1:
             return numbers
-        numbers = numbers.to(_device()).contiguous()
+        numbers = numbers.to(self._device).contiguous()
         return torch.cat(self._gather(numbers), dim=-1).cpu()
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
@@ -119,6 +129,10 @@ class Ranks:
         """Return this rank's part of a tensor that all ranks have."""
         return tensor if self.size == 1 else tensor.chunk(self.size, dim)[self.rank]
 
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+
     def _summed(self, tensor: Tensor) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
@@ -132,7 +146,7 @@ class Ranks:
     def _reduce(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return number
-        shared = torch.tensor([number], device=_device())
+        shared = torch.tensor([number], device=self._device)
         dist.all_reduce(shared, operation, group=self.group)
         return int(shared)
 
@@ -160,7 +174,3 @@ class _Sum(torch.autograd.Function):
 
 
 ALONE = Ranks()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

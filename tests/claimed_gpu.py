@@ -1,7 +1,11 @@
-"""A GPU that is none: tensors in main memory that claim to be on CUDA, so that an operation over two devices raises.
+"""A GPU that is none, so that an operation over two devices raises, in two forms.
 
-Values are real, so whole engines run on it, `.item()` and data-dependent shapes included. What CUDA allows is allowed:
-numbers (0-d tensors) from the CPU, CPU tensors as indices, and copies.
+`claimed_gpu`: tensors in main memory that claim to be on CUDA. Values are real, so whole engines run on it, `.item()`
+and data-dependent shapes included. What CUDA allows is allowed: numbers (0-d tensors) from the CPU, CPU tensors as
+indices, and copies.
+
+`fake_gpu`: tensors without data on CUDA, gradients and autocast included, but no backward: that runs on "meta". Reading
+a value raises on both. `StepWatch` counts what else would make host and device wait for each other.
 """
 
 from __future__ import annotations
@@ -12,13 +16,20 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves
+
+import dmc.compression.gates as gates_module
+import dmc.models.masked_attention as masked_attention_module
+from dmc.kernels.cpu_build import cache_folder
+from dmc.models.masked_attention import flash, flash_ops
 
 GPU = torch.device("cuda", 0)
 COPIES = ("copy_", "_to_copy", "_copy_from")
@@ -105,15 +116,105 @@ def guard_devices() -> None:
     """Give a torch that was built without CUDA something to ask for its current device."""
     if torch.backends.cuda.is_built():
         return
-    home, compiler = Path(torch.__file__).parent, shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
-        source.write_text(GUARD)
-        options = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
-        subprocess.run([compiler, str(source), *options, "-o", str(built)], check=True)
-        ctypes.CDLL(str(built))
+    target = cache_folder() / f"guard_{torch.__version__}.so"
+    if not target.exists():
+        home, compiler = Path(torch.__file__).parent, shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            source, built = Path(folder) / "guard.cpp", Path(folder) / target.name
+            source.write_text(GUARD)
+            options = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
+            subprocess.run([compiler, str(source), *options, "-o", str(built)], check=True)
+            built.replace(target)
+    ctypes.CDLL(str(target))
+
+
+@contextmanager
+def fake_gpu(device: str = "cuda") -> Iterator[None]:
+    """Let tensors without data be made on `device`, "cuda" or "meta", where attention picks a GPU's kernels."""
+    guard_devices()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+        patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        patch.setattr(gates_module, "sample_generators", lambda seeds, *_: [None] * len(seeds))  # none there
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention_of_gpu)
+        if device == "meta":
+            patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device
+            patch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+            for module in (flash, masked_attention_module):
+                patch.setattr(module, "find_flash_kernel", _kernel_of_gpu)
+        else:
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _kernel_of_gpu(query: torch.Tensor) -> flash_ops.FlashKernel:
+    forward, backward = (
+        (flash_ops._efficient_forward, flash_ops._efficient_backward)
+        if query.dtype == torch.float32
+        else (flash_ops._cuda_forward, flash_ops._cuda_backward)
+    )
+    return flash_ops.FlashKernel(forward, backward, multiple=8)
+
+
+def _attention_of_gpu(
+    query: Any, key: Any, value: Any, *, is_causal: bool, attn_mask: None = None, dropout_p: float = 0.0,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Stand for PyTorch's attention, with the kernel that a GPU takes: a build for CPUs would compute T x T scores."""
+    assert is_causal and attn_mask is None and not dropout_p
+    if query.device.type != "meta" and torch.is_autocast_enabled("cuda"):
+        query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    assert group == 1 or enable_gqa
+    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+    return _kernel_of_gpu(query).forward(query, key, value, scale or query.shape[-1] ** -0.5)[0]
+
+
+class StepWatch(TorchDispatchMode):
+    """Notes the attention kernels that run, what is copied between devices, and what has the size of T x T.
+
+    Args:
+        length: T, a number that is no other size.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.kernels: set[tuple[str, torch.dtype]] = set()
+        self.waits: list[str] = []
+        """Copies between host and device that one waits for the other in."""
+        self.quadratic: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        out = function(*arguments, **keywords)
+        name = function.overloadpacket.__name__
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        given = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+        if name in COPIES and len({each.device for each in (*given, *made)}) > 1 and not keywords.get("non_blocking"):
+            self.waits.append(f"{name} {[(each.device.type, tuple(each.shape)) for each in (*given, *made)]}")
+        if "scaled_dot_product" in name:
+            self.kernels |= {(name, each.dtype) for each in arguments[:3]}
+        self.quadratic += [f"{name} {tuple(each.shape)}" for each in made if each.numel() >= self.length**2]
+        return out
+
+
+def put_on_gpu(model: Any, device: str = "cuda") -> Any:
+    """Put shapes of a model's parameters and buffers there, in place; under `fake_gpu`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return model
 
 
 def claim_model(model: Any) -> Any:

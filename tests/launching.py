@@ -155,7 +155,7 @@ def note_positions(
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         nonlocal running
         running = self.global_step
-        noted.append(batch["position"].tolist())
+        noted.append(batch["position"])
         return plain_step(self, batch, batch_idx)
 
     def on_train_batch_end(self: Any, trainer: Any, *arguments: Any) -> None:

@@ -10,7 +10,7 @@ def neuron_scale(head_dim: int, neuron_index: int | None, multiplier: float, lik
     """Vector [D] of ones with `multiplier` at the borrowed neuron, if there is one."""
     scale = torch.ones(head_dim, dtype=like.dtype, device=like.device)
     if neuron_index is not None:
-        scale[neuron_index] = multiplier
+        scale[neuron_index].fill_(multiplier)  # to assign a number would copy it from the CPU, and wait for that
     return scale
 
 

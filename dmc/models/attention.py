@@ -22,11 +22,11 @@ class Documents:
     starts: Tensor
     """True at the first token of each document, [B, T]."""
     spans: list[tuple[int, int, int]]
-    """(row, begin, end) of each document, in order."""
+    """(row, begin, end) of each document, in order: known to the host, which cuts the sequences."""
 
     @classmethod
     def from_separator(cls, input_ids: Tensor, separator_id: int) -> Documents:
-        """Find the documents of sequences in which `separator_id` ends each document, input_ids [B, T]."""
+        """Find the documents of sequences in which `separator_id` ends each document, input_ids [B, T] on the CPU."""
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
         starts[:, 1:] = input_ids[:, :-1] == separator_id
         starts[:, 0] = True
@@ -36,6 +36,10 @@ class Documents:
             for i in range(len(rows))
         ]
         return cls(starts, list(zip(rows, begins, ends, strict=True)))
+
+    def to(self, device: Any) -> Documents:
+        """Move what the device reads."""
+        return Documents(self.starts.to(device, non_blocking=True), self.spans)
 
 
 class CompressedAttentionMixin(nn.Module):
@@ -72,7 +76,7 @@ class CompressedAttentionMixin(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         past_key_values: CompressedCache | None = None,
         paged_cache: CompressedCache | None = None,
         gate_mode: GateMode | None = None,
@@ -85,7 +89,7 @@ class CompressedAttentionMixin(nn.Module):
         Args:
             hidden_states: [B, T, hidden].
             position_embeddings: cos and sin of the new tokens, [B or 1, T, D].
-            attention_mask: True at real tokens, [B, past + T]; None: no padding.
+            padding_mask: True at real tokens, [B, past + T]; None: no padding.
             past_key_values: cache of `generate`.
             paged_cache: cache of the engine, in the same role.
             gate_mode: what the gates shall do; default thresholded in eval, relaxed in training.
@@ -98,17 +102,17 @@ class CompressedAttentionMixin(nn.Module):
         adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
         if cache is not None:
             gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx, adapted=adapted)
-            attended = cache.attend(self.layer_idx, gated, value, self.scaling, attention_mask)
+            attended = cache.attend(self.layer_idx, gated, value, self.scaling, padding_mask)
         elif mode is not None and mode.neuron_multiplier is not None:
             attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
-            starts = sequence_starts(query, attention_mask) if documents is None else documents.starts
+            starts = sequence_starts(query, padding_mask) if documents is None else documents.starts
             gated = self.compressor.gate(query, key, mode, self.layer_idx, starts, adapted)
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
-            hidden = None if attention_mask is None else ~attention_mask
+            hidden = None if padding_mask is None else ~padding_mask
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
@@ -161,11 +165,11 @@ class CompressedAttentionMixin(nn.Module):
         return rows.transpose(0, 1)
 
 
-def sequence_starts(query: Tensor, attention_mask: Tensor | None) -> Tensor:
+def sequence_starts(query: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Return True at padding and at the first real token after it, [B, T]: nothing merges into what is not there."""
     batch, _, length, _ = query.shape
-    if attention_mask is None:
+    if padding_mask is None:
         starts = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
         starts[:, 0] = True
         return starts
-    return ~(attention_mask & torch.nn.functional.pad(attention_mask[:, :-1], (1, 0)))
+    return ~(padding_mask & torch.nn.functional.pad(padding_mask[:, :-1], (1, 0)))

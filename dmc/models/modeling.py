@@ -17,7 +17,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dmc.compression import CompressionConfig, Compressor
 from dmc.full_attention import refuse_other_attention
@@ -28,13 +28,12 @@ from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
+UNPADDED_ATTENTION = "dmc_unpadded"
+"""Causal attention of stock models to sequences without padding: PyTorch's own, and no mask.
 
-
-def padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Hand the 2-D padding mask to the layers as it is, [B, past + T] bool, or None when nothing is padded."""
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
-    return attention_mask.bool()
+Neither name has a function that makes masks: for those that have one, transformers reads in each forward from the
+device whether the positions begin anew somewhere.
+"""
 
 
 def refuse_attention(*_: Any, **__: Any) -> None:
@@ -43,7 +42,7 @@ def refuse_attention(*_: Any, **__: Any) -> None:
 
 
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
+AttentionInterface.register(UNPADDED_ATTENTION, sdpa_attention_forward)
 
 
 class CompressedConfigMixin:
@@ -204,7 +203,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                 )
         return super().forward(
             input_ids=input_ids,
-            attention_mask=attention_mask,
+            padding_mask=None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool(),
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -322,6 +321,13 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
                 f"gate_input={compression.gate_input!r} cannot replace {before.gate_input!r} in a model that is "
                 "already compressed: an adapter is part of its weights; retrofit the stock model"
             )
+
+
+def for_unpadded(model: Any) -> Any:
+    """Let a stock causal LM attend to sequences that are never padded without a mask; a compressed one does so."""
+    if not isinstance(model, CompressedCausalLM):
+        model.set_attn_implementation(UNPADDED_ATTENTION)
+    return model
 
 
 def _unknown_family(model: str) -> str:

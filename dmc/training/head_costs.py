@@ -35,9 +35,10 @@ def measure_head_costs(
     def loss(compressed: tuple[tuple[int, int], ...]) -> float:
         mode = GateMode(compressed_heads=compressed)
         losses = []
-        for input_ids in batches:
-            input_ids = input_ids.to(model.device)
-            targets, documents = next_tokens(input_ids), documents_of(input_ids)
+        for batch in batches:
+            input_ids, documents = batch.to(model.device), documents_of(batch)
+            documents = None if documents is None else documents.to(model.device)
+            targets = next_tokens(input_ids)
             found = model(input_ids, use_cache=False, gate_mode=mode, documents=documents, targets=targets)
             losses.append(sequence_means(found.cross_entropy, targets).mean())
         return float(torch.stack(losses).mean())

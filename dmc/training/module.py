@@ -14,6 +14,7 @@ from dmc.compression import GateMode, GateTrace, compression_loss, head_agreemen
 from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
+from dmc.models.modeling import for_unpadded
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.ratio_control import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
@@ -22,9 +23,9 @@ from dmc.training.strategies import WholeModel
 from dmc.training.teacher import Teacher
 
 
-def noise_seeds(seed: int, positions: Tensor) -> list[int]:
+def noise_seeds(seed: int, positions: list[int]) -> list[int]:
     """Key each sample's noise by the run's seed and the sample's place in the global order of draws."""
-    return [seed * 1_000_000_007 + position for position in positions.tolist()]
+    return [seed * 1_000_000_007 + position for position in positions]
 
 
 def train_gates_only(model: CompressedCausalLM) -> None:
@@ -72,6 +73,7 @@ class RetrofitModule(LightningModule):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.training.gates_only and self.has_gates:
             train_gates_only(model)
+        for_unpadded(self.model)
 
     @property
     def has_gates(self) -> bool:
@@ -106,12 +108,23 @@ class RetrofitModule(LightningModule):
         if delay is not None and delay != self.model.compression.delay:
             self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch: input_ids [B, T], global positions [B], where given loss_mask [B, T]."""
+    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        """Take from a batch what the host must know of it, before it is the device's: reading it there would wait."""
+        documents = self.documents_of(batch["input_ids"]) if self.has_gates else None
+        return batch | {"position": batch["position"].tolist(), "documents": documents}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch, see `loss_at`."""
         return self.loss_at(self.global_step, batch)
 
-    def loss_at(self, step: int, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss of one micro-batch at a step of the plan, and note its figures."""
+    def loss_at(self, step: int, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of one micro-batch at a step of the plan, and note its figures.
+
+        Args:
+            step: optimizer steps before it.
+            batch: what `on_before_batch_transfer` gives: input_ids [B, T], global positions as B numbers, documents,
+                and, where given, loss_mask [B, T].
+        """
         state = self.plan.at(step)
         input_ids, targets = batch["input_ids"], next_tokens(batch["input_ids"], batch.get("loss_mask"))
         if not self.has_gates:
@@ -125,7 +138,7 @@ class RetrofitModule(LightningModule):
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
-            documents=self.documents_of(input_ids) if state.neuron_multiplier is None else None,
+            documents=batch["documents"] if state.neuron_multiplier is None else None,
             targets=targets,
             taught=None if self.teacher is None else self.teacher.read(input_ids),
         )
@@ -139,7 +152,7 @@ class RetrofitModule(LightningModule):
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
             noted |= {"train/ratio_loss": ratio_loss.detach(), **held}
-            loss = loss + self.ratio_control.weight * ratio_loss
+            loss = loss + torch.as_tensor(self.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
                 agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
                 noted["train/head_agreement_loss"] = agreement_loss.detach()
@@ -148,7 +161,7 @@ class RetrofitModule(LightningModule):
         return loss
 
     def documents_of(self, input_ids: Tensor) -> Documents | None:
-        """Find the documents of a batch [B, T] at which decisions and attention reset; None: they do not."""
+        """Find the documents of a batch [B, T] on the CPU at which decisions and attention reset; None: they do not."""
         if not self.config.training.reset_at_documents:
             return None
         return Documents.from_separator(input_ids, self.separator_id)
@@ -160,15 +173,14 @@ class RetrofitModule(LightningModule):
         if not self.has_gates:
             return settings
         if state.neuron_multiplier is None:
-            settings |= {"train/target_ratio": state.target_ratio}
-            return settings | {"train/ratio_weight": self.ratio_control.weight}
+            return settings | {"train/target_ratio": state.target_ratio}
         return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the model's configuration, so that the checkpoint can be exported without the base."""
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
 
-    def _gate_mode(self, state: StepState, positions: Tensor) -> GateMode:
+    def _gate_mode(self, state: StepState, positions: list[int]) -> GateMode:
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
         return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
@@ -91,9 +92,9 @@ def _read_kept(file: Path, run_folder: Path) -> dict[str, Any]:
 def _run(module: RetrofitModule, config: RunConfig, step: int, batch: dict[str, Any], count: int) -> float:
     """Add one micro-batch's gradients and return its cross-entropy."""
     module.prepare(step)
-    tensors = {name: batch[name].to(module.device) for name in ("input_ids", "position")}
+    given = move_data_to_device(module.on_before_batch_transfer(batch, 0), module.device)
     with torch.autocast(module.device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed"):
-        loss = module.loss_at(step, tensors)
+        loss = module.loss_at(step, given)
     (loss / count).backward()
     return float(module.noted[-1]["train/loss"])
 

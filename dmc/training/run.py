@@ -82,6 +82,7 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
+    warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
     transformers.utils.logging.disable_progress_bar()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.models import with_token_losses
+from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import Taught
 
 
@@ -21,7 +22,7 @@ class Teacher:
     """
 
     def __init__(self, model: Any, path: str, temperature: float) -> None:
-        self.model = with_token_losses(model).eval().requires_grad_(False)
+        self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
         self.path, self.temperature = path, temperature
 
     def read(self, input_ids: Tensor) -> Taught:

@@ -8,14 +8,14 @@ from typing import Any
 from lightning import Trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from dmc.training.callbacks.measured_start import MeasuredStart
 from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.snapshots import Snapshots
-from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
 from dmc.training.callbacks.step_progress import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
@@ -85,11 +85,12 @@ def _watching_callbacks(
     start = training.measured_start if module.has_gates else None
     ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
     guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
+    metrics = StepMetrics(guard, training.gradient_clip, training.log_every_steps)
     return [
         *([] if start is None else [MeasuredStart(exporter.data.calibration_batches, start, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
-        TQDMProgressBar(refresh_rate=training.log_every_steps),
-        StepMetrics(guard, training.gradient_clip),
+        StepProgressBar(metrics, refresh_rate=training.log_every_steps),
+        metrics,
         guard,
         Validation(exporter.data.validation_batches, folder / "heatmaps", training.validate_every_steps),
         Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, snapshots[ratio], ratio)),

@@ -1,24 +1,37 @@
-"""Nothing that a step makes lies on another device than the model: tensors without data refuse to be mixed."""
+"""A training step on a GPU: nothing lies on another device, no score matrix, and the host waits for nothing it queued.
+
+There is no GPU: tensors without data refuse to be mixed and to be read.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-import claimed_gpu
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
+from claimed_gpu import StepWatch, fake_gpu, put_on_gpu
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from test_configs import composed, names
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-import dmc.compression.gates as gates_module
-from dmc.compression import CompressionConfig, GateMode
+from dmc.compression import CompressionConfig
 from dmc.config import RunConfig, build_config
 from dmc.models import retrofit
+from dmc.training.callbacks import step_metrics
+from dmc.training.callbacks.nonfinite import NonFiniteGuard
+from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.module import RetrofitModule, train_gates_only
 from dmc.training.stages import Plan
 from dmc.training.strategies import WholeModel
+from dmc.training.teacher import Teacher
+
+LENGTH = 509  # T x T is more than any other tensor here has
+SEPARATOR = 5
+FUSED = {
+    "bf16-mixed": {("_scaled_dot_product_flash_attention", torch.bfloat16)},
+    "32-true": {("_scaled_dot_product_efficient_attention", torch.float32)},
+}
 
 
 @pytest.mark.parametrize("gate_input", ["neuron", "both"])
@@ -32,75 +45,118 @@ def test_gates_alone_are_trained_on_the_device_that_gradients_are_on(make_stock,
         assert kept[rows].eq(1).all() and kept.sum() == kept[rows].numel()
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [
-        {}, {"delay": 3}, {"action": "drop", "delay": 3, "gate_input": "both"}, {"window_size": None},
-        {"decisions": "per_layer"}, {"decisions": "fixed", "weighting": "uniform"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_step_of_each_stage_stays_on_the_models_device(run_values, make_stock, monkeypatch, compression):
-    monkeypatch.setattr(gates_module, "sample_generators", lambda seeds, *_: [None] * len(seeds))  # none there
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)  # reads values
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device
-    run_values["compression"] = compression
-    run_values["training"] |= {"snapshot_ratios": [], "head_agreement_weight": 0 if "decisions" in compression else 1}
+def build_module(run_values: dict[str, Any], make_stock: Any, device: str, **training: Any) -> RetrofitModule:
+    """Make the module of a run whose model and teacher have no data."""
+    run_values["training"] |= {"snapshot_ratios": [], "sequence_length": LENGTH, **training}
+    if "distillation" in training:
+        run_values["model"] = {"path": "somewhere"}
     config = build_config(RunConfig, run_values)
     plan = Plan(config.training, config.target_ratio, config.compression)
-    with torch.device("meta"):
-        model = retrofit(make_stock().to("meta"), config.compression).train()
-        batch = {"input_ids": torch.zeros(2, 32, dtype=torch.long)}
-    module = RetrofitModule(model, config, plan, 0, WholeModel(config))
-    for step in {0, plan.total_steps - 1}:
-        loss = module.loss_at(step, batch | {"position": torch.arange(2)})
-        loss.backward()
-        assert loss.device.type == "meta"
-        assert {value.device.type for noted in module.noted for value in noted.values()} == {"meta"}
+    model = make_stock()
+    if config.has_gates:
+        model = retrofit(model, config.compression)
+    module = RetrofitModule(put_on_gpu(model.train(), device), config, plan, SEPARATOR, WholeModel(config))
+    module._device = torch.device(device)
+    if "distillation" in training:
+        module.teacher = Teacher(put_on_gpu(make_stock(), device), "somewhere", 1.0)
+    return module
 
 
-class AttentionKernels(TorchDispatchMode):
-    """Notes the name and the dtypes of each attention kernel that is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: set[tuple[str, torch.dtype]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if "scaled_dot_product" in name:
-            self.called |= {(name, each.dtype) for each in args[:3]}
-        return func(*args, **(kwargs or {}))
+def batch_of(module: RetrofitModule, device: str) -> dict[str, Any]:
+    """A micro-batch as the loader gives it, brought to the device as Lightning does."""
+    with unset_fake_temporarily():
+        input_ids = torch.randint(6, 80, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        input_ids[0, [100, 300]] = SEPARATOR
+        batch = module.on_before_batch_transfer({"input_ids": input_ids, "position": torch.arange(2)}, 0)
+    return move_data_to_device(batch, torch.device(device))
 
 
-def on_a_gpu_without_data(model: Any) -> Any:
-    """Put shapes of a model's parameters and buffers on a GPU, in place; under `FakeTensorMode`."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
-                module._parameters[name] = torch.nn.Parameter(empty)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
-    return model
+VARIANTS = [pytest.param(name, {}, id=name) for name in names("compression")]
+RECIPES = [
+    pytest.param("dmc_hidden", {"gates_only": True}, id="gates_only"),
+    pytest.param("dmc", {"gates_only": True}, id="gates_only, borrowed neuron"),
+    pytest.param("dmc", {"distillation": {"weight": 0.5}}, id="distillation"),
+    pytest.param("dmc", {"reset_at_documents": True}, id="documents"),
+    pytest.param("dms", {"reset_at_documents": True, "activation_checkpointing": True}, id="documents, checkpointing"),
+    pytest.param("dmc_delayed", {"activation_checkpointing": True}, id="checkpointing"),
+    pytest.param("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}, id="led weight"),
+]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("gates", [{}, {"action": "drop", "delay": 3}], ids=str)
-def test_a_retrofit_on_a_gpu_attends_by_the_flash_kernel_in_bfloat16(make_compressed, monkeypatch, family, gates):
-    claimed_gpu.guard_devices()
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(gates_module, "sample_generators", lambda seeds, *_: [None] * len(seeds))
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)
-    model = make_compressed(family, gates=gates).train()
-    with FakeTensorMode(allow_non_fake_inputs=True), AttentionKernels() as kernels:
-        model = on_a_gpu_without_data(model)
-        input_ids = torch.zeros(1, 48, dtype=torch.long, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(input_ids, use_cache=False, gate_mode=GateMode(noise_seeds=[0])).logits
-    assert (logits.device.type, logits.dtype) == ("cuda", torch.bfloat16)
-    assert kernels.called == {("_scaled_dot_product_flash_attention", torch.bfloat16)}
+@pytest.fixture
+def variant(run_values, request):
+    """Put the settings of a file of configs/compression into the run's."""
+    options = ["training=pretrain"] if request.param == "none" else []
+    settings = composed(f"compression={request.param}", "model=tiny_llama", *options).compression
+    run_values["compression"] = None if settings is None else settings.to_dict()
+    if settings is None:
+        run_values["training"]["stages"] = {"pretrain": {"steps": 4}}
+    return request.param
+
+
+def steps_of_stages(module: RetrofitModule) -> set[int]:
+    return {0, module.plan.total_steps - 1}
+
+
+@pytest.mark.parametrize(
+    ("variant", "training", "precision"),
+    [
+        *(pytest.param(*each.values, "bf16-mixed", id=each.id) for each in (*VARIANTS, *RECIPES)),
+        *(pytest.param(name, {}, "32-true", id=f"{name}, float32") for name in ("dmc", "dms", "none")),
+    ],
+    indirect=["variant"],
+)
+def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
+    run_values, make_stock, variant, training, precision
+):
+    run_values["trainer"]["precision"] = precision
+    with fake_gpu(), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        module = build_module(run_values, make_stock, "cuda", **training)
+        for step in steps_of_stages(module):
+            module.prepare(step)
+            batch = batch_of(module, "cuda")
+            with StepWatch(LENGTH) as watch:
+                loss = module.loss_at(step, batch)
+            assert loss.device.type == "cuda"
+            assert {value.device.type for noted in module.noted for value in noted.values()} == {"cuda"}
+            assert watch.kernels == FUSED[precision]
+            assert not watch.waits and not watch.quadratic
+
+
+@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
+def test_backward_and_what_a_step_logs_stay_on_the_device(
+    run_values, make_stock, monkeypatch, tmp_path, variant, training
+):
+    reads: list[int] = []
+
+    class Late:
+        """Notes the step that runs when the figures of one are read."""
+
+        def __init__(self, numbers):
+            assert numbers.device.type == "meta"
+            self.size = len(numbers)
+
+        def read(self):
+            reads.append(trainer.global_step)
+            return [0.5] * self.size
+
+    monkeypatch.setattr(step_metrics, "LateNumbers", Late)
+    trainer: Any = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
+    with fake_gpu("meta"):
+        module = build_module(run_values, make_stock, "meta", **training)
+        optimizer = SimpleNamespace()
+        guard = NonFiniteGuard(None, tmp_path, 2)
+        metrics = StepMetrics(guard, 1.0, 1)
+        guard.note = lambda *_: guard._unnoted.clear()
+        for step in range(module.plan.total_steps):
+            trainer.global_step = step
+            module.prepare(step)
+            batch = batch_of(module, "meta")
+            guard.on_train_batch_start(trainer, module, batch, 0)
+            with StepWatch(LENGTH) as watch:
+                module.loss_at(step, batch).backward()
+                metrics.on_before_optimizer_step(trainer, module, optimizer)
+            assert optimizer.found_inf.device.type == "meta"
+            assert not watch.waits and not watch.quadratic
+            assert {name for name, _ in watch.kernels} >= {"_scaled_dot_product_efficient_attention_backward"}
+        assert reads == list(range(1, module.plan.total_steps))  # one a step, of the step before

@@ -96,18 +96,18 @@ def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer
 
 def test_the_weight_integrates_the_relative_excess():
     control = RatioControl(2.0, RatioControlConfig(gain=0.1, max_weight=8.0))
-    control.update(held=0.5, target_ratio=4.0)  # twice the size asked for
-    assert control.weight == pytest.approx(2.0 * math.exp(0.1))
-    control.update(held=0.125, target_ratio=4.0)  # half of it
-    assert control.weight == pytest.approx(2.0 * math.exp(0.05))
-    control.update(held=math.nan, target_ratio=4.0)
-    assert control.weight == pytest.approx(2.0 * math.exp(0.05))
+    control.update(held=torch.tensor(0.5, dtype=torch.float64), target_ratio=4.0)  # twice the size asked for
+    assert float(control.weight) == pytest.approx(2.0 * math.exp(0.1))
+    control.update(held=torch.tensor(0.125, dtype=torch.float64), target_ratio=4.0)  # half of it
+    assert float(control.weight) == pytest.approx(2.0 * math.exp(0.05))
+    control.update(held=torch.tensor(math.nan), target_ratio=4.0)
+    assert float(control.weight) == pytest.approx(2.0 * math.exp(0.05))
     for held, bound in ((1.0, 8.0), (1e-3, 1 / 8)):
         for _ in range(1000):
-            control.update(held, 16.0)
+            control.update(torch.tensor(held), 16.0)
         assert control.weight == bound
     steady = RatioControl(2.0, None)
-    steady.update(1.0, 16.0)
+    steady.update(torch.tensor(1.0), 16.0)
     assert steady.weight == 2.0
 
 

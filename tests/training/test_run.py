@@ -203,23 +203,24 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
-    return RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config)), batches
+    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config))
+    return module, [module.on_before_batch_transfer(batch, 0) for batch in batches]
 
 
 def test_noise_follows_the_sample_through_any_batch_split(run_values):
     module, batches = make_module(run_values)
     module.log = lambda *args, **kwargs: None
     module.plan.at = lambda step: Plan(module.config.training, 4.0).at.__func__(Plan(module.config.training, 4.0), 5)
-    whole = {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": torch.arange(4)}
-    parts = [{key: value[i : i + 1] for key, value in whole.items()} for i in range(4)]
+    whole = batches[0] | {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": [0, 1, 2, 3]}
+    parts = [whole | {key: whole[key][i : i + 1] for key in ("input_ids", "position")} for i in range(4)]
     module.train()
     split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
     torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
 
 
 def test_noise_seeds_differ_by_run_and_position():
-    assert noise_seeds(0, torch.tensor([3, 4])) == [3, 4]
-    assert len(set(noise_seeds(1, torch.arange(50)) + noise_seeds(2, torch.arange(50)))) == 100
+    assert noise_seeds(0, [3, 4]) == [3, 4]
+    assert len(set(noise_seeds(1, [*range(50)]) + noise_seeds(2, [*range(50)]))) == 100
 
 
 @pytest.mark.slow

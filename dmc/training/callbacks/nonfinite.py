@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import LightningModule, Trainer
+from torch import Tensor
 
 from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.checkpoints.saving import AtomicCheckpointIO, SaveLast
@@ -23,7 +25,9 @@ class NonFiniteError(ArithmeticError):
 class NonFiniteGuard(AfterStep):
     """Skips bad steps and ends a run with too many of them in a row.
 
-    A skipped step counts in the plan and in the order of the data, but changes neither weights nor optimizer state.
+    A skipped step counts in the plan and in the order of the data, but changes neither weights nor optimizer state. It
+    is skipped on the device; the host hears of it a step later. Once too many were bad in a row the device skips all
+    that follow until the host has stopped the run.
 
     Args:
         save_last: saves the run before it ends: with the very weights that met the bad batches.
@@ -33,15 +37,17 @@ class NonFiniteGuard(AfterStep):
 
     def __init__(self, save_last: SaveLast, folder: Path, most_in_a_row: int) -> None:
         self.save_last, self.folder, self.most_in_a_row = save_last, folder / FOLDER_NAME, most_in_a_row
-        self.skipped_steps = 0
+        self.skipped_steps: int | Tensor = 0
         """Over all starts of the run."""
-        self._in_a_row = 0
-        self._skipped_now = False
+        self._bad_in_a_row: int | Tensor = 0  # the device's count
+        self._noted_in_a_row = 0  # the host's
+        self._last_bad = 0
         self._micro_batches: list[dict[str, Any]] = []
+        self._unnoted: dict[int, tuple[list[dict[str, Any]], list[Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Keep the count in the checkpoint."""
-        return {"skipped_steps": self.skipped_steps}
+        return {"skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
@@ -51,22 +57,43 @@ class NonFiniteGuard(AfterStep):
         """Hold on to the micro-batches of the step that runs."""
         self._micro_batches.append(batch)
 
-    def skip(self, trainer: Trainer, module: LightningModule, step: int, figures: dict[str, float]) -> None:
-        """Skip a step; all ranks call this together.
+    def judge(self, step: int, figures: Tensor, noted: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Decide on the device whether a step is skipped, from figures that are the same on all ranks.
+
+        Args:
+            step: optimizer steps before it.
+            figures: of the step.
+            noted: figures of its micro-batches.
+        Returns:
+            Whether it is, and how many are by then.
+        """
+        is_bad = ~figures.isfinite().all() | (self._bad_in_a_row >= self.most_in_a_row)
+        self._bad_in_a_row = (self._bad_in_a_row + 1) * is_bad
+        self.skipped_steps = self.skipped_steps + is_bad
+        self._unnoted[step] = self._micro_batches, [each["train/loss"] for each in noted]
+        self._micro_batches = []
+        return is_bad, self.skipped_steps
+
+    def note(self, trainer: Trainer, step: int, is_skipped: bool, figures: dict[str, float]) -> None:
+        """Learn what became of a step; all ranks call this together.
 
         Args:
             trainer: the run's.
-            module: its gradients are dropped, and its notes of the micro-batches kept.
-            step: optimizer steps before it.
+            step: the one that `judge` was asked about.
+            is_skipped: its answer.
             figures: of the step, for the message.
         """
-        module.zero_grad(set_to_none=True)  # AdamW then changes neither weights nor its state
-        self.skipped_steps += 1
-        self._in_a_row += 1
-        self._skipped_now = True
+        micro_batches, losses = self._unnoted.pop(step)
+        if self._noted_in_a_row >= self.most_in_a_row:
+            return  # whatever it was, it was skipped
+        self._noted_in_a_row = self._noted_in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            return
+        self._last_bad = step
         shown = ", ".join(f"{name.removeprefix('train/')} {value:g}" for name, value in figures.items())
         path = self.folder / file_name(step, trainer.global_rank)
-        content = {"step": step, "rank": trainer.global_rank, "micro_batches": self._kept(module)}
+        kept = [_kept(batch, loss) for batch, loss in zip(micro_batches, losses, strict=True)]
+        content = {"step": step, "rank": trainer.global_rank, "micro_batches": kept}
         try:
             AtomicCheckpointIO().save_checkpoint(content, path)
             outcome = f"its batch is kept in {path}"
@@ -75,12 +102,8 @@ class NonFiniteGuard(AfterStep):
         logger.warning("step %d is skipped (%s); %s", step, shown, outcome)
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Let the batch go; stop the run where it has skipped too many steps."""
-        self._micro_batches.clear()
-        if not self._skipped_now:
-            self._in_a_row = 0
-        self._skipped_now = False
-        if self._in_a_row >= self.most_in_a_row:
+        """Stop the run where it has skipped too many steps."""
+        if self._noted_in_a_row >= self.most_in_a_row:
             self.save_last.save(trainer, step)
             trainer.should_stop = True
 
@@ -90,23 +113,21 @@ class NonFiniteGuard(AfterStep):
         Raises:
             NonFiniteError: it has skipped too many steps; on all ranks.
         """
-        if self._in_a_row < self.most_in_a_row:
+        if self._noted_in_a_row < self.most_in_a_row:
             return
-        step = trainer.global_step
-        file = self.folder / file_name(step - 1, trainer.global_rank)
+        file = self.folder / file_name(self._last_bad, trainer.global_rank)
         raise NonFiniteError(
-            f"the last {self._in_a_row} steps up to step {step} had a loss or gradient that is not finite "
-            f"(training.max_nonfinite_steps={self.most_in_a_row}). The last checkpoint has the weights that met them; "
-            f"`python scripts/replay.py run={self.folder.parent} file={file}` shows where it starts. The same command "
-            f"goes on after step {step}"
+            f"the last {self._noted_in_a_row} steps up to step {self._last_bad + 1} had a loss or gradient that is not "
+            f"finite (training.max_nonfinite_steps={self.most_in_a_row}). The last checkpoint has the weights that met "
+            f"them; `python scripts/replay.py run={self.folder.parent} file={file}` shows where it starts. The same "
+            f"command goes on after step {trainer.global_step}"
         )
 
-    def _kept(self, module: Any) -> list[dict[str, Any]]:
-        """Return the micro-batches on the CPU, each with its loss."""
-        return [
-            {name: value.cpu() for name, value in batch.items()} | {"loss": float(noted["train/loss"])}
-            for batch, noted in zip(self._micro_batches, module.noted, strict=True)
-        ]
+
+def _kept(batch: dict[str, Any], loss: Tensor) -> dict[str, Any]:
+    """Return what a replay needs of a micro-batch, on the CPU, with its loss."""
+    tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+    return tensors | {"position": torch.tensor(batch["position"]), "loss": float(loss)}
 
 
 def file_name(step: int, rank: int) -> str:

@@ -9,9 +9,11 @@ import subprocess
 import threading
 from typing import Any
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 
 from dmc.claims import ClaimedError
+from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -43,6 +45,7 @@ class Preemption(Callback):
         self.save_last, self.displaced = save_last, displaced or threading.Event()
         self.stopped_at: int | None = None
         """Whole steps at the stop, which are saved; None: the run was not told to stop."""
+        self.hosts = ALONE
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
 
@@ -59,6 +62,7 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to SIGTERM too, instead of Lightning, whose handler waits for the other ranks."""
         self._listen(SIGNALS)
+        self.hosts = Ranks.on_hosts()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree with the other ranks; on a signal to any of them save, requeue, stop.
@@ -66,16 +70,16 @@ class Preemption(Callback):
         Raises:
             ClaimedError: another start has taken over the run; on all ranks.
         """
-        stops = bool(self._received) or self.displaced.is_set()
-        if not trainer.strategy.reduce_boolean_decision(stops, all=False):
+        own = bool(self._received), self.displaced.is_set(), bool(self._received & REQUEUE_SIGNALS)
+        stops, displaced, requeue = self.hosts.added(torch.tensor(own, dtype=torch.int64)).tolist()
+        if not stops and not displaced:
             return
-        if trainer.strategy.reduce_boolean_decision(self.displaced.is_set(), all=False):
+        if displaced:
             raise ClaimedError(
                 f"{self.save_last.folder.parent} is being trained by another start, for which this one was dead: it "
                 "had not touched its claim for long. This one stops, and saves nothing",
                 None,
             )
-        requeue = trainer.strategy.reduce_boolean_decision(bool(self._received & REQUEUE_SIGNALS), all=False)
         step = trainer.global_step
         if step == 0:
             logger.warning("told to stop before the first step is done: there is nothing to save")

@@ -2,74 +2,139 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
+from dmc.ranks import Ranks
 from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.gradients import clip_gradients
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
+WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
 HELD = {"noisy_held": "train/noisy_ratio", "thresholded_held": "train/achieved_ratio"}
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
 SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio")
 """What the progress bar shows."""
 
 
+class LateNumbers:
+    """Numbers on their way from the device, to be read when the device has long gone on to other work."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if numbers.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Wait until they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
+
+
+class _Step(NamedTuple):
+    number: int
+    names: list[str]
+    numbers: LateNumbers
+    settings: dict[str, float]
+
+
 class StepMetrics(AfterStep):
     """Logs each step's figures, which the module has noted for each micro-batch, and has bad steps skipped.
 
     The figures are agreed between the ranks, in one all-reduce of a few numbers: before the optimizer's step, or after
-    it where the strategy itself looks after the gradients.
+    it where the strategy itself looks after the gradients. What depends on them happens on the device; the host reads
+    those of a step once the next one is queued, so that the device never waits for the host.
 
     Args:
         guard: skips a step with a figure that is not finite.
         gradient_clip: largest gradient norm; None: gradients are never scaled.
+        log_every_steps: optimizer steps between two that are logged.
     """
 
-    def __init__(self, guard: NonFiniteGuard, gradient_clip: float | None) -> None:
-        self.guard, self.gradient_clip = guard, gradient_clip
+    def __init__(self, guard: NonFiniteGuard, gradient_clip: float | None, log_every_steps: int) -> None:
+        self.guard, self.gradient_clip, self.log_every_steps = guard, gradient_clip, log_every_steps
+        self.shown: dict[str, float] = {}
+        """For the progress bar."""
+        self._unread: _Step | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Log, and skip or clip; the gradients are complete."""
+        """Mask or clip the gradients, which are complete."""
         module: Any = pl_module
         if not module.strategy.owns_gradients:
-            norm = self._finish(trainer, module, trainer.global_step)
+            norm = self._finish(trainer, module, trainer.global_step, optimizer)
             if self.gradient_clip is not None:
                 clip_gradients(module, norm, self.gradient_clip)
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Log, and count a step that was skipped."""
+        """Take the figures where the strategy looks after the gradients."""
         module: Any = pl_module
         if module.strategy.owns_gradients:
-            self._finish(trainer, module, step - 1)
+            self._finish(trainer, module, step - 1, None)
+            self._read(trainer)  # it has waited for the device already
 
-    def _finish(self, trainer: Trainer, module: Any, step: int) -> Tensor:
-        """Log the figures of `step` and have it skipped where one is not finite; return the gradient's norm."""
-        norm = module.strategy.gradient_norm(module)
-        figures = self._reduce(trainer, module, norm)
-        if not all(map(math.isfinite, figures.values())):
-            self.guard.skip(trainer, module, step, figures)
-        metrics = {HELD.get(name, name): 1 / value if name in HELD else value for name, value in figures.items()}
-        metrics |= {"train/skipped_steps": self.guard.skipped_steps}
-        for name, value in (metrics | module.settings_at(step)).items():
-            module.log(name, value, on_step=True, prog_bar=name in SHOWN)
-        if "noisy_held" in figures:
-            module.ratio_control.update(figures["noisy_held"], module.plan.at(step).target_ratio)
-        module.noted.clear()
-        return norm
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the last step's figures."""
+        self._read(trainer)
 
-    def _reduce(self, trainer: Trainer, module: Any, norm: Tensor) -> dict[str, float]:
-        """Return the means over micro-batches and ranks, and the norm of the whole gradient.
+    def _finish(self, trainer: Trainer, module: Any, step: int, optimizer: Any) -> Tensor:
+        """Have `step` skipped where a figure is not finite, read those of the step before; return the gradient's norm.
 
         With a loss that is not finite on any rank, the mean is not finite on any.
         """
-        noted: list[dict[str, Tensor]] = module.noted
-        names = list(noted[0])
-        means = [torch.stack([each[name].double() for each in noted]).mean() for name in names]
-        own = torch.stack([*means, norm.to(module.device).double()])
-        return dict(zip([*names, NORM], trainer.strategy.reduce(own, reduce_op="mean").tolist(), strict=True))
+        norm = module.strategy.gradient_norm(module)
+        names = list(module.noted[0])
+        means = [torch.stack([each[name].double() for each in module.noted]).mean() for name in names]
+        figures = Ranks.all().averaged(torch.stack([*means, norm.to(module.device).double()]))
+        is_skipped, num_skipped = self.guard.judge(step, figures, module.noted)
+        if optimizer is not None:
+            optimizer.found_inf = is_skipped.float()  # AdamW then changes neither weights nor its state
+        added = [is_skipped, num_skipped]
+        settings = module.settings_at(step)
+        if RATIO_LOSS in names:
+            control = module.ratio_control
+            if isinstance(control.weight, Tensor):
+                added.append(control.weight)
+            else:
+                settings[WEIGHT] = control.weight
+            control.update(figures[names.index("noisy_held")], module.plan.at(step).target_ratio)
+        numbers = torch.cat([figures, torch.stack([each.double() for each in added])])
+        module.noted.clear()
+        self._read(trainer)
+        self._unread = _Step(step, [*names, NORM], LateNumbers(numbers), settings)
+        return norm
+
+    def _read(self, trainer: Trainer) -> None:
+        """Log the step whose figures are under way, and tell the guard of it."""
+        if self._unread is None:
+            return
+        step, names, late, settings = self._unread
+        self._unread = None
+        numbers = late.read()
+        figures = dict(zip(names, numbers, strict=False))
+        is_skipped, num_skipped, *weight = numbers[len(names) :]
+        self.guard.note(trainer, step, bool(is_skipped), figures)
+        metrics = {HELD.get(name, name): 1 / value if name in HELD else value for name, value in figures.items()}
+        metrics |= {SKIPPED: num_skipped, **settings, **dict(zip([WEIGHT], weight, strict=False))}
+        self.shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        if (step + 1) % self.log_every_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+
+
+class StepProgressBar(TQDMProgressBar):
+    """Shows a few of the figures that the host has read."""
+
+    def __init__(self, metrics: StepMetrics, refresh_rate: int) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._metrics = metrics
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Add them to Lightning's."""
+        return {**super().get_metrics(trainer, pl_module), **self._metrics.shown}  # type: ignore[dict-item]

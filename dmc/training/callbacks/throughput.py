@@ -11,6 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 from dmc.config import RunConfig
+from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.after_step import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
 
@@ -51,6 +52,12 @@ class Throughput(AfterStep):
         self._steps = -1  # the first is a warm-up
         self._seconds = 0.0
         self._batch_started = 0.0
+        self._hosts = ALONE
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the ranks' hosts: their figures do not wait for a device."""
+        super().on_train_start(trainer, pl_module)
+        self._hosts = Ranks.on_hosts()
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note the start of a micro-batch."""
@@ -65,10 +72,10 @@ class Throughput(AfterStep):
         """Log at the logger's rate, over the steps since the last time."""
         self._steps += 1
         if self._steps > 0 and step % self.config.training.log_every_steps == 0:
-            for name, value in self._measure(trainer, pl_module).items():
-                pl_module.log(name, value)
-            memory = peak_memory_gib(pl_module.device)
-            pl_module.log("train/peak_memory_gib", memory, sync_dist=True, reduce_fx="max")
+            memory = self._hosts.maximum(peak_memory(pl_module.device))
+            measured = self._measure(trainer, pl_module) | {"train/peak_memory_gib": memory / 2**30}
+            for logger in trainer.loggers:
+                logger.log_metrics(measured, step=step - 1)
         elif self._steps > 0:
             return
         self._steps, self._seconds, self.data_clock.seconds = 0, 0.0, 0.0
@@ -101,8 +108,8 @@ class Throughput(AfterStep):
         return peak_flops(torch.cuda.get_device_name(device), precision)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory taken so far: allocated on the GPU, or resident of this process on a CPU."""
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes taken so far: allocated on the GPU, or resident of this process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10  # KiB on Linux

@@ -1,4 +1,3 @@
-import itertools
 import json
 import os
 import signal
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from launching import logged_losses
 
 from dmc.claims import ClaimedError
@@ -68,12 +68,20 @@ def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
 
 
 class FakeTrainer(SimpleNamespace):
-    """What a callback sees of a trainer; `others` is what another rank says: stop, taken over, requeue."""
+    """What a callback sees of a trainer."""
 
-    def __init__(self, others: tuple[bool, ...] = (False, False, False), rank: int = 0) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__(global_step=0, should_stop=False, is_global_zero=rank == 0, saved=[])
-        answers = itertools.cycle(others)
-        self.strategy = SimpleNamespace(reduce_boolean_decision=lambda own, all: next(answers) or own)
+
+
+class OtherRank:
+    """What another rank says: stop, taken over, requeue."""
+
+    def __init__(self, *flags: bool) -> None:
+        self.flags = torch.tensor(flags).long()
+
+    def added(self, own):
+        return own + self.flags
 
 
 class FakeSaver:
@@ -97,9 +105,10 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(fake_scont
 
 def test_rank_that_got_no_signal_stops_with_the_others_and_does_not_requeue(fake_scontrol, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = FakeTrainer(others=(True, False, True), rank=1)
+    trainer = FakeTrainer(rank=1)
     with Preemption(FakeSaver()) as preemption:
         preemption.on_train_start(trainer, None)
+        preemption.hosts = OtherRank(True, False, True)
         trainer.global_step = 1
         preemption.on_train_batch_end(trainer, None)
     assert trainer.saved == [1] and trainer.should_stop
@@ -108,12 +117,13 @@ def test_rank_that_got_no_signal_stops_with_the_others_and_does_not_requeue(fake
 
 @pytest.mark.parametrize("others", [(False, False, False), (True, True, False)], ids=["rank 0", "another rank"])
 def test_a_start_that_was_taken_for_dead_stops_without_saving(others, tmp_path):
-    trainer, displaced = FakeTrainer(others), threading.Event()
+    trainer, displaced = FakeTrainer(), threading.Event()
     trainer.global_step = 3
     if not any(others):
         displaced.set()
     with Preemption(SaveLast(tmp_path / "run" / "checkpoints", 1), displaced) as preemption:
         preemption.on_train_start(trainer, None)
+        preemption.hosts = OtherRank(*others)
         with pytest.raises(ClaimedError, match="run is being trained by another start"):
             preemption.on_train_batch_end(trainer, None)
     assert not list(tmp_path.iterdir())
