@@ -1,8 +1,8 @@
 """Kernel backends, one module each with the same function names; `reference` is the specification.
 
-Each offers `append_or_merge`, `paged_attention`, `prefill_attention`, `compact`, for policies that evict `note_tokens`,
-`attention_received`, `note_attention`, `lowest` and `evict`, and `supports(dtype, head_dim, block_size, device)`, which
-says why it cannot serve such a cache, or None.
+Each offers `append_or_merge`, `paged_attention`, `prefill_attention`, `compact`, for policies `write_notes`,
+`read_notes`, `attention_received`, `add_attention`, `nth_newest`, `eviction_candidate` and `evict`, and
+`supports(dtype, head_dim, block_size, device)`, which says why it cannot serve such a cache, or None.
 """
 
 from __future__ import annotations

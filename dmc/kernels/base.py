@@ -1,5 +1,7 @@
 """What kernels share: one layer of the cache, the tokens that enter it, and what a query then sees.
 
+A head's slots are in no order: who needs the age of what lies in one reads its position.
+
 Shapes beyond the legend of `dmc.compression.base`: C cache rows, S sequences of one call, n new tokens of each (1 while
 decoding), R tokens of raw history, W the gate's delay, N blocks of the pool, M blocks of a block table. Query head h
 uses KV head h // group.
@@ -7,11 +9,10 @@ uses KV head h // group.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from dmc.compression import CompressionConfig
 
 
 @dataclass
@@ -42,26 +43,18 @@ class LayerCache:
     """Exact accumulation only: mean key (unrotated) and value of the open slot, float32 [C, H, 2 D]."""
     weight: Tensor | None = None
     """Exact accumulation only: total importance of the open slot, 0 before the first token, float32 [C, H]."""
+    notes: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """What else is kept for every slot, 4 bytes each, [N, block]."""
 
     @property
     def block_size(self) -> int:
         """Slots of a page."""
         return self.key_pages.shape[1]
 
-
-@dataclass
-class EntryNotes:
-    """What an evicting cache knows of each entry beside key and value: pages like theirs, under the same block tables.
-
-    A head's notes lie in the order of age, oldest first, whatever the order of its keys and values.
-    """
-
-    position: Tensor
-    """The token's place in its sequence, int32 [N, block]."""
-    slot: Tensor | None
-    """Where its key and value lie among the head's slots, int32 [N, block]; None: at its age."""
-    sums: Tensor
-    """Running sums over the queries so far, K of them, float32 [K, N, block]."""
+    @property
+    def slot_pages(self) -> list[Tensor]:
+        """All that belongs to a slot, and moves with it."""
+        return [self.key_pages, self.value_pages, *self.notes.values()]
 
 
 @dataclass
@@ -119,11 +112,3 @@ class Seen:
     """Merge gates with n > 1; a single token's state is the last of its slots."""
     recent: Recent | None = None
     """Delayed gates."""
-
-
-def history_size(config: CompressionConfig | None) -> int:
-    """Raw tokens kept beside the pages (R): those the delay holds back, and the rest of the merge window."""
-    if config is None:
-        return 0
-    window = config.window_size if config.action == "merge" else None
-    return config.delay + (0 if window is None else window - 1)

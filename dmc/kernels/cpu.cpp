@@ -812,11 +812,13 @@ void linear(const Linear& a) {
 
 }  // namespace
 
-// What eviction changes: the pool, and the heads of some rows. Mirrored in cpu.py, as are the two that follow.
+// What eviction works on: heads of some rows, and what is kept for their slots. Mirrored in cpu.py, as are the others.
 struct Heads {
-    int64_t sequences, heads, dim, block, threads;
+    int64_t sequences, heads, block, threads;
     const int64_t* rows;  // [S]
-    void *key_pages, *value_pages;
+    char* const* pages;   // [F], each [N, block, D]
+    const int64_t* widths;  // [F], bytes of a slot
+    int64_t num_pages;      // F
     int32_t *free_blocks, *num_free;
     const int32_t* tables;  // [C, H, M]
     int64_t table_row_step, table_head_step;
@@ -832,46 +834,43 @@ struct Compact {
 
 struct Evict {
     Heads heads;
-    const int64_t* ages;      // [S, H]
-    int32_t *position, *slot;  // [N, block]
-    int32_t* sums;            // the bits of floats, [K, N, block]
-    int64_t num_sums, sum_step;
+    const int64_t* slots;  // [S, H]
 };
 
-struct NoteTokens {
+struct Notes {  // of `count` slots of each head: the newest are written, the first are read
     Heads heads;
-    int64_t tokens;
-    const int64_t* positions;  // [S, n]
-    int64_t position_step;
-    int32_t *position, *slot;  // [N, block]; slot may be null
-    float* sums;               // [K, N, block]
-    int64_t num_sums, sum_step;
-    const float* starts;  // [K, S, H, n]
+    int64_t count;
+    int32_t* const* notes;  // [F], the bits of each, [S, H, count]
+    const int32_t* fills;   // [F], what is read beyond the length
 };
 
-struct NoteAttention {
-    Heads heads;
+struct AddAttention {
+    Heads heads;  // its pages are the sums
     int64_t group, entries;
     const float* scores;  // [S, H_q, entries or more]
     int64_t score_sequence_step, score_head_step;
-    const int32_t* slot;    // [N, block]
-    float* sums;            // [K, N, block]
-    const int64_t* powers;  // [K]
-    int64_t num_sums, sum_step;
-    float *attention, *ordered_sums;  // [S, H, entries], [K, S, H, entries]
+    const int64_t* powers;  // [F]
+    float* attention;       // [S, H, entries]
 };
 
-struct Lowest {
+struct NthNewest {
+    int64_t heads, entries, threads;
+    const int32_t* positions;  // [S, H, entries]
+    const int64_t* counts;     // [S, H]
+    int32_t* found;            // [S, H]
+};
+
+struct Candidate {
     int64_t sequences, heads, entries, threads;
     const float* scores;  // [S, H, entries]
     int64_t score_sequence_step, score_head_step;
+    const int32_t* positions;         // [S, H, entries]
     const int64_t *lengths, *limits;  // [S, H], [S]
-    int64_t* ages;                    // [S, H]
+    int64_t* slots;                   // [S, H]
 };
 
 namespace {
 
-template <class T>
 class Tenant {  // one head of one sequence, and its blocks
   public:
     Tenant(const Heads& a, int64_t index)
@@ -882,21 +881,22 @@ class Tenant {  // one head of one sequence, and its blocks
 
     int64_t place(int64_t slot) const { return table_[slot / a_.block] * a_.block + slot % a_.block; }
 
-    void move(int64_t from, int64_t to) const {
-        for (void* pages : {a_.key_pages, a_.value_pages}) {
-            T* states = static_cast<T*>(pages);
-            std::copy_n(states + place(from) * a_.dim, a_.dim, states + place(to) * a_.dim);
-        }
+    template <class T>
+    T* at(int64_t field, int64_t slot) const {
+        return reinterpret_cast<T*>(a_.pages[field] + place(slot) * a_.widths[field]);
     }
 
-    // Moves the notes of entries `age` + 1 to `last` up by one.
-    void close_gap(int32_t* notes, int64_t age, int64_t last) const {
-        while (age < last) {
-            const int64_t end = std::min(last, (age / a_.block + 1) * a_.block - 1);  // where this block ends
-            int32_t* gap = notes + place(age);
-            std::memmove(gap, gap + 1, (end - age) * sizeof(int32_t));
-            if (end < last) notes[place(end)] = notes[place(end + 1)];
-            age = end + 1;
+    void move(int64_t from, int64_t to) const {
+        for (int64_t field = 0; field < a_.num_pages; field++)
+            std::memcpy(at<char>(field, to), at<char>(field, from), a_.widths[field]);
+    }
+
+    // Calls work(first, how many) for stretches of slots begin..end - 1 that lie together.
+    template <class Work>
+    void for_each_run(int64_t begin, int64_t end, const Work& work) const {
+        for (int64_t count; begin < end; begin += count) {
+            count = std::min(end - begin, a_.block - begin % a_.block);
+            work(begin, count);
         }
     }
 
@@ -928,12 +928,13 @@ void for_each_head(const Heads& a, int64_t cost, const Work& work) {
     for_each(a.sequences * a.heads, cost, a.threads, work);
 }
 
-template <class T>
 void compact(const Compact& c) {
     const Heads& a = c.heads;
+    int64_t width = 0;
+    for (int64_t field = 0; field < a.num_pages; field++) width += a.widths[field];
     std::vector<int32_t> kept(a.sequences * a.heads);
-    for_each_head(a, c.keep_step * a.sequences * a.heads * a.dim, [&](int64_t i) {
-        const Tenant<T> tenant(a, i);
+    for_each_head(a, c.keep_step * a.sequences * a.heads * width / 8, [&](int64_t i) {
+        const Tenant tenant(a, i);
         const bool* keep = c.keep + i * c.keep_step;
         int32_t count = 0;
         for (int64_t slot = 0; slot < tenant.length(); slot++) {
@@ -943,96 +944,101 @@ void compact(const Compact& c) {
         }
         kept[i] = count;
     });
-    for (size_t i = 0; i < kept.size(); i++) Tenant<T>(a, i).shrink(kept[i]);
+    for (size_t i = 0; i < kept.size(); i++) Tenant(a, i).shrink(kept[i]);
 }
 
-template <class T>
 void evict(const Evict& e) {
-    const Heads& a = e.heads;
-    int64_t moved = 0;
-    for (int64_t i = 0; i < a.sequences * a.heads; i++)
-        if (e.ages[i] >= 0) moved += (Tenant<T>(a, i).length() - e.ages[i]) * (2 + e.num_sums);
-    for_each_head(a, moved, [&](int64_t i) {
-        const int64_t age = e.ages[i];
-        if (age < 0) return;
-        const Tenant<T> tenant(a, i);
-        const int64_t last = tenant.length() - 1;
-        const int32_t hole = e.slot[tenant.place(age)];
+    for (int64_t i = 0; i < e.heads.sequences * e.heads.heads; i++) {
+        const Tenant tenant(e.heads, i);
+        const int64_t hole = e.slots[i], last = tenant.length() - 1;
+        if (hole < 0) continue;
         if (hole != last) tenant.move(last, hole);
-        e.slot[tenant.place(last)] = hole;
-        tenant.close_gap(e.position, age, last);
-        tenant.close_gap(e.slot, age, last);
-        for (int64_t k = 0; k < e.num_sums; k++) tenant.close_gap(e.sums + k * e.sum_step, age, last);
-    });
-    for (int64_t i = 0; i < a.sequences * a.heads; i++) {
-        const Tenant<T> tenant(a, i);
-        if (e.ages[i] >= 0) tenant.shrink(tenant.length() - 1);
+        tenant.shrink(last);
     }
 }
 
-inline void note_tokens(const NoteTokens& n) {
+void write_notes(const Notes& n) {
     const Heads& a = n.heads;
-    const int64_t num_heads = a.sequences * a.heads;
-    for_each_head(a, num_heads * n.tokens * (2 + n.num_sums), [&](int64_t i) {
-        const Tenant<float> tenant(a, i);
-        const int64_t* positions = n.positions + i / a.heads * n.position_step;
-        for (int64_t token = 0; token < n.tokens; token++) {
-            const int64_t age = tenant.length() - n.tokens + token, place = tenant.place(age);
-            n.position[place] = int32_t(positions[token]);
-            if (n.slot) n.slot[place] = int32_t(age);
-            for (int64_t k = 0; k < n.num_sums; k++)
-                n.sums[k * n.sum_step + place] = n.starts[(k * num_heads + i) * n.tokens + token];
+    for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
+        const Tenant tenant(a, i);
+        const int64_t begin = tenant.length() - n.count;
+        for (int64_t field = 0; field < a.num_pages; field++)
+            tenant.for_each_run(begin, tenant.length(), [&](int64_t slot, int64_t count) {
+                std::copy_n(n.notes[field] + i * n.count + slot - begin, count, tenant.at<int32_t>(field, slot));
+            });
+    });
+}
+
+void read_notes(const Notes& n) {
+    const Heads& a = n.heads;
+    for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
+        const Tenant tenant(a, i);
+        const int64_t end = std::min<int64_t>(tenant.length(), n.count);
+        for (int64_t field = 0; field < a.num_pages; field++) {
+            int32_t* to = n.notes[field] + i * n.count;
+            tenant.for_each_run(0, end, [&](int64_t slot, int64_t count) {
+                std::copy_n(tenant.at<int32_t>(field, slot), count, to + slot);
+            });
+            std::fill(to + end, to + n.count, n.fills[field]);
         }
     });
 }
 
-inline void note_attention(const NoteAttention& n) {
+void add_attention(const AddAttention& n) {
     const Heads& a = n.heads;
-    const int64_t num_heads = a.sequences * a.heads;
-    constexpr int64_t COST = 4;  // of an entry that is gathered, in multiplications
-    for_each_head(a, COST * num_heads * n.entries * (n.group + n.num_sums), [&](int64_t i) {
-        const Tenant<float> tenant(a, i);
+    for_each_head(a, a.sequences * a.heads * n.entries * (n.group + a.num_pages), [&](int64_t i) {
+        const Tenant tenant(a, i);
         const int64_t length = tenant.length();
         const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;
-        std::vector<float> mean(scores, scores + length);
-        for (int64_t member = 1; member < n.group; member++)
-            for (int64_t slot = 0; slot < length; slot++) mean[slot] += scores[member * n.score_head_step + slot];
-        for (int64_t slot = 0; slot < length; slot++) mean[slot] /= float(n.group);
         float* attention = n.attention + i * n.entries;
-        for (int64_t age = 0; age < length; age += a.block) {
-            const int32_t* slot = n.slot + tenant.place(age);
-            const int64_t count = std::min(a.block, length - age);
-            for (int64_t j = 0; j < count; j++) attention[age + j] = mean[slot[j]];
-        }
+        std::copy_n(scores, length, attention);
+        for (int64_t member = 1; member < n.group; member++)
+            for (int64_t slot = 0; slot < length; slot++) attention[slot] += scores[member * n.score_head_step + slot];
+        for (int64_t slot = 0; slot < length; slot++) attention[slot] /= float(n.group);
         std::fill(attention + length, attention + n.entries, 0.0f);
-        for (int64_t k = 0; k < n.num_sums; k++) {
-            float* ordered = n.ordered_sums + (k * num_heads + i) * n.entries;
-            for (int64_t age = 0; age < length; age += a.block) {
-                float* sums = n.sums + k * n.sum_step + tenant.place(age);
-                const int64_t count = std::min(a.block, length - age);
-                if (n.powers[k] == 1)
-                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j];
-                if (n.powers[k] == 2)
-                    for (int64_t j = 0; j < count; j++) sums[j] += attention[age + j] * attention[age + j];
-                std::copy_n(sums, count, ordered + age);
-            }
-            std::fill(ordered + length, ordered + n.entries, 0.0f);
-        }
+        for (int64_t field = 0; field < a.num_pages; field++)
+            tenant.for_each_run(0, length, [&](int64_t slot, int64_t count) {
+                float* sums = tenant.at<float>(field, slot);
+                if (n.powers[field] == 1)
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[slot + j];
+                else
+                    for (int64_t j = 0; j < count; j++) sums[j] += attention[slot + j] * attention[slot + j];
+            });
     });
 }
 
-inline void lowest(const Lowest& l) {
-    const int64_t num_heads = l.sequences * l.heads;
-    for_each(num_heads, num_heads * l.entries, l.threads, [&](int64_t i) {
-        const float* scores = l.scores + i / l.heads * l.score_sequence_step + i % l.heads * l.score_head_step;
-        const int64_t length = l.lengths[i];
-        int64_t age = -1;
-        if (length > l.limits[i / l.heads]) {
-            float least = scores[0];
-            for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
-            for (age = length - 1; age > 0 && scores[age] != least;) age--;
+// By bisection over positions: a pass over a head's entries counts those from the middle on.
+void nth_newest(const NthNewest& n) {
+    constexpr int64_t PASSES = 16;
+    for_each(n.heads, n.heads * n.entries * PASSES, n.threads, [&](int64_t i) {
+        const int32_t* positions = n.positions + i * n.entries;
+        int32_t low = 0, high = INT32_MAX;  // as many as are asked for lie from `low` on, or all; fewer from `high` on
+        if (n.counts[i] <= 0) low = high;
+        if (low < high && n.entries > 0) high = *std::max_element(positions, positions + n.entries) + 1;
+        while (high - low > 1) {
+            const int32_t middle = low + (high - low) / 2;
+            int32_t count = 0;
+            for (int64_t j = 0; j < n.entries; j++) count += positions[j] >= middle;
+            (count >= n.counts[i] ? low : high) = middle;
         }
-        l.ages[i] = age;
+        n.found[i] = low;
+    });
+}
+
+void candidates(const Candidate& c) {
+    const int64_t num_heads = c.sequences * c.heads;
+    for_each(num_heads, num_heads * c.entries, c.threads, [&](int64_t i) {
+        const float* scores = c.scores + i / c.heads * c.score_sequence_step + i % c.heads * c.score_head_step;
+        const int32_t* positions = c.positions + i * c.entries;
+        const int64_t length = c.lengths[i];
+        c.slots[i] = -1;
+        if (length <= c.limits[i / c.heads]) return;
+        float least = scores[0];
+        for (int64_t j = 1; j < length; j++) least = scores[j] < least ? scores[j] : least;
+        int32_t youngest = -1;
+        c.slots[i] = 0;
+        for (int64_t j = 0; j < length; j++)
+            if (scores[j] == least && positions[j] > youngest) youngest = positions[j], c.slots[i] = j;
     });
 }
 
@@ -1040,8 +1046,8 @@ inline void lowest(const Lowest& l) {
 
 // What slots receive from all queries of a prompt. Mirrored in cpu.py.
 struct Received {
-    Heads heads;
-    int64_t group, queries, entries;
+    Heads heads;  // its pages are the keys
+    int64_t dim, group, queries, entries;
     double scaling;
     const void* query;  // [S, H_q, n, D]
     int64_t query_sequence_step, query_head_step, query_step;
@@ -1060,7 +1066,7 @@ template <class T>
 class Receiver {
   public:
     explicit Receiver(const Received& v)
-        : v_(v), a_(v.heads), dim_(int(a_.dim)), num_heads_(a_.sequences * a_.heads),
+        : v_(v), a_(v.heads), dim_(int(v.dim)), num_heads_(a_.sequences * a_.heads),
           blocks_((v.queries + WIDTH - 1) / WIDTH), packed_(new float[num_heads_ * v.group * blocks_ * dim_ * WIDTH]),
           normalisation_(num_heads_ * v.group * blocks_ * WIDTH), limits_(num_heads_ * blocks_ * WIDTH),
           last_(num_heads_ * blocks_) {}
@@ -1117,14 +1123,14 @@ class Receiver {
         }
     }
 
-    const T* key(const Tenant<T>& tenant, int64_t slot) const {
-        return static_cast<const T*>(a_.key_pages) + tenant.place(std::min<int64_t>(slot, tenant.length() - 1)) * dim_;
+    const T* key(const Tenant& tenant, int64_t slot) const {
+        return tenant.at<const T>(0, std::min<int64_t>(slot, tenant.length() - 1));
     }
 
     void normalise(int64_t query_head, int64_t block) {
         pack_queries(query_head, block);
         const int64_t head = query_head / v_.group;
-        const Tenant<T> tenant(a_, head);
+        const Tenant tenant(a_, head);
         Vec maximum[ROWS], sum[ROWS] = {};
         std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
         for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
@@ -1151,7 +1157,7 @@ class Receiver {
     }
 
     void receive(int64_t head, int64_t first) {
-        const Tenant<T> tenant(a_, head);
+        const Tenant tenant(a_, head);
         const float share = 1.0f / float(v_.group);
         float keys[KEY_TILE][MAX_DIM];
         if (first >= tenant.length()) return;
@@ -1260,20 +1266,20 @@ inline const char* wrong(const Compact& c) {
 }
 
 inline const char* wrong(const Evict& e) {
-    return wrong_heads(e.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return e.ages[i] < length; });
+    return wrong_heads(e.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return e.slots[i] < length; });
 }
 
-inline const char* wrong(const NoteTokens& n) {
-    return wrong_heads(n.heads, NO_ENTRY, [&](int64_t, int64_t length) { return n.tokens <= length; });
+inline const char* wrong(const Notes& n, bool writes) {
+    return wrong_heads(n.heads, NO_ENTRY, [&](int64_t, int64_t length) { return !writes || n.count <= length; });
 }
 
-inline const char* wrong(const NoteAttention& n) {
+inline const char* wrong(const AddAttention& n) {
     return wrong_heads(n.heads, TOO_LONG, [&](int64_t, int64_t length) { return length <= n.entries; });
 }
 
-inline const char* wrong(const Lowest& l) {
-    const auto fits = [&](int64_t length) { return 0 <= length && length <= l.entries; };
-    return std::all_of(l.lengths, l.lengths + l.sequences * l.heads, fits) ? nullptr : TOO_LONG;
+inline const char* wrong(const Candidate& c) {
+    const auto fits = [&](int64_t length) { return 0 < length && length <= c.entries; };
+    return std::all_of(c.lengths, c.lengths + c.sequences * c.heads, fits) ? nullptr : TOO_LONG;
 }
 
 inline const char* wrong(const Received& v) {
@@ -1306,13 +1312,13 @@ CHECKED(linear_float32, Linear, nullptr, linear<float>(a))
 CHECKED(linear_bfloat16, Linear, nullptr, linear<BFloat16>(a))
 CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
 CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), append<BFloat16>(a))
-CHECKED(compact_float32, Compact, wrong(a), compact<float>(a))
-CHECKED(compact_bfloat16, Compact, wrong(a), compact<BFloat16>(a))
-CHECKED(evict_float32, Evict, wrong(a), evict<float>(a))
-CHECKED(evict_bfloat16, Evict, wrong(a), evict<BFloat16>(a))
-CHECKED(note_tokens, NoteTokens, wrong(a), note_tokens(a))
-CHECKED(note_attention, NoteAttention, wrong(a), note_attention(a))
-CHECKED(lowest, Lowest, wrong(a), lowest(a))
+CHECKED(compact, Compact, wrong(a), compact(a))
+CHECKED(evict, Evict, wrong(a), evict(a))
+CHECKED(write_notes, Notes, wrong(a, true), write_notes(a))
+CHECKED(read_notes, Notes, wrong(a, false), read_notes(a))
+CHECKED(add_attention, AddAttention, wrong(a), add_attention(a))
+CHECKED(nth_newest, NthNewest, nullptr, nth_newest(a))
+CHECKED(eviction_candidate, Candidate, wrong(a), candidates(a))
 CHECKED(receive_float32, Received, wrong(a), Receiver<float>(a).run())
 CHECKED(receive_bfloat16, Received, wrong(a), Receiver<BFloat16>(a).run())
 }

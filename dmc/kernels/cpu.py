@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
 from dmc.kernels.cpu_build import load_library
+from dmc.kernels.layout import history_size
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
@@ -50,62 +51,28 @@ _APPEND = """
     top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
 """
 _HEADS = """
-    sequences heads dim block threads rows key_pages value_pages free_blocks num_free
+    sequences heads block threads rows pages widths num_pages free_blocks num_free
     tables table_row_step table_head_step lengths num_rows num_slots
 """
-_COMPACT = _HEADS + "keep keep_step"
-_EVICT = _HEADS + "ages position slot sums num_sums sum_step"
-_NOTE_TOKENS = _HEADS + "tokens positions position_step position slot sums num_sums sum_step starts"
-_NOTE_ATTENTION = (
-    _HEADS
-    + """
-    group entries scores score_sequence_step score_head_step slot sums powers num_sums sum_step attention ordered_sums
+_RECEIVED = """
+    dim group queries entries scaling query query_sequence_step query_head_step query_step slots columns squares
 """
+
+
+def _structure(fields: str) -> type[ctypes.Structure]:
+    kinds = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in fields.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": kinds})
+
+
+_Attention, _Append, _Received = map(_structure, (_ATTENTION, _APPEND, _HEADS + _RECEIVED))
+_Compact, _Evict = _structure(_HEADS + "keep keep_step"), _structure(_HEADS + "slots")
+_Notes = _structure(_HEADS + "count notes fills")
+_AddAttention = _structure(_HEADS + "group entries scores score_sequence_step score_head_step powers attention")
+_NthNewest = _structure("heads entries threads positions counts found")
+_Candidate = _structure(
+    "sequences heads entries threads scores score_sequence_step score_head_step positions lengths limits slots"
 )
-_LOWEST = "sequences heads entries threads scores score_sequence_step score_head_step lengths limits ages"
-_RECEIVED = (
-    _HEADS
-    + """
-    group queries entries scaling query query_sequence_step query_head_step query_step slots columns squares
-"""
-)
-_LINEAR = "rows inputs outputs threads x weight out"
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in _ATTENTION.split()]
-
-
-class _Append(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _APPEND.split()]
-
-
-class _Compact(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _COMPACT.split()]
-
-
-class _Evict(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _EVICT.split()]
-
-
-class _NoteTokens(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _NOTE_TOKENS.split()]
-
-
-class _NoteAttention(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _NOTE_ATTENTION.split()]
-
-
-class _Lowest(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _LOWEST.split()]
-
-
-class _Received(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in _RECEIVED.split()]
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _LINEAR.split()]
+_Linear = _structure("rows inputs outputs threads x weight out")
 
 
 def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
@@ -186,108 +153,113 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
 
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     """See `reference.compact`."""
-    library = _library(cache.key_pages)
-    if library is None:
+    if (library := load_library()) is None:
         return reference.compact(cache, rows, keep)
     keep = keep.contiguous()
     _expect("keep", keep, torch.bool, (len(rows), cache.lengths.shape[1], keep.shape[-1]))
-    arguments = _Compact(*_heads(cache, rows), keep.data_ptr(), keep.shape[-1])
-    _call(library, "compact_" + SUFFIXES[cache.key_pages.dtype], arguments)
+    heads, _held = _heads(cache, rows, cache.slot_pages)
+    _call(library, "compact", _Compact(*heads, keep.data_ptr(), keep.shape[-1]))
 
 
-def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
+def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     """See `reference.evict`."""
-    library = _library(cache.key_pages)
-    if library is None:
-        return reference.evict(cache, notes, rows, ages)
-    assert notes.slot is not None
-    ages, sums = ages.contiguous(), notes.sums
-    _expect("ages", ages, torch.int64, (len(rows), cache.lengths.shape[1]))
-    _expect_notes(cache, notes)
-    columns = sums.data_ptr(), len(sums), sums.stride(0)
-    pointers = ages.data_ptr(), notes.position.data_ptr(), notes.slot.data_ptr()
-    arguments = _Evict(*_heads(cache, rows), *pointers, *columns)
-    _call(library, "evict_" + SUFFIXES[cache.key_pages.dtype], arguments)
+    if (library := load_library()) is None:
+        return reference.evict(cache, rows, slots)
+    slots = slots.contiguous()
+    _expect("slots", slots, torch.int64, (len(rows), cache.lengths.shape[1]))
+    heads, _held = _heads(cache, rows, cache.slot_pages)
+    _call(library, "evict", _Evict(*heads, slots.data_ptr()))
 
 
-def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
-    """See `reference.note_tokens`."""
-    library = load_library()
-    if library is None:
-        return reference.note_tokens(cache, notes, rows, positions, sums)
-    positions, sums = _rows_of_channels(positions), sums.contiguous()
-    _expect("positions", positions, torch.int64, (len(rows), positions.shape[-1]), dense=False)
-    _expect("sums", sums, torch.float32, (len(notes.sums), len(rows), cache.lengths.shape[1], positions.shape[-1]))
-    _expect_notes(cache, notes)
-    arguments = _NoteTokens(
-        *_heads(cache, rows),
-        positions.shape[1],
-        positions.data_ptr(),
-        positions.stride(0),
-        notes.position.data_ptr(),
-        _address(notes.slot),
-        notes.sums.data_ptr(),
-        len(notes.sums),
-        notes.sums.stride(0),
-        sums.data_ptr(),
-    )
-    _call(library, "note_tokens", arguments)
+def write_notes(cache: LayerCache, rows: Tensor, notes: dict[str, Tensor]) -> None:
+    """See `reference.write_notes`."""
+    if (library := load_library()) is None:
+        return reference.write_notes(cache, rows, notes)
+    pages, numbers = [cache.notes[name] for name in notes], [each.contiguous() for each in notes.values()]
+    for name, page, each in zip(notes, pages, numbers, strict=True):
+        _expect(name, each, page.dtype, (len(rows), cache.lengths.shape[1], numbers[0].shape[-1]))
+    heads, _held = _heads(cache, rows, pages)
+    addresses = _int64s(each.data_ptr() for each in numbers)
+    _call(library, "write_notes", _Notes(*heads, numbers[0].shape[-1], ctypes.addressof(addresses), 0))
 
 
-def note_attention(
-    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
-) -> tuple[Tensor, Tensor]:
-    """See `reference.note_attention`."""
-    library = load_library()
-    if library is None:
-        return reference.note_attention(cache, notes, rows, scores, powers, num_entries)
-    assert notes.slot is not None and scores.stride(-1) == 1
-    heads = len(rows), cache.lengths.shape[1]
-    _expect_notes(cache, notes)
-    query_heads = scores.shape[1] // heads[1] * heads[1]
-    _expect("scores", scores, torch.float32, (heads[0], query_heads, max(scores.shape[-1], num_entries)), dense=False)
-    assert len(powers) == len(notes.sums)
-    sums, attention = notes.sums, torch.empty(*heads, num_entries)
-    ordered, wanted = torch.empty(len(sums), *attention.shape), torch.tensor(powers, dtype=torch.int64)
-    arguments = _NoteAttention(
-        *_heads(cache, rows),
-        scores.shape[1] // heads[1],
-        num_entries,
+def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
+    """See `reference.read_notes`."""
+    if (library := load_library()) is None:
+        return reference.read_notes(cache, rows, names, num_slots)
+    pages = [cache.notes[name] for name in names]
+    read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
+    heads, _held = _heads(cache, rows, pages)
+    addresses = _int64s(each.data_ptr() for each in read)
+    fills = (ctypes.c_int32 * len(pages))(*(0 if page.is_floating_point() else -1 for page in pages))
+    notes = _Notes(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
+    _call(library, "read_notes", notes)
+    return read
+
+
+def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[str, int], num_slots: int) -> Tensor:
+    """See `reference.add_attention`."""
+    if (library := load_library()) is None:
+        return reference.add_attention(cache, rows, scores, powers, num_slots)
+    sequences, kv_heads = len(rows), cache.lengths.shape[1]
+    query_heads = scores.shape[1] // kv_heads * kv_heads
+    _expect("scores", scores, torch.float32, (sequences, query_heads, max(scores.shape[-1], num_slots)), dense=False)
+    assert scores.stride(-1) == 1
+    attention = torch.empty(sequences, kv_heads, num_slots)
+    heads, _held = _heads(cache, rows, [cache.notes[name] for name in powers])
+    wanted = _int64s(powers.values())
+    arguments = _AddAttention(
+        *heads,
+        query_heads // kv_heads,
+        num_slots,
         scores.data_ptr(),
         *scores.stride()[:2],
-        notes.slot.data_ptr(),
-        sums.data_ptr(),
-        wanted.data_ptr(),
-        len(sums),
-        sums.stride(0),
+        ctypes.addressof(wanted),
         attention.data_ptr(),
-        ordered.data_ptr(),
     )
-    _call(library, "note_attention", arguments)
-    return attention, ordered
+    _call(library, "add_attention", arguments)
+    return attention
 
 
-def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-    """See `reference.lowest`."""
-    library = load_library()
-    if library is None:
-        return reference.lowest(scores, lengths, limits)
-    scores, ages = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
-    lengths, limits = lengths.contiguous(), limits.contiguous()
+def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
+    """See `reference.nth_newest`."""
+    if (library := load_library()) is None:
+        return reference.nth_newest(positions, counts)
+    positions, counts = positions.contiguous(), counts.contiguous()
+    _expect("positions", positions, torch.int32, positions.shape)
+    _expect("counts", counts, torch.int64, positions.shape[:-1])
+    found = torch.empty(counts.shape, dtype=torch.int32)
+    pointers = positions.data_ptr(), counts.data_ptr(), found.data_ptr()
+    _call(
+        library,
+        "nth_newest",
+        _NthNewest(counts.numel(), positions.shape[-1], torch.get_num_threads(), *pointers),
+    )
+    return found
+
+
+def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """See `reference.eviction_candidate`."""
+    if (library := load_library()) is None:
+        return reference.eviction_candidate(scores, positions, lengths, limits)
+    scores, slots = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
+    positions, lengths, limits = positions.contiguous(), lengths.contiguous(), limits.contiguous()
     _expect("scores", scores, torch.float32, (*lengths.shape, scores.shape[-1]), dense=False)
+    _expect("positions", positions, torch.int32, scores.shape)
     _expect("lengths", lengths, torch.int64, scores.shape[:2])
     _expect("limits", limits, torch.int64, scores.shape[:1])
-    arguments = _Lowest(
+    arguments = _Candidate(
         *scores.shape,
         torch.get_num_threads(),
         scores.data_ptr(),
         *scores.stride()[:2],
+        positions.data_ptr(),
         lengths.data_ptr(),
         limits.data_ptr(),
-        ages.data_ptr(),
+        slots.data_ptr(),
     )
-    _call(library, "lowest", arguments)
-    return ages
+    _call(library, "eviction_candidate", arguments)
+    return slots
 
 
 def attention_received(
@@ -305,8 +277,10 @@ def attention_received(
     _expect("query", query, cache.key_pages.dtype, queries, dense=False)
     columns = torch.zeros(sequences, heads, query.shape[1] // heads, num_entries)
     squares = torch.zeros(sequences, heads, num_entries)
+    heads_given, _held = _heads(cache, rows, [cache.key_pages])
     arguments = _Received(
-        *_heads(cache, rows),
+        *heads_given,
+        query.shape[-1],
         columns.shape[2],
         num_queries,
         num_entries,
@@ -464,19 +438,23 @@ def _attend(
     return out
 
 
-def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
-    """Fill the fields that eviction needs of a layer; `rows` must outlive the call."""
+def _heads(cache: LayerCache, rows: Tensor, pages: Sequence[Tensor]) -> tuple[tuple[int, ...], object]:
+    """Fill the fields of `Heads`, for what `pages` keep of slots; what they point to lives as long as the second."""
     _expect_cache(cache, None)
     _expect("rows", rows, torch.int64, (len(rows),))
-    return (
+    for page in pages:
+        _expect("pages", page, page.dtype, (*cache.key_pages.shape[:2], *page.shape[2:]))
+    addresses = _int64s(page.data_ptr() for page in pages)
+    widths = _int64s(page.stride(1) * page.element_size() for page in pages)
+    fields = (
         len(rows),
         cache.lengths.shape[1],
-        cache.key_pages.shape[-1],
         cache.block_size,
         torch.get_num_threads(),
         rows.data_ptr(),
-        cache.key_pages.data_ptr(),
-        cache.value_pages.data_ptr(),
+        ctypes.addressof(addresses),
+        ctypes.addressof(widths),
+        len(addresses),
         cache.free_blocks.data_ptr(),
         cache.num_free.data_ptr(),
         cache.block_tables.data_ptr(),
@@ -484,6 +462,12 @@ def _heads(cache: LayerCache, rows: Tensor) -> tuple[int, ...]:
         cache.lengths.data_ptr(),
         *_bounds(cache.block_tables, cache.block_size),
     )
+    return fields, (addresses, widths)
+
+
+def _int64s(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
+    listed = list(numbers)
+    return (ctypes.c_int64 * len(listed))(*listed)
 
 
 def _bounds(tables: Tensor, block_size: int) -> tuple[int, int]:
@@ -537,14 +521,6 @@ def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
     if cache.mean is not None and cache.weight is not None:
         _expect("mean", cache.mean, torch.float32, (rows, heads, 2 * dim))
         _expect("weight", cache.weight, torch.float32, (rows, heads))
-
-
-def _expect_notes(cache: LayerCache, notes: EntryNotes) -> None:
-    pages = cache.key_pages.shape[:2]
-    _expect("position", notes.position, torch.int32, pages)
-    _expect("sums", notes.sums, torch.float32, (len(notes.sums), *pages))
-    if notes.slot is not None:
-        _expect("slot", notes.slot, torch.int32, pages)
 
 
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:

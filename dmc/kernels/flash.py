@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
-from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen
+from dmc.kernels.base import Recent
 
 FLASH_2_PAGE = 256
 """Flash-attn 2 takes pages of multiples of this many slots."""
@@ -60,58 +59,15 @@ def _paged_decode() -> tuple[Callable[..., Any], str]:
     )
 
 
-def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
-    """See `dmc.kernels.reference.append_or_merge`."""
-    return load_backend("auto", cache.lengths.device).append_or_merge(cache, tokens, config)
+def __getattr__(name: str) -> Any:
+    """Leave every other function of a backend to the best one of the GPU."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return getattr(load_backend("auto", _device()), name)
 
 
-def prefill_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_tables: Tensor,
-    seen: Seen,
-    scaling: float,
-    *,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """See `dmc.kernels.reference.prefill_attention`."""
-    other = load_backend("auto", query.device)
-    return other.prefill_attention(query, key_pages, value_pages, block_tables, seen, scaling, rows=rows)
-
-
-def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
-    """See `dmc.kernels.reference.compact`."""
-    load_backend("auto", cache.lengths.device).compact(cache, rows, keep)
-
-
-def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
-    """See `dmc.kernels.reference.evict`."""
-    load_backend("auto", cache.lengths.device).evict(cache, notes, rows, ages)
-
-
-def attention_received(
-    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """See `dmc.kernels.probabilities.attention_received`."""
-    return load_backend("auto", query.device).attention_received(query, cache, rows, slots, scaling)
-
-
-def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
-    """See `dmc.kernels.reference.note_tokens`."""
-    load_backend("auto", rows.device).note_tokens(cache, notes, rows, positions, sums)
-
-
-def note_attention(
-    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
-) -> tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.note_attention`."""
-    return load_backend("auto", rows.device).note_attention(cache, notes, rows, scores, powers, num_entries)
-
-
-def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-    """See `dmc.kernels.reference.lowest`."""
-    return load_backend("auto", scores.device).lowest(scores, lengths, limits)
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def paged_attention(

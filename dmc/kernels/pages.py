@@ -1,7 +1,8 @@
-"""Reading slots out of pages."""
+"""From slots to pages: the one place that knows how a block table is read."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -9,3 +10,32 @@ def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
     """Copy the first `num_slots` slots of each head out of their pages, [S, H, num_slots, D]."""
     num_blocks = -(-num_slots // pages.shape[1])
     return pages[block_tables[..., :num_blocks].long()].flatten(2, 3)[:, :, :num_slots]
+
+
+def places(block_tables: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    """Find slots in pages that are laid out as one row; parts of a block are found by their number likewise.
+
+    Args:
+        block_tables: int32 [S, H, M].
+        slots: int64 [S or 1, H or 1, K]; any number within the table where it does not matter.
+        block_size: slots (or parts) of a block.
+    Returns:
+        int64 [S, H, K], into `pages.flatten(0, 1)`.
+    """
+    slots = slots.expand(*block_tables.shape[:2], -1)
+    return block_tables.gather(2, slots // block_size).long() * block_size + slots % block_size
+
+
+def small_pages(pages: Tensor, page_size: int) -> Tensor:
+    """View pages [N, block, ...] as smaller ones, [N * block / page_size, page_size, ...]."""
+    return pages.view(-1, page_size, *pages.shape[2:])
+
+
+def gather_slots(pages: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor:
+    """Copy slots of each head, int64 [S or 1, H or 1, K], out of pages [N, block, ...]: [S, H, K, ...]."""
+    return pages.flatten(0, 1)[places(block_tables, slots, pages.shape[1])]
+
+
+def slots_below(lengths: Tensor, num_slots: int) -> Tensor:
+    """Whether a slot is held, bool [..., num_slots]; lengths [...]."""
+    return torch.arange(num_slots, device=lengths.device) < lengths[..., None]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
-from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Recent, Seen, Top, history_size
-from dmc.kernels.pages import gather_pages
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.layout import history_size
+from dmc.kernels.pages import gather_pages, places, slots_below
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.kernels.probabilities import attention_received as attention_received
 
@@ -184,7 +185,7 @@ def _blocks_of(lengths: Tensor, block_size: int) -> Tensor:
 
 
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
-    """Evict slots: those that stay move together, in order, inside each head's own pages; in place.
+    """Evict slots: those that stay move together, in order, with all that is kept for them; in place.
 
     Blocks that a head no longer needs go onto the free stack in the order (sequence, head, block). Table entries beyond
     the new length stay as they are.
@@ -192,52 +193,37 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     Args:
         cache: pages, free list and lengths are updated.
         rows: cache row of each sequence, int64 [S].
-        keep: which slots stay, bool [S, H, M * block]; what it says beyond a head's length is not read.
+        keep: which slots stay, bool [S, H, K], K no less than any head has; beyond its length it is not read.
     """
-    slots = torch.arange(keep.shape[-1], device=keep.device)
     old = cache.lengths[rows].long()
-    keep = keep & (slots < old[..., None])
-    lengths = keep.sum(-1)
-    tables = cache.block_tables[rows].long()
-    sequence, head, source = keep.nonzero(as_tuple=True)
-    target = (keep.cumsum(-1) - 1)[keep]
-    source_block = tables[sequence, head, source // cache.block_size]
-    target_block = tables[sequence, head, target // cache.block_size]
-    for pages in (cache.key_pages, cache.value_pages):
-        pages[target_block, target % cache.block_size] = pages[source_block, source % cache.block_size]
+    keep = keep & slots_below(old, keep.shape[-1])
+    lengths, tables = keep.sum(-1), cache.block_tables[rows].long()
+    place = places(tables, torch.arange(keep.shape[-1], device=keep.device)[None, None], cache.block_size)
+    sequence, head, _ = keep.nonzero(as_tuple=True)
+    target = place[sequence, head, (keep.cumsum(-1) - 1)[keep]]
+    for pages in cache.slot_pages:
+        flat = pages.flatten(0, 1)
+        flat[target] = flat[place[keep]]
     cache.lengths[rows] = lengths.to(cache.lengths.dtype)
     _give_back_blocks(cache, tables, old, lengths)
 
 
-def evict(cache: LayerCache, notes: EntryNotes, rows: Tensor, ages: Tensor) -> None:
-    """Evict at most one entry of each head after a token was appended to it; in place, nothing but notes is shifted.
-
-    The newest entry's key and value, which lie in the last slot, move to where the evicted ones lay.
+def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
+    """Evict at most one slot of each head, in place: what lies in the last one moves there.
 
     Args:
         cache: pages, free list and lengths are updated.
-        notes: with slots; the notes of younger entries move up.
         rows: cache row of each sequence, int64 [S].
-        ages: which entry goes, 0 is the oldest; negative: none; int64 [S, H].
+        slots: which one goes; negative: none; int64 [S, H].
     """
-    assert notes.slot is not None
-    old = cache.lengths[rows].long()
-    tables = cache.block_tables[rows].long()
-    chosen = ages >= 0
-    age, last, table = ages[chosen], old[chosen] - 1, tables[chosen]  # [E], [E], [E, M]
-    entry = torch.arange(len(age), device=age.device)
-    hole = notes.slot[table].flatten(1)[entry, age].long()
-    for pages in (cache.key_pages, cache.value_pages):
-        newest = pages[table[entry, last // cache.block_size], last % cache.block_size]
-        pages[table[entry, hole // cache.block_size], hole % cache.block_size] = newest
-    notes.slot[table[entry, last // cache.block_size], last % cache.block_size] = hole.to(notes.slot.dtype)
-    place = torch.arange(table.shape[1] * cache.block_size, device=age.device)
-    moves = (place >= age[:, None]) & (place < last[:, None])
-    entry, to = moves.nonzero(as_tuple=True)
-    source = table[entry, (to + 1) // cache.block_size], (to + 1) % cache.block_size
-    target = table[entry, to // cache.block_size], to % cache.block_size
-    for note in (notes.position, notes.slot, *notes.sums):
-        note[target] = note[source]
+    old, tables = cache.lengths[rows].long(), cache.block_tables[rows].long()
+    chosen = slots >= 0
+    hole, last = (
+        places(tables, each.clamp_min(0)[..., None], cache.block_size)[chosen].flatten() for each in (slots, old - 1)
+    )
+    for pages in cache.slot_pages:
+        flat = pages.flatten(0, 1)
+        flat[hole] = flat[last]
     new = old - chosen.long()
     cache.lengths[rows] = new.to(cache.lengths.dtype)
     _give_back_blocks(cache, tables, old, new)
@@ -253,72 +239,80 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
     cache.num_free += blocks.numel()
 
 
-def note_tokens(cache: LayerCache, notes: EntryNotes, rows: Tensor, positions: Tensor, sums: Tensor) -> None:
-    """Write the notes of entries that have just been appended, in place; their keys lie at their ages.
+def write_notes(cache: LayerCache, rows: Tensor, notes: dict[str, Tensor]) -> None:
+    """Write what is kept of the slots that have just been appended, in place.
 
     Args:
-        cache: whose tables and lengths are read.
-        notes: are updated.
+        cache: tables and lengths are read, notes updated.
         rows: cache row of each sequence, int64 [S].
-        positions: of the n new tokens, int64 [S, n].
-        sums: what each of the K sums begins with, float32 [K, S, H, n].
+        notes: of the n newest slots of each head, [S, H, n] each.
     """
-    num_new = positions.shape[1]
-    tables = cache.block_tables[rows].long()
-    age = cache.lengths[rows].long()[..., None] + torch.arange(-num_new, 0, device=rows.device)
-    place = tables.gather(2, age // cache.block_size), age % cache.block_size  # [S, H, n] each
-    notes.position[place] = positions.int()[:, None].expand_as(age)
-    if notes.slot is not None:
-        notes.slot[place] = age.int()
-    for column, start in zip(notes.sums, sums, strict=True):
-        column[place] = start
+    for name, numbers in notes.items():
+        num_new = numbers.shape[-1]
+        slots = cache.lengths[rows].long()[..., None] + torch.arange(-num_new, 0, device=rows.device)
+        place = places(cache.block_tables[rows], slots, cache.block_size)
+        cache.notes[name].flatten()[place] = numbers
 
 
-def note_attention(
-    cache: LayerCache, notes: EntryNotes, rows: Tensor, scores: Tensor, powers: Sequence[int], num_entries: int
-) -> tuple[Tensor, Tensor]:
-    """Bring what the newest query attends to into the order of age, and add it to the running sums, in place.
+def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
+    """Copy what is kept of slots, [S, H, num_slots] each; -1 of whole numbers, 0 of others beyond the length."""
+    tables, held = cache.block_tables[rows], slots_below(cache.lengths[rows], num_slots)
+    read = (gather_pages(cache.notes[name], tables, num_slots) for name in names)
+    return [each.where(held, 0 if each.is_floating_point() else -1) for each in read]
+
+
+def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[str, int], num_slots: int) -> Tensor:
+    """Add what the newest query attends to to running sums, in place.
 
     Args:
-        cache: whose tables and lengths are read.
-        notes: with slots; sums are updated.
+        cache: tables and lengths are read, notes updated.
         rows: cache row of each sequence, int64 [S].
-        scores: of each slot, from `paged_attention`, float32 [S, H_q, num_entries or more].
-        powers: for each of the K sums, which power of the attention is added; 0: the sum stays as it is.
-        num_entries: of the longest head.
+        scores: of each slot, from `paged_attention`, float32 [S, H_q, num_slots or more].
+        powers: for each sum, which power of the attention is added, 1 or 2.
+        num_slots: of the longest head.
     Returns:
-        The attention, mean over the group, float32 [S, H, num_entries], and the sums, [K, S, H, num_entries]; 0 beyond
-        the length.
+        The attention, mean over the group, float32 [S, H, num_slots]; 0 beyond the length.
     """
-    assert notes.slot is not None
-    lengths, tables = cache.lengths[rows], cache.block_tables[rows].long()
-    exists = torch.arange(num_entries, device=rows.device) < lengths[..., None]
-    slot = gather_pages(notes.slot, tables, num_entries).long().where(exists, 0)
-    mean = scores.view(*lengths.shape, -1, scores.shape[-1]).mean(2)
-    attention = mean.gather(2, slot) * exists
-    sequence, head, age = exists.nonzero(as_tuple=True)
-    place = tables[sequence, head, age // cache.block_size], age % cache.block_size
-    for column, power in zip(notes.sums, powers, strict=True):
-        if power > 0:
-            column[place] += attention[exists] ** power
-    sums = [gather_pages(column, tables, num_entries) * exists for column in notes.sums]
-    return attention, torch.stack(sums) if sums else attention.new_zeros(0, *attention.shape)
+    lengths, tables = cache.lengths[rows], cache.block_tables[rows]
+    held = slots_below(lengths, num_slots)
+    attention = scores.view(*lengths.shape, -1, scores.shape[-1]).mean(2)[..., :num_slots] * held
+    place = places(tables, torch.arange(num_slots, device=rows.device)[None, None], cache.block_size)[held]
+    for name, power in powers.items():
+        cache.notes[name].flatten()[place] += attention[held] ** power
+    return attention
 
 
-def lowest(scores: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
+    """Find the position of the n-th newest entry of each head.
+
+    Args:
+        positions: int32 [S, H, N], -1 beyond the length.
+        counts: n, int64 [S, H].
+    Returns:
+        int32 [S, H]; 0 where there are not as many, the largest number where none is asked for.
+    """
+    descending = positions.sort(dim=-1, descending=True).values
+    found = descending.gather(-1, (counts - 1).clamp(0, positions.shape[-1] - 1)[..., None])[..., 0].clamp_min(0)
+    found = found.masked_fill(counts > positions.shape[-1], 0)
+    return found.masked_fill(counts <= 0, torch.iinfo(torch.int32).max)
+
+
+def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
     """Find the entry with the lowest score of each head that holds too many; of equal ones the youngest.
 
     Args:
-        scores: by age, float32 [S, H, N]; what it says beyond the length is not read.
+        scores: float32 [S, H, N]; what it says beyond the length is not read.
+        positions: int32 [S, H, N].
         lengths: entries of each head, at least 1, int64 [S, H].
         limits: how many are not too many, int64 [S].
     Returns:
-        Its age, -1 for heads that do not hold too many, int64 [S, H].
+        Its slot, -1 for heads that do not hold too many, int64 [S, H].
     """
-    exists = torch.arange(scores.shape[-1], device=scores.device) < lengths[..., None]
-    youngest_first = scores.where(exists, torch.inf).flip(-1)
-    ages = scores.shape[-1] - 1 - youngest_first.argmin(-1)
-    return ages.where(lengths > limits[:, None], -1)
+    scores = scores.where(slots_below(lengths, scores.shape[-1]), torch.inf)
+    lowest = scores.amin(-1, keepdim=True)
+    is_lowest = (scores == lowest) & slots_below(lengths, scores.shape[-1])
+    slots = positions.masked_fill(~is_lowest, -1).argmax(-1)
+    return slots.where(lengths > limits[:, None], -1)
 
 
 def paged_attention(

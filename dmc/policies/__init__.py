@@ -1,10 +1,11 @@
 """Training-free methods: what they keep of the cache, or read of it, at run time."""
 
 from dmc.policies.adakv import AdaKV
-from dmc.policies.base import CachePolicy, Entries, EvictionPolicy, Rewrite
+from dmc.policies.base import CachePolicy, Entries, Rewrite
 from dmc.policies.cake import CAKE
 from dmc.policies.cam import CaM
 from dmc.policies.d2o import D2O
+from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.h2o import H2O
 from dmc.policies.infllm import InfLLM
 from dmc.policies.lava import LAVa

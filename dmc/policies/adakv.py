@@ -57,9 +57,9 @@ class AdaKV(SnapKV):
         assert entries.observed is not None
         window = int((entries.observed[0, 0] == torch.inf).sum())
         floor = math.floor(self.alpha_f * (budget - window))
-        scores = entries.observed.masked_fill(~entries.exists, -torch.inf)
+        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
         if not self.official_blend:
-            return keep_pooled(scores, budget, window + floor)
+            return entries.by_slot(keep_pooled(scores, budget, window + floor))
         count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window
         blended = ((1 - self.alpha_f) * count.double() + floor).round().long()  # half to even
-        return keep_top(scores, window + blended)
+        return entries.by_slot(keep_top(scores, window + blended))

@@ -1,7 +1,8 @@
-"""What a policy sees of the cache and what it answers; policies hold no storage.
+"""What a policy sees of the cache and what it answers; what it keeps there it declares as fields.
 
 Shapes beyond the legend of `dmc.compression.base`: S sequences, N entries of the longest head, w queries of the
-observation window. Entries lie in the order of age: 0 is the oldest. A *limit* or *budget* is in entries per KV head.
+observation window. Entries lie in no order: each has a slot, and a position that tells its age. A *limit* or *budget*
+is in entries per KV head.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.budgets import keep_top
+from dmc.kernels.layout import CacheLayout, Field
+from dmc.kernels.pages import slots_below
+from dmc.kernels.reference import nth_newest
+from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 
 Sum = Literal["mass", "squares", "value_norm"]
 """Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
@@ -56,6 +61,8 @@ class Entries:
     """At the end of a prompt: attention received from all of its queries, float32 [S, H, group, N]."""
     observed: Tensor | None = None
     """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
+    nth_newest: Callable[[Tensor, Tensor], Tensor] = nth_newest
+    """The backend's."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -65,7 +72,7 @@ class Entries:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Place of each entry's token in its sequence, int64 [S, H, N]; not to be read beyond the length."""
+        """Place of each entry's token in its sequence, int32 [S, H, N]; -1 beyond the length."""
         return self.read_positions()
 
     @cached_property
@@ -74,32 +81,55 @@ class Entries:
         return self.read_sums()
 
     @cached_property
-    def ages(self) -> Tensor:
-        """0 for the oldest entry, int64 [N]."""
+    def slots(self) -> Tensor:
+        """Int64 [N]."""
         return torch.arange(self.num_entries, device=self.lengths.device)
 
     @cached_property
     def exists(self) -> Tensor:
         """False beyond the length, bool [S, H, N]."""
-        return self.ages < self.lengths[..., None]
+        return slots_below(self.lengths, self.num_entries)
 
     @cached_property
     def num_queries(self) -> Tensor:
         """Queries that have seen an entry, int64 [S, H, N]."""
         return (self.tokens_seen[:, None, None] - self.positions).clamp_min(1)
 
+    @cached_property
+    def order(self) -> Tensor:
+        """Slots from the oldest entry to the youngest, then those beyond the length, int64 [S, H, N]."""
+        return oldest_first(self.exists, self.positions)
+
+    def in_order(self, numbers: Tensor) -> Tensor:
+        """Bring numbers of entries, [S, H, N], into the order of age."""
+        return numbers.gather(-1, self.order)
+
+    def by_slot(self, ordered: Tensor) -> Tensor:
+        """Bring what lies in the order of age, [S, H, N], back to the slots."""
+        return torch.empty_like(ordered).scatter_(-1, self.order, ordered)
+
     def among_last(self, count: int | Tensor) -> Tensor:
-        """Whether an entry is one of the last `count` (number or [S]) that its head holds, bool [S, H, N]."""
-        if isinstance(count, Tensor):
-            count = count[:, None, None]
-        return self.ages >= self.lengths[..., None] - count
+        """Whether an entry is one of the youngest `count` (number, [S] or [S, H]) of its head, bool [S, H, N]."""
+        counts = torch.as_tensor(count, device=self.lengths.device)
+        counts = counts[:, None] if counts.dim() == 1 else counts
+        return self.positions >= self.nth_newest(self.positions, counts.expand_as(self.lengths))[..., None]
+
+    def among_first(self, count: int | Tensor) -> Tensor:
+        """Whether an entry is one of the oldest `count` (number or [S]) of its head, bool [S, H, N]."""
+        counts = torch.as_tensor(count, device=self.lengths.device).view(-1, 1)
+        return self.exists & ~self.among_last(self.lengths - counts)
+
+
+def oldest_first(chosen: Tensor, positions: Tensor) -> Tensor:
+    """Slots of the chosen entries of each head, oldest first, before all others; [S, H, N] -> int64 [S, H, N]."""
+    return positions.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
 
 
 @dataclass
 class Rewrite:
     """New keys and values of entries that stay."""
 
-    ages: Tensor
+    slots: Tensor
     """Which entries, int64 [S, H, K]; negative: none."""
     key: Tensor | None
     """[S, H, K, D]; None: keys stay."""
@@ -138,88 +168,20 @@ class CachePolicy:
         """
         return self
 
+    def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
+        """Say what the cache is to keep for the policy beside keys and values."""
+        return ()
 
-class EvictionPolicy(CachePolicy):
-    """Keeps the entries with the highest scores: score x layer budget x head budget x what happens to the evicted.
+    def offloaded(self, num_layers: int) -> dict[int, list[int]]:
+        """Say of which layers a part lies in the host's memory, in runs by name."""
+        return {}
 
-    A method is a frozen dataclass that says what it must see (the class variables) and overrides `scores`; layer
-    budgets, head budgets and the fate of the evicted have defaults: the same budget everywhere, and gone.
-    """
-
-    evicts_decoding: ClassVar[bool] = True
-    """Whether it evicts after every generated token; else the cache grows after the prompt."""
-    grows: ClassVar[bool] = True
-    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was when the last prompt
-    ended. Both count all tokens seen, those of all turns of a session, not what earlier turns have left."""
-    window: int = 0
-    """Queries at the end of a prompt whose attention it must see."""
-    needs_columns: ClassVar[bool] = False
-    """Whether it must see, when a prompt ends, what each query head paid to every entry."""
-    needs_row: ClassVar[bool] = False
-    """Whether it must see the attention of every generated token's query."""
-    merges: bool = False
-    """Whether `merge` changes entries that stay."""
-    sums: ClassVar[tuple[Sum, ...]] = ()
-    """Running sums that it needs of every entry."""
-    adapts_layers: ClassVar[bool] = False
-    """Whether layer budgets depend on what the layers of this prompt look like (`layer_weight`)."""
-    recompresses: bool = False
-    """Whether layers are compressed as soon as they are seen, and again when others join; needs `adapts_layers`."""
-
-    @property
-    def one_by_one(self) -> bool:
-        """See `CachePolicy`."""
-        return self.evicts_decoding
-
-    @property
-    def serves_compressed(self) -> bool:
-        """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
-        return not self.evicts_decoding and not self.sums
-
-    def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
-        """Numbers that the policy keeps for each layer and sequence."""
-        return 0
-
-    def observe(self, entries: Entries, limit: int) -> Tensor | None:
-        """Look at `entries.rows` when a prompt of more than `limit` tokens ends; the answer comes back as `observed`.
-
-        Returns:
-            Float32 [S, H, N], or None.
-        """
-        return None
-
-    def layer_weight(self, entries: Entries, limit: int) -> float:
-        """Say how much of the total this layer deserves."""
-        return 1.0
-
-    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
-        """Divide `limit * num_layers` entries per head among the layers seen so far.
-
-        Of a later turn a layer may hold fewer entries than this says: others then get what it cannot use.
+    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> CacheAttention:
+        """Return what lets tokens in and attends under this policy.
 
         Args:
-            weights: one for each layer seen.
-            limit: entries per head, on average.
-            num_layers: of the model.
-            tokens_seen: of all turns, as many as a layer would hold if nothing had ever gone.
+            cache: storage, with the fields above.
+            backend: kernel module.
+            rotary: with which keys are turned further.
         """
-        return [limit] * len(weights)
-
-    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Rank the entries: the highest stay, +inf stays whatever happens; of equal ones the youngest goes.
-
-        Args:
-            entries: of one layer.
-            budget: entries per head that stay, a number or [S].
-        Returns:
-            Float32 [S, H, N].
-        """
-        raise NotImplementedError
-
-    def keep(self, entries: Entries, budget: int) -> Tensor:
-        """Choose what stays when a prompt ends, bool [S, H, N]; default: every head its best."""
-        return keep_top(self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf), budget)
-
-    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""
-        return None
+        return CacheAttention(cache, backend)

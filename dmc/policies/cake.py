@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, spread_evenly
+from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.scores import check_pooling, pool_before
 
 

@@ -42,7 +42,7 @@ class CaM(H2O):
         """Spread the values of what goes."""
         if not leaving.any():
             return None
-        followers = Followers(entries.exists & ~leaving, self.m)
+        followers = Followers(entries.exists & ~leaving, entries.positions, self.m)
         mass = entries.sums["mass"]
         chance = (mass / followers.mean(mass)).clamp(0, 1)
         share = chance if self.expectation else (self._draw(entries) < chance).float()
@@ -55,7 +55,7 @@ class CaM(H2O):
     def _draw(self, entries: Entries) -> Tensor:
         """Numbers in [0, 1) by hashing (splitmix64), so that batches and restarts change nothing; [S, H, N]."""
         heads = torch.arange(entries.positions.shape[1], device=entries.positions.device)[:, None]
-        state = (entries.positions * entries.num_layers + entries.layer_index) * len(heads) + heads
+        state = (entries.positions.long() * entries.num_layers + entries.layer_index) * len(heads) + heads
         state = (state + self.seed * 1_000_003 + 1) * -7046029254386353131
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget, whole
-from dmc.policies.base import Entries, EvictionPolicy, Rewrite, Sum
+from dmc.policies.base import Entries, Rewrite, Sum
 from dmc.policies.budgets import in_proportion, warn_once
+from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.merging import MergeRule, merge_into, most_similar
 
 LEAST_SHARE, MOST_SHARE = 0.01, 1.0
@@ -111,7 +112,7 @@ class D2O(EvictionPolicy):
         if int(sinks.min()) < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {int(budget.min())} entries: {int(sinks.min())} stay")
         heavy = self.heavy_to_recent[0] * (budget - sinks) // sum(self.heavy_to_recent)
-        stays = (entries.ages < sinks.view(-1, 1, 1)) | entries.among_last(budget - sinks - heavy)
+        stays = entries.among_first(sinks) | entries.among_last(budget - sinks - heavy)
         return entries.sums["mass"].masked_fill(stays, torch.inf)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
@@ -121,15 +122,15 @@ class D2O(EvictionPolicy):
         keys, values = entries.read_keys(), entries.read_values()
         source = leaving.nonzero(as_tuple=True)
         compared = keys if self.similarity == "key" else values
-        similarity, target = most_similar(compared, leaving, entries.exists & ~leaving)
+        similarity, target = most_similar(compared, leaving, entries.exists & ~leaving, entries.positions)
         self._move_threshold(entries.memory, source[0], similarity)
         merges = similarity >= entries.memory[source[0], 0]
-        sequence, head, age = (each[merges] for each in source)
-        source, target, similarity = (sequence, head, age), target[merges], similarity[merges]
+        sequence, head, slot = (each[merges] for each in source)
+        source, target, similarity = (sequence, head, slot), target[merges], similarity[merges]
         taken_in = torch.zeros_like(leaving).index_put_((sequence, head, target), torch.tensor(True))
-        ages = entries.ages.expand_as(leaving).where(taken_in, -1)
+        slots = entries.slots.expand_as(leaving).where(taken_in, -1)
         key, value = (merge_into(each, source, target, similarity, self.merge_rule) for each in (keys, values))
-        return Rewrite(ages, key, value)
+        return Rewrite(slots, key, value)
 
     def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:
         """Update the thresholds [S, 1] of sequences something leaves: tau_t = beta u_t + (1 - beta) tau_(t-1)."""

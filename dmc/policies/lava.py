@@ -97,4 +97,5 @@ class LAVa(SnapKV):
         assert entries.observed is not None
         window = int((entries.observed[0, 0] == torch.inf).sum())
         least = window + math.floor(self.floor * (budget - window))
-        return keep_pooled(entries.observed.masked_fill(~entries.exists, -torch.inf), budget, least)
+        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
+        return entries.by_slot(keep_pooled(scores, budget, least))

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dmc.policies.base import oldest_first
+
 MergeRule = Literal["weighted", "average"]
 SIMILARITY_BLOCK = 512
 """Leaving entries that are compared at once with all that stay."""
@@ -14,19 +16,20 @@ TIE = 1e-6
 """Cosines that differ by less are equal: the same token twice has the same value in the first layer."""
 
 
-def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(states: Tensor, leaving: Tensor, staying: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Find for each leaving entry of a head the staying one of highest cosine similarity (D2O, eq. 9).
 
     Args:
         states: keys or values, [S, H, N, D].
         leaving: bool [S, H, N].
         staying: bool [S, H, N]; every head with a leaving entry has one.
+        positions: [S, H, N].
     Returns:
-        For the leaving entries in the order of `leaving.nonzero()`: similarity, float32 [E], and index, int64 [E];
+        For the leaving entries in the order of `leaving.nonzero()`: similarity, float32 [E], and slot, int64 [E];
         the older one of equals.
     """
     normed = torch.nn.functional.normalize(states.float(), dim=-1)
-    order = oldest_first(staying)[..., : int(staying.sum(-1).max())]
+    order = oldest_first(staying, positions)[..., : int(staying.sum(-1).max())]
     candidates = normed.gather(2, order[..., None].expand(*order.shape, normed.shape[-1]))
     missing = ~staying.gather(2, order)[:, :, None]
     similarity, target = normed.new_zeros(leaving.shape), torch.zeros_like(leaving, dtype=torch.long)
@@ -40,11 +43,6 @@ def most_similar(states: Tensor, leaving: Tensor, staying: Tensor) -> tuple[Tens
     return similarity[leaving], target[leaving]
 
 
-def oldest_first(chosen: Tensor) -> Tensor:
-    """Ages of the chosen entries of each head, oldest first, before all others; bool [S, H, N] -> int64 [S, H, N]."""
-    return chosen.byte().argsort(dim=-1, descending=True, stable=True)
-
-
 def merge_into(
     states: Tensor, source: tuple[Tensor, Tensor, Tensor], target: Tensor, similarity: Tensor, rule: MergeRule
 ) -> Tensor:
@@ -52,8 +50,8 @@ def merge_into(
 
     Args:
         states: keys or values, [S, H, N, D].
-        source: sequence, head and age of the entries that merge, int64 [E] each.
-        target: age of the entry of the same head that takes each of them in, int64 [E].
+        source: sequence, head and slot of the entries that merge, int64 [E] each.
+        target: slot of the entry of the same head that takes each of them in, int64 [E].
         similarity: u, [E].
         rule: weighted as above, or the plain average.
     Returns:
@@ -72,15 +70,19 @@ class Followers:
 
     Args:
         staying: bool [S, H, N].
+        positions: [S, H, N].
         count: most of them.
     """
 
-    def __init__(self, staying: Tensor, count: int) -> None:
-        self.order = oldest_first(staying)
-        """Staying entries first, by age: entry order[r] has rank r, int64 [S, H, N]."""
-        self.first = staying.long().cumsum(-1)
+    def __init__(self, staying: Tensor, positions: Tensor, count: int) -> None:
+        self.order = oldest_first(staying, positions)
+        """Slots of staying entries first, by age: that of rank r in place r, int64 [S, H, N]."""
+        beyond, total = torch.iinfo(torch.int32).max, staying.sum(-1, keepdim=True)
+        ordered = positions.masked_fill(~staying, beyond).gather(-1, self.order)
+        after = torch.searchsorted(ordered, positions.where(positions >= 0, beyond), right=True)
+        self.first = torch.minimum(after, total)
         """Rank of the first that follows each entry, int64 [S, H, N]."""
-        self.last = torch.minimum(self.first + count, self.first[..., -1:])
+        self.last = torch.minimum(self.first + count, total)
         """Rank after the last of them; `first` if there is none."""
         self.count = (self.last - self.first).clamp_min(1)
         """How many, at least 1, [S, H, N]."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.reading import ReadingPolicy
+from dmc.kernels.base import NewTokens
+from dmc.kernels.layout import CacheLayout, Field
+from dmc.kernels.pages import places, small_pages
+from dmc.policies.attention import Cache, CacheAttention, Group, Phase, RotaryTables
+from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,15 @@ class Quest(ReadingPolicy):
             )
         return self
 
+    def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
+        """Two keys of every page, its elementwise minimum and maximum."""
+        shape = (layout.head_dim,)
+        return tuple(Field(name, layout.dtype, "block", shape, self.page_size) for name in ("lowest", "largest"))
+
+    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> QuestAttention:
+        """See `CachePolicy.attention`."""
+        return QuestAttention(cache, backend, self)
+
     def num_pages(self, num_tokens: int, prompt_length: int) -> int:
         """Pages that one of `num_tokens` tokens reads: all of them while the budget holds all tokens."""
         limit, pages = self.budget.entries(prompt_length), -(-num_tokens // self.page_size)
@@ -63,3 +78,68 @@ def upper_bounds(query: Tensor, lowest: Tensor, largest: Tensor) -> Tensor:
     """
     upwards, downwards = query.clamp_min(0).sum(-2)[..., None], query.clamp_max(0).sum(-2)[..., None]
     return (largest @ upwards + lowest @ downwards)[..., 0]
+
+
+class QuestAttention(CacheAttention):
+    """Attends to everything in prompts and in the first layers, else to the most promising pages."""
+
+    def __init__(self, cache: Cache, backend: ModuleType, policy: Quest) -> None:
+        super().__init__(cache, backend)
+        self.policy = policy
+        self._pages_per_block = cache.block_size // policy.page_size
+        self._page_backend = backend_for_pages(backend, cache.layout, policy.page_size)
+
+    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+        """See `CacheAttention.attend`."""
+        seen = self.append(layer_index, tokens)
+        if layer_index >= self.policy.dense_layers:
+            self._bound(layer_index, group)
+            if Phase.PROMPT not in group.phase and (reads := self._pages_read(group)) is not None:
+                return self._attend_to_pages(layer_index, group, query, reads, scaling)
+        return self.attend_to_all(layer_index, group, query, seen, scaling)
+
+    def _pages_read(self, group: Group) -> list[int] | None:
+        """How many pages each sequence reads; None: all of theirs."""
+        reads = [self.policy.num_pages(place.begin + 1, place.prompt_end) for place in group.places]
+        has = [place.begin // self.policy.page_size + 1 for place in group.places]
+        return None if reads == has else reads
+
+    def _bounds(self) -> list[Tensor]:
+        """Elementwise minimum and maximum of each page, [N * pages of a block, D]."""
+        return [self.cache.fields[name].flatten(0, 1) for name in ("lowest", "largest")]
+
+    def _bound(self, layer_index: int, group: Group) -> None:
+        """Bound the pages that new tokens have entered."""
+        layer, size, (lowest, largest) = self.cache.layer(layer_index), self.policy.page_size, self._bounds()
+        end = group.positions[:, -1:] + 1
+        first, last = group.positions[:, :1] // size, (end - 1) // size
+        most = (group.positions.shape[1] - 1) // size + 2
+        page = torch.minimum(first + torch.arange(most, device=end.device), last)  # [S, pages], the last one repeated
+        ids = places(layer.block_tables[group.rows], page[:, None], self._pages_per_block)
+        keys = small_pages(layer.key_pages, size)[ids]  # [S, H, pages, size, D]
+        slot = page[..., None] * size + torch.arange(size, device=end.device)
+        missing = (slot >= end[..., None])[:, None, ..., None]
+        lowest[ids] = keys.masked_fill(missing, torch.inf).amin(-2)
+        largest[ids] = keys.masked_fill(missing, -torch.inf).amax(-2)
+
+    def _attend_to_pages(
+        self, layer_index: int, group: Group, query: Tensor, reads: list[int], scaling: float
+    ) -> Tensor:
+        """Attend from one generated token of each sequence to as many pages as `reads` says."""
+        layer, size, (lowest, largest) = self.cache.layer(layer_index), self.policy.page_size, self._bounds()
+        tables, device = layer.block_tables[group.rows], query.device
+        heads, most = tables.shape[1], max(place.begin for place in group.places) // size + 1
+        newest = group.positions // size  # [S, 1]
+        page = torch.arange(most, device=device)
+        ids = places(tables, page[None, None], self._pages_per_block)
+        grouped = query.float().view(len(tables), heads, -1, query.shape[-1])
+        scores = upper_bounds(grouped, lowest[ids].float(), largest[ids].float())
+        scores = scores.masked_fill((page == newest)[:, None], torch.inf)
+        scores = scores.masked_fill((page > newest)[:, None], -torch.inf)
+        counts = torch.tensor(reads, device=device)[:, None].expand(-1, heads)
+        chosen = top_positions(scores, counts, max(reads))  # ascending: the newest page, which may not be full, is last
+        lengths = (counts - 1) * size + group.positions % size + 1
+        pages = small_pages(layer.key_pages, size), small_pages(layer.value_pages, size)
+        tables = ids.gather(2, chosen).int()
+        attended: Tensor = self._page_backend.paged_attention(query[:, :, 0], *pages, tables, lengths.int(), scaling)
+        return attended[:, :, None]

@@ -1,10 +1,17 @@
-"""Policies that drop nothing and read part of the cache, and how they choose it."""
+"""Policies that drop nothing and read part of the cache, and how they choose it.
+
+A part is read without a copy: to a kernel, pages are also a pool of pages of fewer entries (`small_pages`).
+"""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from dmc.kernels import choose_backend
+from dmc.kernels.layout import CacheLayout
 from dmc.policies.base import CachePolicy
 
 
@@ -32,3 +39,29 @@ def top_positions(scores: Tensor, counts: Tensor, most: int) -> Tensor:
     position = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     found = torch.zeros(*scores.shape[:-1], most + 1, dtype=torch.long, device=scores.device)
     return found.scatter(-1, rank, position)[..., :most]
+
+
+def backend_for_pages(backend: ModuleType, layout: CacheLayout, page_size: int) -> ModuleType:
+    """Return the backend if it serves pages of this size (flash-attn 2 may not), else the best one that does."""
+    if backend.supports(layout.dtype, layout.head_dim, page_size, layout.device) is None:
+        return backend
+    return choose_backend("auto", layout.dtype, layout.head_dim, page_size, layout.device)
+
+
+def with_tail(chosen: Tensor, counts: Tensor, begins: Tensor, ends: Tensor, width: int) -> Tensor:
+    """Let positions begin..end-1 of each sequence follow the chosen ones.
+
+    Args:
+        chosen: int64 [S, k].
+        counts: how many of them there are, [S].
+        begins: [S].
+        ends: [S].
+        width: a bound on what there is in all.
+    Returns:
+        int64 [S, width]; the last position again and again beyond the end.
+    """
+    column = torch.arange(width, device=chosen.device)
+    missing = width - chosen.shape[1]
+    chosen = torch.nn.functional.pad(chosen, (0, missing)) if missing > 0 else chosen[:, :width]
+    tail = (column - (counts - begins)[:, None]).clamp_max((ends - 1)[:, None])
+    return chosen.where(column < counts[:, None], tail)

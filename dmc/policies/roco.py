@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy, Sum
+from dmc.policies.base import Entries, Sum
 from dmc.policies.budgets import keep_top
+from dmc.policies.eviction import EvictionPolicy
 
 NEWEST = 10
 """Last entries whose deviation counts as infinite: too few queries have seen them."""
@@ -49,5 +50,5 @@ class RoCo(EvictionPolicy):
         budgets = [budget] if isinstance(budget, int) else budget.tolist()
         num_safe = torch.tensor([math.floor(self.recent_ratio * each) + 1 for each in budgets], device=mean.device)
         deviation = deviation.masked_fill(entries.among_last(num_safe.clamp_max(NEWEST)), torch.inf)
-        safe = keep_top(deviation.masked_fill(~entries.exists, -torch.inf), num_safe[:, None, None])
-        return mean.masked_fill(safe, torch.inf)
+        deviation = entries.in_order(deviation.masked_fill(~entries.exists, -torch.inf))
+        return mean.masked_fill(entries.by_slot(keep_top(deviation, num_safe[:, None, None])), torch.inf)

@@ -47,6 +47,7 @@ def pool_before(entries: Entries, scores: Tensor, window: int | Tensor, kernel_s
         kernel_size: odd.
         pooling: max or avg.
     """
-    last = entries.among_last(window) & entries.exists
+    last = entries.among_last(window)
     nothing = -torch.inf if pooling == "max" else 0.0
-    return pool(scores.masked_fill(last | ~entries.exists, nothing), kernel_size, pooling).masked_fill(last, torch.inf)
+    scores = entries.in_order(scores.masked_fill(last | ~entries.exists, nothing))
+    return entries.by_slot(pool(scores, kernel_size, pooling)).masked_fill(last, torch.inf)

@@ -8,8 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window
+from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.scores import Pooling, check_pooling, pool_before
 
 

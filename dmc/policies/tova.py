@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy
+from dmc.policies.base import Entries
+from dmc.policies.eviction import EvictionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,8 @@ class VATP(H2O):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """H2O's; +inf for the sinks."""
-        heavy = torch.as_tensor(budget - self.num_recent(budget), device=entries.ages.device)
+        heavy = torch.as_tensor(budget - self.num_recent(budget), device=entries.lengths.device)
         if isinstance(budget, int) and budget - self.num_recent(budget) < self.sinks:
             kept = budget - self.num_recent(budget)
             warn_once(f"sinks={self.sinks} do not fit the heavy half of a budget of {budget} entries: {kept} are kept")
-        sinks = heavy.clamp_max(self.sinks).view(-1, 1, 1)
-        return super().scores(entries, budget).masked_fill(entries.ages < sinks, torch.inf)
+        return super().scores(entries, budget).masked_fill(entries.among_first(heavy.clamp_max(self.sinks)), torch.inf)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.policies.base import Entries, EvictionPolicy, Rewrite
+from dmc.policies.base import Entries, Rewrite
 from dmc.policies.budgets import warn_once
+from dmc.policies.eviction import EvictionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class LocalWindow(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """The younger, the higher."""
-        return entries.ages.float().expand(entries.shape)
+        return entries.positions.float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,11 @@ class StreamingLLM(LocalWindow):
         return self.sinks * num_kv_heads * head_dim if self.rerotate else 0
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Age; +inf for the sinks."""
+        """Positions; +inf for the sinks."""
         if isinstance(budget, int) and budget - 1 < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
-        sinks = torch.as_tensor(budget - 1, device=entries.ages.device).clamp_max(self.sinks).view(-1, 1, 1)
-        return entries.ages.float().masked_fill(entries.ages < sinks, torch.inf).expand(entries.shape)
+        sinks = torch.as_tensor(budget - 1, device=entries.lengths.device).clamp_max(self.sinks)
+        return super().scores(entries, budget).masked_fill(entries.among_first(sinks), torch.inf)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Turn the sinks' keys by as many positions as entries are gone.
@@ -65,14 +66,16 @@ class StreamingLLM(LocalWindow):
         They are turned from what they were when the first entry left: turning again and again would add up errors.
         """
         gone = entries.tokens_seen - (entries.lengths - leaving.sum(-1))[:, 0]
-        before_gap = (entries.exists & (leaving.cumsum(-1) == 0))[:, 0, : self.sinks]
-        turns = (entries.ages[: self.sinks] + gone[:, None] - entries.positions[:, 0, : self.sinks]) * before_gap
+        slots = entries.order[:, :, : self.sinks]
+        before_gap = (entries.exists & (entries.in_order(leaving).cumsum(-1) == 0))[:, 0, : self.sinks]
+        turns = gone[:, None] + entries.slots[: self.sinks] - entries.in_order(entries.positions)[:, 0, : self.sinks]
+        turns = turns * before_gap
         if not bool((turns > 0).any()):
             return None
-        keys = entries.read_keys()[:, :, : self.sinks].float()
+        keys = entries.read_keys()
+        keys = keys.gather(2, slots[..., None].expand(*slots.shape, keys.shape[-1])).float()
         first = entries.memory.view(len(keys), keys.shape[1], self.sinks, -1)[:, :, : keys.shape[2]]
         is_new = first.isnan() & (turns > 0)[:, None, :, None]
         first.copy_(keys.where(is_new, first))
-        ages = entries.ages[: self.sinks].where(turns > 0, -1)
         turned = entries.rotate(first.nan_to_num(), turns)
-        return Rewrite(ages[:, None].expand(keys.shape[:3]), key=turned, value=None)
+        return Rewrite(slots.where((turns > 0)[:, None], -1), key=turned, value=None)

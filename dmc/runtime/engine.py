@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dmc.full_attention import context_length
+from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import Activations, pool_bytes
-from dmc.runtime.paged_cache import CacheLayout, PagedCache, check_block_size
+from dmc.runtime.paged_cache import PagedCache, check_block_size
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent

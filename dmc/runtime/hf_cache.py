@@ -10,7 +10,7 @@ from transformers import Cache
 
 from dmc.compression import GateOutput
 from dmc.kernels import choose_backend
-from dmc.runtime.cache_attention import CacheAttention
+from dmc.policies.attention import CacheAttention
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.runner import layout_of
 from dmc.runtime.step import Step
@@ -73,7 +73,7 @@ class PagedGenerationCache(Cache):
         counts = self._real.sum(-1).tolist()
         rows = [row for row, count in zip(self._rows, counts, strict=True) if count]
         attention = CacheAttention(self.paged, self._backend)
-        self._step = Step(attention, rows, [count for count in counts if count], self._rotary)
+        self._step = Step(self.paged, attention, rows, [count for count in counts if count], self._rotary)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only compressed attention layers can use this cache."""

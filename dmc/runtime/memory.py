@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dmc.budget import entry_bytes
+from dmc.kernels.layout import CacheLayout
 from dmc.kernels.probabilities import QUERY_BLOCK
-from dmc.runtime.paged_cache import CacheLayout
 
 AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that "auto" gives to pages and activations; the rest is for what the allocator wastes and,

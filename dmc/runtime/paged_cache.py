@@ -1,20 +1,19 @@
-"""Storage of a cache whose length differs per layer, KV head and sequence: pages, block tables, raw history, bytes."""
+"""Storage of a cache whose length differs per layer, KV head and sequence: fields, block tables, bytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from dmc.budget import entry_bytes
-from dmc.compression import CompressionConfig
-from dmc.kernels.base import LayerCache, history_size
-from dmc.ranks import ALONE, Ranks
+from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.layout import CacheLayout
+from dmc.kernels.pages import gather_pages
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.arguments import index_of
-from dmc.runtime.side_store import SideLayout, SideStore
+from dmc.runtime.field_store import FieldStore
+from dmc.runtime.slow_pool import Lane, SlowPool
 from dmc.runtime.tally import Tally
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -34,44 +33,6 @@ def check_block_size(block_size: int) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class CacheLayout:
-    """Shape of a cache; `compression` None is a plain cache that appends every token."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    compression: CompressionConfig | None = None
-    ranks: Ranks = ALONE
-    """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
-    notes: SideLayout | None = None
-    """What a policy keeps beside keys and values."""
-
-    @property
-    def history_size(self) -> int:
-        """Raw tokens kept beside the pages (R): those the gate's delay holds back, and the rest of the merge window."""
-        return history_size(self.compression)
-
-    @property
-    def keeps_mean(self) -> bool:
-        """Whether the open slot's mean and weight are state of their own: merging without a window."""
-        return (
-            self.compression is not None and self.compression.action == "merge" and self.compression.window_size is None
-        )
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: keys, values and notes."""
-        notes = 0 if self.notes is None else self.notes.block_bytes(self, block_size)
-        return block_size * entry_bytes(self.head_dim, self.dtype.itemsize) + notes
-
-    @property
-    def delay(self) -> int:
-        """Raw recent tokens every head holds (W)."""
-        return 0 if self.compression is None else self.compression.delay
-
-
 class PagedCache:
     """Pages shared by all layers, heads and sequences; one block table per (layer, sequence, KV head).
 
@@ -86,25 +47,16 @@ class PagedCache:
         block_size = check_block_size(block_size)
         self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
         self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
-        heads = (layout.num_layers, max_sequences, layout.num_kv_heads)
-        entry: dict[str, Any] = {"dtype": layout.dtype, "device": layout.device}
-        state: dict[str, Any] = {"dtype": torch.float32, "device": layout.device}
-        self.key_pages = torch.zeros(self.allocator.num_blocks, block_size, layout.head_dim, **entry)
-        self.value_pages = torch.zeros_like(self.key_pages)
-        self.block_tables = torch.zeros(*heads, 4, dtype=torch.int32, device=layout.device)
-        self.lengths = torch.zeros(heads, dtype=torch.int32, device=layout.device)
+        size = layout.num_layers, max_sequences, self.allocator.num_blocks, block_size
+        self.fields = FieldStore(layout.fields, *size, layout.device)
+        self.slow: SlowPool | None = None
+        """Entries that lie in the host's memory."""
+        if layout.offloaded:
+            shape, lane = (layout.num_kv_heads, 2, layout.head_dim), Lane(layout.device)
+            sizes = layout.num_layers, max_sequences, block_size
+            self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, lane)
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        size = layout.history_size
-        self.history_key = torch.zeros(*heads, size, layout.head_dim, **entry)
-        self.history_value = torch.zeros(*heads, size, layout.head_dim, **entry)
-        self.history_merged = torch.zeros(*heads, size, dtype=torch.bool, device=layout.device)
-        self.history_omega = torch.zeros(*heads, size, **state)
-        self.mean = torch.zeros(*heads, 2 * layout.head_dim, **state) if layout.keeps_mean else None
-        self.weight = torch.zeros(heads, **state) if layout.keeps_mean else None
-        self.notes: SideStore | None = None
-        if layout.notes is not None:
-            self.notes = layout.notes.store(layout, max_sequences, self.allocator.num_blocks, block_size)
-        self.tally = Tally(heads, block_size, layout.device)
+        self.tally = Tally((*size[:2], layout.num_kv_heads), block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
@@ -117,21 +69,35 @@ class PagedCache:
         return len(self._free_rows)
 
     @property
+    def key_pages(self) -> Tensor:
+        """[N, block, D]."""
+        return self.fields["key_pages"]
+
+    @property
+    def value_pages(self) -> Tensor:
+        """[N, block, D]."""
+        return self.fields["value_pages"]
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Blocks of each head in order, int32 [L, C, H, M]."""
+        return self.fields["block_tables"]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Slots in pages, int32 [L, C, H]."""
+        return self.fields["lengths"]
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys, values and notes."""
+        """Bytes of one block, all that is kept for its slots included."""
         return self.layout.block_bytes(self.block_size)
 
     def open_row(self) -> int:
         """Start an empty sequence and return its row."""
         row = self._free_rows.pop()
-        self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
-        # what another sequence has left may be no number, and 0 times it none either
-        for state in (self.history_key, self.history_value, self.history_omega, self.mean, self.weight):
-            if state is not None:
-                state[:, row] = 0
-        if self.notes is not None:
-            self.notes.open_row(row)
+        self.fields.open_row(row)
         return row
 
     def close_row(self, row: int) -> None:
@@ -139,8 +105,8 @@ class PagedCache:
         self.allocator.free(self._owned_blocks(row))
         self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
-        if self.notes is not None:
-            self.notes.close_row(row)
+        if self.slow is not None:
+            self.slow.free(row)
         self._free_rows.append(row)
         self._count_free()
 
@@ -149,18 +115,18 @@ class PagedCache:
         self.allocator.reset()
         self.lengths.zero_()
         self.tokens_seen.zero_()
-        if self.notes is not None:
-            for row in range(len(self.tokens_seen)):
-                self.notes.close_row(row)
         self._free_rows = list(range(len(self.tokens_seen) - 1, -1, -1))
+        if self.slow is not None:
+            for row in self._free_rows:
+                self.slow.free(row)
         self._known_free = self.allocator.num_blocks  # not asked of the other ranks: this one may have failed alone
         self._fed_since_known.zero_()
 
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
         """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
-        assert self.notes is None, "a cache with notes is never reordered"
-        order = torch.tensor(sources)
-        tables, lengths = self.block_tables[:, order].clone(), self.lengths[:, order].clone()
+        assert self.slow is None, "what lies in the host's memory is never copied"
+        order, rows = torch.tensor(sources), torch.tensor(targets)
+        tables, lengths = self.block_tables[:, order], self.lengths[:, order]
         needed = int((-(-lengths // self.block_size)).sum())
         old = torch.cat([self._owned_blocks(row) for row in targets])
         missing = needed - self.allocator.num_free
@@ -168,21 +134,11 @@ class PagedCache:
             self._grow_pool(missing)
         fresh = self.allocator.allocate(needed)
         owned = torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)
-        taken = tables[owned].long()
-        self.key_pages[fresh.long()], self.value_pages[fresh.long()] = self.key_pages[taken], self.value_pages[taken]
+        self.fields.copy_blocks(tables[owned].long(), fresh.long())
+        self.fields.copy_rows(order, rows)
         tables[owned] = fresh
-        self.block_tables[:, targets], self.lengths[:, targets] = tables, lengths
-        self.tokens_seen[targets] = self.tokens_seen[order]
-        for state in (
-            self.history_key,
-            self.history_value,
-            self.history_merged,
-            self.history_omega,
-            self.mean,
-            self.weight,
-        ):
-            if state is not None:
-                state[:, targets] = state[:, order].clone()
+        self.block_tables[:, rows] = tables
+        self.tokens_seen[rows] = self.tokens_seen[order]
         self.allocator.free(old)
         self._count_free()
 
@@ -200,19 +156,13 @@ class PagedCache:
         return self._layers[index]
 
     def _view(self, index: int) -> LayerCache:
+        fields, own = self.fields, {each.name for each in self.layout.policy_fields}
         return LayerCache(
-            key_pages=self.key_pages,
-            value_pages=self.value_pages,
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
-            block_tables=self.block_tables[index],
-            lengths=self.lengths[index],
-            history_key=self.history_key[index],
-            history_value=self.history_value[index],
-            history_merged=self.history_merged[index],
-            history_omega=self.history_omega[index],
-            mean=None if self.mean is None else self.mean[index],
-            weight=None if self.weight is None else self.weight[index],
+            notes={name: fields[name] for name in fields.names("slot") if name in own},
+            **{name: fields[name] for name in fields.names("slot") if name not in own},
+            **{name: fields[name][index] for name in fields.names("row") if name not in own},
         )
 
     def fits(self, rows: list[int | None], num_new: list[int]) -> bool:
@@ -263,8 +213,15 @@ class PagedCache:
         most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
         capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
         if wanted > capacity:
-            self.block_tables = torch.nn.functional.pad(self.block_tables, (0, max(wanted, 2 * capacity) - capacity))
+            self.fields.widen("block_tables", max(wanted, 2 * capacity))
             self._layers.clear()
+
+    def append(self, backend: ModuleType, layer_index: int, tokens: NewTokens) -> Seen:
+        """Let tokens into a layer, as the gates decide if there are any; say what their queries see."""
+        self.make_room(tokens.key.shape[0], tokens.key.shape[2])
+        seen: Seen = backend.append_or_merge(self.layer(layer_index), tokens, self.layout.compression)
+        self.tally.count(layer_index, tokens.rows, tokens.positions, seen)
+        return seen
 
     def make_room(self, num_sequences: int, num_new: int) -> None:
         """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer.
@@ -311,33 +268,38 @@ class PagedCache:
                 f"{self.allocator.num_blocks} that are free"
             )
         total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + missing)
-        for name in ("key_pages", "value_pages"):
-            pages = getattr(self, name)
-            grown = pages.new_zeros(total, *pages.shape[1:])
-            grown[: pages.shape[0]] = pages
-            setattr(self, name, grown)
-        if self.notes is not None:
-            self.notes.grow(total)
+        self.fields.grow(total)
         self.allocator.grow(total)
         self._layers.clear()
+
+    def positions_held(self, row: int) -> list[list[Tensor]]:
+        """List the positions of the tokens that each head of a sequence holds, by layer and head, int64, ascending.
+
+        Raises:
+            ValueError: the cache keeps no positions: no policy evicts any, or the model merges tokens.
+        """
+        if "position" not in self.fields:
+            raise ValueError("which tokens are held is only known of a stock model with a policy that evicts, as H2O")
+        held = []
+        for table, lengths in zip(self.block_tables[:, row], self.lengths[:, row].tolist(), strict=True):
+            positions = gather_pages(self.fields["position"], table[None], max(lengths))[0].long().cpu()
+            held.append([head[:length].sort().values for head, length in zip(positions, lengths, strict=True)])
+        return held
 
     def slots(self, row: int) -> Tensor:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""
         recent = min(int(self.tokens_seen[row]), self.layout.delay)
-        elsewhere = 0 if self.notes is None else self.notes.slots_elsewhere(row)[:, None]
+        elsewhere = 0 if self.slow is None else self.slow.not_in_pages(row)[:, None]
         return self.layout.ranks.join_heads(self.lengths[:, row].long().cpu()) + recent + elsewhere
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence beside its pages: raw history, means, lengths and block tables."""
-        history = (self.history_key, self.history_value, self.history_merged, self.history_omega)
-        parts = (*history, self.mean, self.weight, self.lengths, self.block_tables)
-        beside = 0 if self.notes is None else self.notes.row_bytes
-        return beside + sum(part[:, 0].numel() * part.element_size() for part in parts if part is not None)
+        """Bytes of one sequence beside its pages: raw history, means, lengths, block tables, what a policy keeps."""
+        return self.fields.row_bytes
 
     def bytes_allocated(self, row: int) -> int:
         """Bytes held for a sequence on all ranks: whole pages, tables and all state, in fast memory and slow."""
-        slow = 0 if self.notes is None else self.notes.slow_bytes_allocated(row)
+        slow = 0 if self.slow is None else self.slow.bytes_allocated(row)
         return self.bytes_fast(row) + self.layout.ranks.total(slow)
 
     def bytes_fast(self, row: int) -> int:
@@ -347,5 +309,5 @@ class PagedCache:
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""
         slots = int(self.lengths[:, row].sum())
-        slow = 0 if self.notes is None else self.notes.slow_bytes_used(row)
+        slow = 0 if self.slow is None else self.slow.bytes_used(row)
         return self.layout.ranks.total(slots * self.block_bytes // self.block_size + self.state_bytes + slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,19 +13,19 @@ from torch import Tensor
 from dmc.compression import CompressionConfig, rotate
 from dmc.full_attention import refuse_other_attention
 from dmc.kernels import choose_backend
+from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
+from dmc.policies.attention import CacheAttention, RotaryTables
 from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import BackendLinear
-from dmc.runtime.cache_attention import CacheAttention
-from dmc.runtime.paged_cache import CacheLayout, PagedCache
-from dmc.runtime.policy.dispatch import policy_attention, side_layout
+from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.scheduler import Segment
-from dmc.runtime.step import RotaryTables, Step
+from dmc.runtime.step import Step
 from dmc.runtime.stock_attention import StockAttention
 
 
 def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
-    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy asks for notes.
+    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy its fields.
 
     Raises:
         NotImplementedError: a stock model's attention is not full causal attention.
@@ -37,7 +38,7 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
     ranks = getattr(model, "ranks", ALONE)
     num_kv_heads = config.num_key_value_heads // ranks.size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CacheLayout(
+    layout = CacheLayout(
         num_layers=config.num_hidden_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -45,8 +46,12 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
         device=parameter.device,
         compression=None if compression is None else CompressionConfig.from_dict(compression),
         ranks=ranks,
-        notes=None if policy is None else side_layout(policy, num_kv_heads, head_dim),
+        num_query_heads=config.num_attention_heads // ranks.size,
     )
+    if policy is None:
+        return layout
+    offloaded = policy.offloaded(layout.num_layers)
+    return dataclasses.replace(layout, policy_fields=policy.fields(layout), offloaded=offloaded)
 
 
 def fit_policy(
@@ -139,9 +144,8 @@ class Runner:
         self._rotary = None if is_stock else model.rotary_tables
         self._linear = BackendLinear(backend, model)
         self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
-        self._attention = CacheAttention(cache, backend)
-        if policy is not None:
-            self._attention = policy_attention(policy, cache, backend, self._rotary or rotary_of(model))
+        rotary = self._rotary or rotary_of(model)
+        self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -156,7 +160,7 @@ class Runner:
         rows = _rows_of(segments)
         num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
         prompt_ends = [segment.sequence.prompt_end for segment in segments]
-        step = Step(self._attention, rows, num_new, self._rotary, phases, prompt_ends)
+        step = Step(self.cache, self._attention, rows, num_new, self._rotary, phases, prompt_ends)
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:

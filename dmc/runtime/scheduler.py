@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from dmc.policies.attention import GENERATED, Phase
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.sequence import GENERATED, Phase, Sequence
+from dmc.runtime.sequence import Sequence
 
 RESERVE = 2
 """A sequence that gave way returns when so many times the blocks are free that its known tokens will take.

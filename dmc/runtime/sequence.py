@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
+from dmc.policies.attention import GENERATED, Phase
 from dmc.runtime.tally import Held
-
-
-class Phase(enum.Flag):
-    """What tokens that are fed together are to a policy."""
-
-    PROMPT = enum.auto()
-    """Tokens of a prompt; no sign: generated ones."""
-    FIRST = enum.auto()
-    """The prompt's first token is among them."""
-    LAST = enum.auto()
-    """The prompt's last token is among them."""
-
-
-GENERATED = Phase(0)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dmc.runtime.generation import Generation, GenerationStats
-from dmc.runtime.policy.entry_notes import positions_held
 from dmc.runtime.request import TokenEvent
 from dmc.runtime.sampling import SamplingParams
 from dmc.runtime.sequence import Sequence
@@ -92,7 +91,7 @@ class Session:
         """
         if self.sequence.row is None:
             raise ValueError("the session holds nothing: give it a turn first")
-        return positions_held(self.engine.cache, self.sequence.row)
+        return self.engine.cache.positions_held(self.sequence.row)
 
     def close(self) -> None:
         """End the session: a turn that runs is aborted, the blocks return. May be called twice."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from dmc.compression import GateOutput, fixed_decisions, rotate
 from dmc.kernels.base import NewTokens
-from dmc.runtime.cache_attention import CacheAttention, Group, Place, flat_index, members_alike
-from dmc.runtime.sequence import GENERATED, Phase
-
-RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
+from dmc.policies.attention import GENERATED, CacheAttention, Group, Phase, Place, RotaryTables
+from dmc.runtime.paged_cache import PagedCache
 
 
 class Step:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
     Args:
-        attention: the cache, and how to attend to it; blocks for the worst case are reserved here, before any layer
-            runs.
+        cache: storage; blocks for the worst case are reserved here, before any layer runs.
+        attention: how to attend to it.
         rows: cache row of each sequence.
         num_new: new tokens of each sequence, in the order in which they lie in the flat row.
         rotary: position ids [S, n] -> cos, sin [S, n, D] with the borrowed neuron removed; None for stock models.
@@ -32,6 +28,7 @@ class Step:
 
     def __init__(
         self,
+        cache: PagedCache,
         attention: CacheAttention,
         rows: list[int],
         num_new: list[int],
@@ -39,7 +36,7 @@ class Step:
         phases: list[Phase] | None = None,
         prompt_ends: list[int] | None = None,
     ) -> None:
-        self.cache = attention.cache
+        self.cache = cache
         self.cache.reserve(rows, num_new)
         self._attention, self._rows, self._num_new = attention, rows, num_new
         self._num_attended = 0
@@ -141,3 +138,21 @@ class Step:
                 f"(number, size) and queries of {query.shape[-1]} channels; the cache holds {heads} as the model's "
                 "configuration says"
             )
+
+
+def members_alike(num_new: list[int], phases: list[Phase]) -> list[tuple[int, Phase, list[int]]]:
+    """Find sequences that can be fed as one rectangle: (new tokens, phase, indices of the sequences)."""
+    kinds = sorted(set(zip(num_new, phases, strict=True)), key=lambda kind: (kind[0], kind[1].value))
+    return [
+        (size, phase, [i for i, kind in enumerate(zip(num_new, phases, strict=True)) if kind == (size, phase)])
+        for size, phase in kinds
+    ]
+
+
+def flat_index(num_new: list[int], members: list[int], device: torch.device) -> Tensor | None:
+    """Place of each new token of some sequences in the flat row of a pass, [S, n]; None: they are the row, one each."""
+    size = num_new[members[0]]
+    if size == 1 and len(members) == len(num_new):
+        return None
+    starts = torch.tensor([0, *num_new]).cumsum(0)
+    return (starts[members][:, None] + torch.arange(size)).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ def backend(request: pytest.FixtureRequest) -> ModuleType:
     return load_backend(request.param)
 
 
-def slots_of(layer: LayerCache, row: int, head: int) -> list[tuple[list[float], list[float]]]:
+def slots_of(layer: LayerCache, row: int, head: int) -> list[tuple[Any, ...]]:
     """Read a head's slots, one by one."""
     size = layer.block_size
     places = [
         (int(layer.block_tables[row, head, slot // size]), slot % size) for slot in range(int(layer.lengths[row, head]))
     ]
-    return [(layer.key_pages[place].tolist(), layer.value_pages[place].tolist()) for place in places]
+    return [tuple(pages[place].tolist() for pages in layer.slot_pages) for place in places]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
@@ -38,6 +39,8 @@ def test_slots_that_stay_keep_their_order_and_blocks_come_back(
     if backend.supports(dtype, 16, 16, torch.device("cpu")) is not None:
         pytest.skip("not supported")
     layer = fill(make_layer(None, max_blocks=5, dtype=dtype), torch.tensor(LENGTHS))
+    pages = layer.key_pages.shape[:2]
+    layer.notes = {"position": torch.arange(pages.numel()).view(pages).int(), "mass": torch.rand(pages)}
     before = copy_to(layer, "cpu")
     keep = torch.rand(len(rows), 2, 80, generator=torch.Generator().manual_seed(0)) < share
     backend.compact(layer, torch.tensor(rows), keep)

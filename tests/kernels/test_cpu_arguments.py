@@ -11,7 +11,7 @@ from oracles.cache_layers import Stream, make_layer
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import cpu
-from dmc.kernels.base import EntryNotes, LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, Seen
 
 GATES = CompressionConfig(delay=2)
 
@@ -113,26 +113,34 @@ def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
         cpu.prefill_attention(query[:, :, None], *pages, Seen(torch.full((2, 2, 1), 65)), 0.3, rows=rows)
 
 
-def test_eviction_refuses_notes_and_ages_that_do_not_fit() -> None:
+def test_eviction_refuses_notes_and_slots_that_do_not_fit() -> None:
     layer, _ = layer_and_tokens(None)
-    rows, num_blocks = torch.tensor([2, 0]), len(layer.key_pages)
-    notes = EntryNotes(*torch.zeros(2, num_blocks, 16, dtype=torch.int32), torch.zeros(1, num_blocks, 16))
+    rows, pages = torch.tensor([2, 0]), layer.key_pages.shape[:2]
+    layer.notes = {"position": torch.zeros(pages, dtype=torch.int32), "mass": torch.zeros(pages)}
     with pytest.raises(ValueError, match="an entry that is not held"):
-        cpu.evict(layer, notes, rows, torch.full((2, 2), 10))
-    with pytest.raises(ValueError, match=r"kernels\.cpu: ages is "):
-        cpu.evict(layer, notes, rows, torch.zeros(2, 3, dtype=torch.long))
+        cpu.evict(layer, rows, torch.full((2, 2), 10))
+    with pytest.raises(ValueError, match=r"kernels\.cpu: slots is "):
+        cpu.evict(layer, rows, torch.zeros(2, 3, dtype=torch.long))
+    cut = dataclasses.replace(layer, notes={"position": layer.notes["position"][:1]})
+    with pytest.raises(ValueError, match=r"kernels\.cpu: pages is "):
+        cpu.evict(cut, rows, torch.zeros(2, 2).long())
+    with pytest.raises(ValueError, match=r"kernels\.cpu: pages is "):
+        cpu.read_notes(cut, rows, ["position"], 9)
     with pytest.raises(ValueError, match=r"kernels\.cpu: position is "):
-        cpu.evict(layer, dataclasses.replace(notes, position=notes.position[:1]), rows, torch.zeros(2, 2).long())
+        cpu.write_notes(layer, rows, {"position": torch.zeros(2, 2, 5)})
+    with pytest.raises(ValueError, match="an entry that is not held"):
+        cpu.write_notes(layer, rows, {"position": torch.zeros(2, 2, 11, dtype=torch.int32)})
     with pytest.raises(ValueError, match=r"kernels\.cpu: keep is "):
         cpu.compact(layer, rows, torch.ones(2, 2, 64))
     with pytest.raises(ValueError, match="more slots than"):
         cpu.compact(layer, rows, torch.ones(2, 2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"kernels\.cpu: scores is "):
-        cpu.note_attention(layer, notes, rows, torch.zeros(2, 4, 9), [1], 10)
+        cpu.add_attention(layer, rows, torch.zeros(2, 4, 9), {"mass": 1}, 10)
     with pytest.raises(ValueError, match="more slots than"):
-        cpu.note_attention(layer, notes, rows, torch.zeros(2, 4, 9), [1], 9)
+        cpu.add_attention(layer, rows, torch.zeros(2, 4, 9), {"mass": 1}, 9)
+    positions = torch.zeros(2, 2, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="more slots than"):
-        cpu.lowest(torch.zeros(2, 2, 9), torch.full((2, 2), 10), torch.tensor([3, 3]))
+        cpu.eviction_candidate(torch.zeros(2, 2, 9), positions, torch.full((2, 2), 10), torch.tensor([3, 3]))
 
 
 def test_linear_layers_elsewhere_are_left_to_torch() -> None:

@@ -1,4 +1,4 @@
-"""What every backend does after a generated token, against python lists of entries and blocks: note what it attends to,
+"""What every backend does after a generated token, against python lists of slots and blocks: note what it attends to,
 choose what goes, evict it.
 """
 
@@ -14,11 +14,11 @@ from oracles.cache_layers import fill, make_layer
 from torch import Tensor
 
 from dmc.kernels import load_backend
-from dmc.kernels.base import EntryNotes, NewTokens
+from dmc.kernels.base import NewTokens
 
 LENGTHS = [[0, 1], [15, 16], [17, 80]]
 HEAD_DIM, BLOCK, STEPS = 32, 16, 60
-POWERS = [1, 2, 0]
+SUMS, POWERS = ["mass", "squares", "value_norm"], {"mass": 1, "squares": 2}
 
 
 @pytest.fixture(params=backends_here(HEAD_DIM))
@@ -32,12 +32,11 @@ class Entry:
     value: Tensor
     position: int
     sums: list[float]
-    slot: int
 
 
 @dataclass
 class Head:
-    """What one head should hold, oldest entry first."""
+    """What one head should hold, slot by slot."""
 
     entries: list[Entry] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -47,11 +46,11 @@ class Head:
             self.blocks.append(stack.pop())
         self.entries.append(entry)
 
-    def evict(self, age: int, stack: list[int]) -> None:
-        if age < 0:
+    def evict(self, slot: int, stack: list[int]) -> None:
+        if slot < 0:
             return
-        self.entries[-1].slot = self.entries[age].slot  # the newest moves to where the evicted one lay
-        del self.entries[age]
+        self.entries[slot] = self.entries[-1]  # what lies in the last slot moves to where the evicted one lay
+        del self.entries[-1]
         if len(self.entries) <= BLOCK * (len(self.blocks) - 1):
             stack.append(self.blocks.pop())
 
@@ -66,11 +65,8 @@ class Simulation:
             make_layer(None, head_dim=HEAD_DIM, max_blocks=9, block_size=BLOCK, dtype=dtype), torch.tensor(LENGTHS)
         )
         pages = self.layer.key_pages.shape[:2]
-        self.notes = EntryNotes(
-            torch.full(pages, -7, dtype=torch.int32),
-            torch.full(pages, -7, dtype=torch.int32),
-            torch.full((len(POWERS), *pages), -7.0),
-        )
+        self.layer.notes = {"position": torch.full(pages, -7, dtype=torch.int32)}
+        self.layer.notes |= {name: torch.full(pages, -7.0) for name in SUMS}
         self.stack = self.layer.free_blocks[: int(self.layer.num_free)].tolist()
         self.heads = [[self.filled(row, head) for head in range(2)] for row in range(3)]
         self.positions = [80, 80, 80]
@@ -83,47 +79,44 @@ class Simulation:
 
     def filled(self, row: int, head: int) -> Head:
         result = Head(blocks=self.layer.block_tables[row, head, : -(-LENGTHS[row][head] // BLOCK)].tolist())
-        for age in range(LENGTHS[row][head]):
-            place = self.place(row, head, age)
+        for slot in range(LENGTHS[row][head]):
+            place = self.place(row, head, slot)
             key, value = self.layer.key_pages[place].clone(), self.layer.value_pages[place].clone()
-            result.entries.append(Entry(key, value, 3 * age, self.noise(len(POWERS)).tolist(), age))
-            self.write_note(row, head, result.entries[-1], age)
+            entry = Entry(key, value, 3 * slot, self.noise(len(SUMS)).tolist())
+            result.entries.append(entry)
+            for name, number in zip(["position", *SUMS], [entry.position, *entry.sums], strict=True):
+                self.layer.notes[name][place] = number
         return result
-
-    def write_note(self, row: int, head: int, entry: Entry, age: int) -> None:
-        place = self.place(row, head, age)
-        self.notes.position[place], self.notes.slot[place] = entry.position, entry.slot
-        self.notes.sums[(slice(None), *place)] = torch.tensor(entry.sums)
 
     def append(self, rows: list[int], count: int = 1) -> None:
         key, value = (self.noise(len(rows), 2, count, HEAD_DIM).to(self.dtype) for _ in range(2))
         positions = torch.tensor([[self.positions[row] + i for i in range(count)] for row in rows])
-        sums, index = self.noise(len(POWERS), len(rows), 2, count), torch.tensor(rows)
+        sums, index = self.noise(len(SUMS), len(rows), 2, count), torch.tensor(rows)
         self.backend.append_or_merge(self.layer, NewTokens(index, positions, key, value), None)
-        self.backend.note_tokens(self.layer, self.notes, index, positions, sums)
+        notes = {"position": positions.int()[:, None].expand(-1, 2, -1), **dict(zip(SUMS, sums, strict=True))}
+        self.backend.write_notes(self.layer, index, notes)
         for sequence, row in enumerate(rows):
             for head, expected in enumerate(self.heads[row]):
                 for i in range(count):
                     place, start = (sequence, head, i), sums[:, sequence, head, i].tolist()
-                    entry = Entry(key[place], value[place], self.positions[row] + i, start, len(expected.entries))
-                    expected.append(entry, self.stack)
+                    expected.append(Entry(key[place], value[place], self.positions[row] + i, start), self.stack)
             self.positions[row] += count
 
-    def evict(self, rows: list[int], ages: list[list[int]]) -> None:
-        self.backend.evict(self.layer, self.notes, torch.tensor(rows), torch.tensor(ages))
-        for row, of_row in zip(rows, ages, strict=True):
-            for expected, age in zip(self.heads[row], of_row, strict=True):
-                expected.evict(age, self.stack)
+    def evict(self, rows: list[int], slots: list[list[int]]) -> None:
+        self.backend.evict(self.layer, torch.tensor(rows), torch.tensor(slots))
+        for row, of_row in zip(rows, slots, strict=True):
+            for expected, slot in zip(self.heads[row], of_row, strict=True):
+                expected.evict(slot, self.stack)
 
-    def random_age(self, row: int, head: int) -> int:
-        """None, the newest, the oldest, or any."""
+    def random_slot(self, row: int, head: int) -> int:
+        """None, the last, the first, or any."""
         length = len(self.heads[row][head].entries)
         kind = int(torch.randint(5, (), generator=self.generator))
         anywhere = int(torch.randint(length, (), generator=self.generator))
         return [-1, length - 1, 0, anywhere, anywhere][kind]
 
     def check(self) -> None:
-        layer, notes = self.layer, self.notes
+        layer = self.layer
         assert layer.free_blocks[: int(layer.num_free)].tolist() == self.stack
         assert len(set(self.stack)) == len(self.stack)
         for row in range(3):
@@ -132,20 +125,18 @@ class Simulation:
                 assert int(layer.lengths[row, head]) == length
                 assert len(expected.blocks) == -(-length // BLOCK)
                 assert layer.block_tables[row, head, : len(expected.blocks)].tolist() == expected.blocks
-                assert sorted(entry.slot for entry in expected.entries) == list(range(length))
                 if length == 0:
                     continue
-                ages = tuple(torch.tensor([self.place(row, head, age) for age in range(length)]).T)
-                slots = tuple(torch.tensor([self.place(row, head, entry.slot) for entry in expected.entries]).T)
-                assert notes.position[ages].tolist() == [entry.position for entry in expected.entries]
-                assert notes.slot[ages].tolist() == [entry.slot for entry in expected.entries]
-                sums = torch.tensor([entry.sums for entry in expected.entries])
-                torch.testing.assert_close(notes.sums[(slice(None), *ages)].T, sums, rtol=1e-5, atol=1e-5)
+                slots = tuple(torch.tensor([self.place(row, head, slot) for slot in range(length)]).T)
+                assert layer.notes["position"][slots].tolist() == [entry.position for entry in expected.entries]
+                for i, name in enumerate(SUMS):
+                    sums = torch.tensor([entry.sums[i] for entry in expected.entries])
+                    torch.testing.assert_close(layer.notes[name][slots], sums, rtol=1e-5, atol=1e-5)
                 assert torch.equal(layer.key_pages[slots], torch.stack([entry.key for entry in expected.entries]))
                 assert torch.equal(layer.value_pages[slots], torch.stack([entry.value for entry in expected.entries]))
 
     def attend(self, rows: list[int]) -> None:
-        """Compare attention with softmax over the entries in the order of age, and add it to the sums."""
+        """Compare attention with softmax over the entries, add it to the sums, and read what is kept of them."""
         query = self.noise(len(rows), 4, HEAD_DIM).to(self.dtype)
         pages = self.layer.key_pages, self.layer.value_pages, self.layer.block_tables
         tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
@@ -153,7 +144,8 @@ class Simulation:
         out, scores = self.backend.paged_attention(
             query, *pages, self.layer.lengths, 0.3, rows=index, return_scores=True
         )
-        attention, sums = self.backend.note_attention(self.layer, self.notes, index, scores, POWERS, longest)
+        attention = self.backend.add_attention(self.layer, index, scores, POWERS, longest)
+        positions, *sums = self.backend.read_notes(self.layer, index, ["position", *SUMS], longest)
         for sequence, row in enumerate(rows):
             for head, expected in enumerate(self.heads[row]):
                 length = len(expected.entries)
@@ -168,9 +160,12 @@ class Simulation:
                 torch.testing.assert_close(attention[sequence, head, :length].double(), mean, rtol=0, atol=1e-5)
                 for entry, received in zip(expected.entries, mean.tolist(), strict=True):
                     entry.sums = [entry.sums[0] + received, entry.sums[1] + received**2, entry.sums[2]]
+                read = torch.stack(sums)[:, sequence, head]
                 wanted = torch.tensor([entry.sums for entry in expected.entries]).T
-                torch.testing.assert_close(sums[:, sequence, head, :length], wanted, rtol=1e-5, atol=1e-5)
-                assert not attention[sequence, head, length:].any() and not sums[:, sequence, head, length:].any()
+                torch.testing.assert_close(read[:, :length], wanted, rtol=1e-5, atol=1e-5)
+                assert not attention[sequence, head, length:].any() and not read[:, length:].any()
+                assert positions[sequence, head, :length].tolist() == [entry.position for entry in expected.entries]
+                assert (positions[sequence, head, length:] == -1).all()
 
 
 ORDERS = [[0, 1, 2], [2, 0], [1], [2, 1, 0]]
@@ -186,7 +181,7 @@ def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: Mo
         simulation.append(rows)
         if step % 6 == 0:
             simulation.attend(rows)
-        simulation.evict(rows, [[simulation.random_age(row, head) for head in range(2)] for row in rows])
+        simulation.evict(rows, [[simulation.random_slot(row, head) for head in range(2)] for row in rows])
         simulation.check()
 
 
@@ -197,22 +192,21 @@ def test_notes_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleType) 
     simulation.check()
 
 
-@pytest.mark.parametrize("age", ["oldest", "newest", "none"])
-def test_what_always_goes_leaves_what_never_does(backend: ModuleType, age: str) -> None:
+@pytest.mark.parametrize("slot", ["first", "last", "none"])
+def test_what_always_goes_leaves_what_never_does(backend: ModuleType, slot: str) -> None:
     simulation = Simulation(backend, torch.float32)
     before = [[[entry.position for entry in head.entries] for head in row] for row in simulation.heads]
     for _ in range(20):
         simulation.append([0, 1, 2])
-        ages = [
-            [{"oldest": 0, "newest": len(head.entries) - 1, "none": -1}[age] for head in row]
-            for row in simulation.heads
+        slots = [
+            [{"first": 0, "last": len(head.entries) - 1, "none": -1}[slot] for head in row] for row in simulation.heads
         ]
-        simulation.evict([0, 1, 2], ages)
+        simulation.evict([0, 1, 2], slots)
     simulation.check()
     for row in range(3):
         for head, old in enumerate(before[row]):
-            everything = old + list(range(80, 100))
-            kept = {"oldest": everything[20:], "newest": old, "none": everything}[age]
+            new = list(range(80, 100))
+            kept = {"first": [99, *old[1:]] if old else [], "last": old, "none": old + new}[slot]
             assert [entry.position for entry in simulation.heads[row][head].entries] == kept
 
 
@@ -235,20 +229,44 @@ def test_the_youngest_of_the_lowest_goes_where_there_are_too_many(backend: Modul
         [4.0, inf, inf, inf, inf, inf, 0.0],
         [-1.0, -2.0, 0.0, -2.0, -3.0, 7.0, 7.0],
     ]
+    positions = torch.tensor(
+        [[4, 9, 1, 3, 0, 8, 7], [2, 9, 6, 3, 4, 5, 1], [0, 1, 2, 3, 4, 5, 6], [3, 2, 1, 0, 9, 9, 9]]
+    )
     lengths = torch.tensor([[5, 7], [6, 4]])
-    found = backend.lowest(torch.tensor(scores).view(2, 2, 7), lengths, torch.tensor([4, 4]))
-    assert found.tolist() == [[3, 6], [0, -1]]
+    limits = torch.tensor([4, 4])
+    found = backend.eviction_candidate(
+        torch.tensor(scores).view(2, 2, 7), positions.int().view(2, 2, 7), lengths, limits
+    )
+    assert found.tolist() == [[1, 1], [0, -1]]
 
 
 def test_the_lowest_are_found_in_scores_that_heads_or_sequences_share(backend: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 300, (3, 4), generator=generator)
     limits = torch.tensor([1, 100, 299])
+    positions = torch.stack([torch.randperm(999, generator=generator)[:300] for _ in range(12)]).view(3, 4, 300).int()
     for shape in ((3, 4, 300), (3, 1, 300), (1, 4, 300), (300,)):
         scores = torch.randint(50, shape, generator=generator).float().expand(3, 4, 300)
-        found = backend.lowest(scores, lengths, limits)
+        found = backend.eviction_candidate(scores, positions, lengths, limits)
         for sequence in range(3):
             for head in range(4):
                 own = scores[sequence, head, : int(lengths[sequence, head])].tolist()
-                youngest = max(age for age, score in enumerate(own) if score == min(own))
+                lowest = [slot for slot, score in enumerate(own) if score == min(own)]
+                youngest = max(lowest, key=positions[sequence, head].tolist().__getitem__)
                 assert int(found[sequence, head]) == (youngest if len(own) > int(limits[sequence]) else -1)
+
+
+def test_the_nth_newest_position_is_that_of_a_sorted_list(backend: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.full((4, 3, 50), -1, dtype=torch.int32)
+    held = [[torch.randperm(2000, generator=generator)[:length].tolist() for length in (1, 17, 50)] for _ in range(4)]
+    for sequence in range(4):
+        for head in range(3):
+            positions[sequence, head, : len(held[sequence][head])] = torch.tensor(held[sequence][head])
+    for count in (-3, 0, 1, 2, 16, 17, 18, 50, 51):
+        found = backend.nth_newest(positions, torch.full((4, 3), count))
+        for sequence in range(4):
+            for head, own in enumerate(held[sequence]):
+                newest = sorted(own, reverse=True)[: max(count, 0)]
+                threshold = int(found[sequence, head])
+                assert sorted([each for each in own if each >= threshold], reverse=True) == newest and threshold >= 0

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dmc.compression import CompressionConfig
-from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
+from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.layout import history_size
 
 THETA = 100.0
 
@@ -61,6 +62,8 @@ def copy_to(item: Any, device: torch.device | str) -> Any:
     """Copy a layer, tokens, or what is seen, tensor by tensor, to a device."""
     if dataclasses.is_dataclass(item):
         return type(item)(*(copy_to(getattr(item, field.name), device) for field in dataclasses.fields(item)))
+    if isinstance(item, dict):
+        return {name: copy_to(each, device) for name, each in item.items()}
     return item.clone().to(device) if isinstance(item, torch.Tensor) else item
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmc import Engine, policies
 from dmc.budget import Budget
-from dmc.kernels.reference import lowest
+from dmc.kernels.reference import eviction_candidate
 from dmc.policies import Entries
 
 TOLERANCE = 1e-4
@@ -34,11 +34,11 @@ def group(request: pytest.FixtureRequest) -> int:
 
 
 def positions_held(cache: Any, row: int) -> list[list[list[int]]]:
-    """Read the position of every entry, by layer and KV head."""
-    pages = cache.notes.position
+    """Read the position of every entry, by layer and KV head, in ascending order."""
+    pages = cache.fields["position"]
     return [
         [
-            pages[table.long()].flatten()[: int(length)].tolist()
+            sorted(pages[table.long()].flatten()[: int(length)].tolist())
             for table, length in zip(cache.block_tables[layer, row], cache.lengths[layer, row], strict=True)
         ]
         for layer in range(cache.layout.num_layers)
@@ -110,7 +110,7 @@ def make_entries() -> Callable[..., Entries]:
             for name in ("keys", "values")
         )
         sums = {name: torch.tensor(numbers)[None] for name, numbers in known.pop("sums", {}).items()}
-        positions = torch.arange(length).expand(1, heads, length)
+        positions = torch.arange(length, dtype=torch.int32).expand(1, heads, length)
         parts = {name: as_tensor(numbers)[None] for name, numbers in known.items()}
         return Entries(
             layer_index=layer_index,
@@ -137,7 +137,8 @@ def evicted() -> Callable[..., list[int]]:
 
     def choose(policy: Any, entries: Entries, limit: int) -> list[int]:
         limits = torch.tensor([limit])
-        return lowest(policy.scores(entries, limits), entries.lengths, limits)[0].tolist()
+        scores = policy.scores(entries, limits)
+        return eviction_candidate(scores, entries.positions, entries.lengths, limits)[0].tolist()
 
     return choose
 

@@ -20,9 +20,9 @@ def test_fewer_followers_agree_with_the_oracle(assert_like_oracle, m):
 
 def values_after(policy, entries, age):
     """Let one entry of a single head go; return what its head then holds, [N, D]."""
-    leaving = entries.ages.eq(age).expand(entries.positions.shape)
+    leaving = entries.slots.eq(age).expand(entries.positions.shape)
     rewrite, values = policy.merge(entries, leaving), entries.read_values()[0, 0].clone()
-    for place, value in zip(rewrite.ages[0, 0].tolist(), rewrite.value[0, 0], strict=True):
+    for place, value in zip(rewrite.slots[0, 0].tolist(), rewrite.value[0, 0], strict=True):
         if place >= 0:
             values[place] = value
     assert rewrite.key is None

@@ -113,7 +113,7 @@ def test_the_threshold_follows_the_similarities(make_entries, before, similarity
     rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
     assert entries.memory.item() == pytest.approx(after)
     merged = [0] if similarity >= after - 1e-6 else []
-    assert [age for age in rewrite.ages.flatten().tolist() if age >= 0] == merged
+    assert [age for age in rewrite.slots.flatten().tolist() if age >= 0] == merged
 
 
 def test_weights_of_a_merge_sum_to_one(make_entries):

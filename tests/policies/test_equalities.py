@@ -117,8 +117,8 @@ class ThreeToOne(H2O):
     grows = False
 
     def scores(self, entries, budget):
-        budget = torch.as_tensor(budget).view(-1, 1, 1)
+        budget = torch.as_tensor(budget).view(-1)
         sinks = (budget - 2).clamp(max=4)
         recent = budget - sinks - 3 * (budget - sinks) // 4
-        scores = self.base_scores(entries).masked_fill(entries.ages < sinks, torch.inf)
-        return scores.masked_fill(entries.ages >= entries.lengths[..., None] - recent, torch.inf)
+        stays = entries.among_first(sinks) | entries.among_last(recent)
+        return self.base_scores(entries).masked_fill(stays, torch.inf)

@@ -22,11 +22,17 @@ def leaving_and_staying(random, heads=3, length=12, sequences=2):
     return drawn == 0, drawn == 1
 
 
+def positions_of(random, shape):
+    """Positions in no order."""
+    heads = [torch.randperm(3 * shape[2], generator=random)[: shape[2]] for _ in range(shape[0] * shape[1])]
+    return torch.stack(heads).view(shape).int()
+
+
 @pytest.mark.parametrize("length", [12, SIMILARITY_BLOCK + 40])
 def test_each_entry_that_goes_finds_the_most_similar_one_that_stays(random, length):
     states = torch.randn(2, 3, length, 4, generator=random)
     leaving, staying = leaving_and_staying(random, length=length)
-    similarity, target = most_similar(states, leaving, staying)
+    similarity, target = most_similar(states, leaving, staying, positions_of(random, states.shape[:3]))
     normed = states.double() / states.double().norm(dim=-1, keepdim=True)
     for (sequence, head, age), u, found in zip(leaving.nonzero().tolist(), similarity, target, strict=True):
         cosines = (normed[sequence, head] @ normed[sequence, head, age]).where(staying[sequence, head], -9.0)
@@ -37,8 +43,8 @@ def test_each_entry_that_goes_finds_the_most_similar_one_that_stays(random, leng
 def test_of_equally_similar_entries_the_older_is_found():
     states = torch.tensor([[1.0, 0], [2, 2], [0.3, 0.3], [5, 5]]).view(1, 1, 4, 2)
     leaving = torch.tensor([False, False, False, True]).view(1, 1, 4)
-    similarity, target = most_similar(states, leaving, ~leaving)
-    assert target.tolist() == [1] and similarity.item() == pytest.approx(1)
+    similarity, target = most_similar(states, leaving, ~leaving, torch.tensor([[[0, 7, 3, 9]]]))
+    assert target.tolist() == [2] and similarity.item() == pytest.approx(1)
 
 
 def test_keys_merge_with_weights_that_sum_to_one():
@@ -64,7 +70,7 @@ def test_an_identical_entry_changes_nothing():
 def test_merges_agree_with_a_loop(random, rule):
     states = torch.randn(2, 3, 12, 4, generator=random)
     leaving, staying = leaving_and_staying(random)
-    similarity, target = most_similar(states, leaving, staying)
+    similarity, target = most_similar(states, leaving, staying, positions_of(random, states.shape[:3]))
     merged = merge_into(states, leaving.nonzero(as_tuple=True), target, similarity, rule)
     taken = {}
     for (sequence, head, age), into, u in zip(
@@ -86,15 +92,17 @@ def test_followers_are_the_next_entries_that_stay(random, count):
     leaving, staying = leaving_and_staying(random)
     numbers = torch.rand(staying.shape, generator=random)
     states = torch.randn(*staying.shape, 2, generator=random) * leaving[..., None]
-    followers = Followers(staying, count)
+    positions = positions_of(random, staying.shape)
+    followers = Followers(staying, positions, count)
     mean, (received, concerned) = followers.mean(numbers), followers.spread(states)
     for sequence, head in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-        stays = staying[sequence, head].nonzero().flatten().tolist()
+        place = positions[sequence, head].tolist()
+        stays = sorted(staying[sequence, head].nonzero().flatten().tolist(), key=place.__getitem__)
         assert followers.order[sequence, head, : len(stays)].tolist() == stays
         expected = {age: torch.zeros(2) for age in stays}
         follows = set()
         for age in range(12):
-            next_ones = [each for each in stays if each > age][:count]
+            next_ones = [each for each in stays if place[each] > place[age]][:count]
             average = sum(numbers[sequence, head, each].item() for each in next_ones) / max(len(next_ones), 1)
             assert mean[sequence, head, age].item() == pytest.approx(average, abs=1e-6)
             if leaving[sequence, head, age]:

@@ -8,11 +8,11 @@ from transformers import LlamaConfig
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
+from dmc.kernels.layout import CacheLayout
 from dmc.policies import H2O, SnapKV
 from dmc.runtime import engine as engine_module
 from dmc.runtime import memory
 from dmc.runtime.memory import Activations, free_bytes, pool_bytes
-from dmc.runtime.paged_cache import CacheLayout
 
 CPU = torch.device("cpu")
 NONE = Activations(0, 0, 0.0, 0.0)

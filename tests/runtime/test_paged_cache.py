@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -6,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmc.compression import CompressionConfig
+from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.reference import take_blocks
 from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.paged_cache import CacheLayout, PagedCache
+from dmc.runtime.paged_cache import PagedCache
 
 LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 3, 4, 16
 
@@ -123,12 +125,11 @@ def test_a_reused_row_starts_empty() -> None:
     cache = make_cache(1, window_size=None)
     row = cache.open_row()
     fill(cache, row, torch.full((LAYERS, HEADS), 20))
-    assert cache.weight is not None
-    cache.weight[:, row] = 7
+    cache.fields["weight"][:, row] = 7
     cache.close_row(row)
     assert cache.open_row() == row
     assert not cache.lengths.any()
-    assert not cache.weight.any()
+    assert not cache.fields["weight"].any()
     assert not cache.tokens_seen.any()
 
 
@@ -191,10 +192,56 @@ def test_copied_rows_share_no_block() -> None:
     cache = make_cache(2, window_size=3)
     rows = [cache.open_row(), cache.open_row()]
     fill(cache, rows[0], torch.full((LAYERS, HEADS), 20))
-    cache.history_key[:, rows[0]] = 5
+    cache.fields["history_key"][:, rows[0]] = 5
     cache.copy_rows([rows[0], rows[0]], rows)
     tables = cache.block_tables[..., :2]
     assert tables.unique().numel() == 2 * LAYERS * HEADS * 2
     assert held(cache, rows[0]) == held(cache, rows[1])
-    assert (cache.history_key[:, rows[1]] == 5).all()
+    assert (cache.fields["history_key"][:, rows[1]] == 5).all()
     assert cache.tokens_seen.tolist() == [20, 20]
+
+
+DECLARED = (
+    Field("mass", torch.float32, "slot"),
+    Field("bound", torch.bfloat16, "block", (HEAD_DIM,), every=5),
+    Field("threshold", torch.float32, "row", (3,), start=torch.nan),
+    Field("chosen", torch.int32, "row", (0,), start=-1, num_layers=1),
+)
+
+
+def cache_of_declared_fields() -> PagedCache:
+    layout = dataclasses.replace(make_layout(), policy_fields=DECLARED)
+    return PagedCache(layout, 3, BLOCK)
+
+
+def test_declared_fields_have_their_shapes_and_are_counted() -> None:
+    cache, plain = cache_of_declared_fields(), make_cache()
+    shapes = {"mass": (256, BLOCK), "bound": (256, 4, HEAD_DIM), "threshold": (LAYERS, 3, 3), "chosen": (1, 3, 0)}
+    assert {name: tuple(cache.fields[name].shape) for name in shapes} == shapes
+    assert cache.block_bytes == plain.block_bytes + 4 * BLOCK + 4 * HEAD_DIM * 2
+    assert cache.state_bytes == plain.state_bytes + LAYERS * 3 * 4
+    assert list(cache.layer(1).notes) == ["mass"]
+    cache.fields.widen("chosen", 5)
+    assert (cache.fields["chosen"] == -1).all() and cache.state_bytes == plain.state_bytes + LAYERS * 3 * 4 + 5 * 4
+
+
+def test_declared_fields_grow_and_are_copied_and_forgotten_with_what_they_belong_to() -> None:
+    cache = cache_of_declared_fields()
+    rows = [cache.open_row(), cache.open_row()]
+    fill(cache, rows[0], torch.full((LAYERS, HEADS), 20))
+    tables = cache.block_tables[:, rows[0], :, :2].long()
+    cache.fields["mass"][tables] = 1 + torch.arange(tables.numel()).view(*tables.shape, 1).float()
+    cache.fields["bound"][tables] = 2.0
+    cache.fields["threshold"][:, rows[0]] = 3.0
+    before = cache.fields["mass"][tables].clone()
+    cache._grow_pool(1000)
+    assert torch.equal(cache.fields["mass"][tables], before)
+    assert len(cache.fields["mass"]) == len(cache.fields["bound"]) == cache.allocator.num_blocks > 1000
+    cache.copy_rows([rows[0]], [rows[1]])
+    copied = cache.block_tables[:, rows[1], :, :2].long()
+    assert not set(copied.flatten().tolist()) & set(tables.flatten().tolist())
+    assert torch.equal(cache.fields["mass"][copied], before) and (cache.fields["bound"][copied] == 2).all()
+    assert (cache.fields["threshold"][:, rows] == 3).all()
+    cache.close_row(rows[1])
+    assert cache.open_row() == rows[1]
+    assert cache.fields["threshold"][:, rows[1]].isnan().all() and (cache.fields["threshold"][:, rows[0]] == 3).all()

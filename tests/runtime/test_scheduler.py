@@ -3,8 +3,9 @@ from random import Random
 import pytest
 import torch
 
+from dmc.kernels.layout import CacheLayout
 from dmc.kernels.reference import take_blocks
-from dmc.runtime.paged_cache import CacheLayout, PagedCache
+from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.scheduler import Scheduler, Segment
 from dmc.runtime.sequence import Sequence
 

@@ -12,23 +12,25 @@ import torch
 import triton
 
 from dmc.kernels.probabilities import attention_received
-from dmc.kernels.reference import evict, lowest, note_attention, note_tokens
+from dmc.kernels.reference import add_attention, evict, eviction_candidate, nth_newest, read_notes, write_notes
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact
 from dmc.kernels.triton.prefill import prefill_attention
 
 __all__ = [
+    "add_attention",
     "append_or_merge",
     "attention_received",
     "compact",
     "evict",
-    "lowest",
-    "note_attention",
-    "note_tokens",
+    "eviction_candidate",
+    "nth_newest",
     "paged_attention",
     "prefill_attention",
+    "read_notes",
     "supports",
+    "write_notes",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

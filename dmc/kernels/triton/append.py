@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, history_size
+from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen
+from dmc.kernels.layout import history_size
 
 PLANNED_TOGETHER = 1024
 """Heads that the planning program handles at once."""

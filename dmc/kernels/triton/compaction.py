@@ -17,27 +17,27 @@ MOVED_TOGETHER = 32
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     """See `dmc.kernels.reference.compact`; nothing waits for the device."""
     sequences, kv_heads, num_slots = keep.shape
-    head_dim, num_pairs = cache.key_pages.shape[-1], sequences * kv_heads
+    num_pairs = sequences * kv_heads
     kept = cache.lengths.new_empty(sequences, kv_heads)
     released = torch.empty_like(kept)
     constants = {"KV_HEADS": kv_heads, "BLOCK_SIZE": cache.block_size}
     with torch.cuda.device_of(keep):
-        _move_kernel[(num_pairs,)](
-            rows,
-            keep.contiguous(),
-            cache.lengths,
-            cache.block_tables,
-            cache.key_pages,
-            cache.value_pages,
-            kept,
-            released,
-            num_slots,
-            cache.block_tables.shape[-1],
-            HEAD_DIM=head_dim,
-            CHANNELS=triton.next_power_of_2(head_dim),
-            SLOTS=MOVED_TOGETHER,
-            **constants,
-        )
+        for pages in cache.slot_pages:
+            _move_kernel[(num_pairs,)](
+                rows,
+                keep.contiguous(),
+                cache.lengths,
+                cache.block_tables,
+                pages,
+                kept,
+                released,
+                num_slots,
+                cache.block_tables.shape[-1],
+                WIDTH=pages.stride(1),
+                CHANNELS=triton.next_power_of_2(pages.stride(1)),
+                SLOTS=MOVED_TOGETHER,
+                **constants,
+            )
         _release_kernel[(num_pairs,)](
             rows,
             cache.lengths,
@@ -61,19 +61,18 @@ def _move_kernel(
     keep,
     lengths,
     block_tables,
-    key_pages,
-    value_pages,
+    pages,
     kept,
     released,
     num_slots,
     num_blocks,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Move one head's slots that stay down, in order; count them, and the blocks that they leave."""
+    """Move one field of one head's slots that stay down, in order; count them, and the blocks that they leave."""
     pair = tl.program_id(0).to(tl.int64)
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     length = tl.load(lengths + cell)
@@ -86,15 +85,13 @@ def _move_kernel(
         target = count + tl.cumsum(stays, 0) - stays
         moves = (stays != 0) & (target != slot)
         block = tl.load(table + slot // BLOCK_SIZE, mask=moves, other=0).to(tl.int64)
-        source_place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+        source_place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH
         block = tl.load(table + target // BLOCK_SIZE, mask=moves, other=0).to(tl.int64)
-        target_place = (block * BLOCK_SIZE + target % BLOCK_SIZE) * HEAD_DIM
-        key = load_rows(key_pages, source_place, moves, channel, HEAD_DIM)
-        value = load_rows(value_pages, source_place, moves, channel, HEAD_DIM)
+        target_place = (block * BLOCK_SIZE + target % BLOCK_SIZE) * WIDTH
+        states = load_rows(pages, source_place, moves, channel, WIDTH)
         tl.debug_barrier()  # a target may be a source of the same tile, but never of a later one
-        written = moves[:, None] & (channel < HEAD_DIM)[None, :]
-        tl.store(key_pages + target_place[:, None] + channel[None, :], key, mask=written)
-        tl.store(value_pages + target_place[:, None] + channel[None, :], value, mask=written)
+        written = moves[:, None] & (channel < WIDTH)[None, :]
+        tl.store(pages + target_place[:, None] + channel[None, :], states, mask=written)
         tl.debug_barrier()
         count += tl.sum(stays, 0)
     tl.store(kept + pair, count)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dmc.runtime.allocator import BlockAllocator
-from dmc.runtime.side_store import with_more_rows
 
 FIRST_BLOCKS = 64
 
@@ -79,6 +78,7 @@ class SlowPool:
         runs: layers of each run, by name.
         entry_shape: of one token of one layer, [H, 2, D].
         dtype: of keys and values.
+        num_layers: of the model.
         max_sequences: rows.
         block_size: tokens of a block.
         lane: to and from the device.
@@ -89,16 +89,21 @@ class SlowPool:
         runs: dict[int, list[int]],
         entry_shape: tuple[int, int, int],
         dtype: torch.dtype,
+        num_layers: int,
         max_sequences: int,
         block_size: int,
         lane: Lane,
     ) -> None:
+        self.tokens = torch.zeros(num_layers, max_sequences, dtype=torch.long)
+        """Tokens here, the first ones of each sequence, [L, C]."""
+        self.room = torch.zeros_like(self.tokens)
+        """Slots in pages for those of them that are read, [L, C]."""
         self.entry_bytes = math.prod(entry_shape) * dtype.itemsize
         """Bytes of one token of one layer."""
         self._lane, self._block_size = lane, block_size
         self._place = {layer: (run, i) for run, layers in runs.items() for i, layer in enumerate(layers)}
         num_slots = FIRST_BLOCKS * block_size
-        self._tokens = {
+        self._packed = {
             run: torch.zeros(num_slots, len(layers), *entry_shape, dtype=dtype) for run, layers in runs.items()
         }
         self._allocator = BlockAllocator(FIRST_BLOCKS)
@@ -110,20 +115,30 @@ class SlowPool:
         """Blocks that there are, free ones included."""
         return self._allocator.num_blocks
 
-    def bytes_of(self, row: int) -> int:
+    def not_in_pages(self, row: int) -> Tensor:
+        """Entries of a sequence that each head of a layer holds here alone, int64 [L]."""
+        return self.tokens[:, row] - self.room[:, row]
+
+    def bytes_allocated(self, row: int) -> int:
         """Bytes of a row's blocks."""
         return len(self._tables[row]) * self._block_size * len(self._place) * self.entry_bytes
+
+    def bytes_used(self, row: int) -> int:
+        """The same without the unused rest of the last blocks."""
+        return int(self.tokens[:, row].sum()) * self.entry_bytes
 
     def free(self, row: int) -> None:
         """Give a row's blocks back; may be called twice."""
         self._settle()
         self._allocator.free(self._tables[row].int())
         self._tables[row] = self._tables[row][:0]
+        self.tokens[:, row] = self.room[:, row] = 0
 
     def write(self, layer_index: int, row: int, begin: int, key: Tensor, value: Tensor) -> None:
         """Send keys and values [H, n, D] of the tokens from `begin` on; they arrive when they are asked for."""
         self._settle()
         end = begin + key.shape[1]
+        self.tokens[layer_index, row] = end
         missing = -(-end // self._block_size) - len(self._tables[row])
         if missing > 0:
             if missing > self._allocator.num_free:
@@ -136,7 +151,7 @@ class SlowPool:
         """Copy a layer's keys and values of the first `end` tokens to the device, [H, end, D] each."""
         self._settle()
         run, place = self._place[layer_index]
-        packed = self._tokens[run][self._slots(row, torch.arange(end)), place]
+        packed = self._packed[run][self._slots(row, torch.arange(end)), place]
         states = self._lane.to_device(packed).on_device()
         return states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
 
@@ -148,9 +163,9 @@ class SlowPool:
         """
         self._settle()
         slots = torch.cat([self._slots(row, each) for row, each in zip(rows, positions, strict=True)])
-        tokens = self._tokens[run]
-        packed = self._lane.empty_on_host((len(slots), *tokens.shape[1:]), tokens.dtype)
-        return self._lane.to_device(torch.index_select(tokens, 0, slots, out=packed))
+        held = self._packed[run]
+        packed = self._lane.empty_on_host((len(slots), *held.shape[1:]), held.dtype)
+        return self._lane.to_device(torch.index_select(held, 0, slots, out=packed))
 
     def _slots(self, row: int, positions: Tensor) -> Tensor:
         return self._tables[row][positions // self._block_size] * self._block_size + positions % self._block_size
@@ -159,10 +174,12 @@ class SlowPool:
         """Put what has been sent where it belongs."""
         for arrival, layer_index, slots in self._coming:
             run, place = self._place[layer_index]
-            self._tokens[run][slots, place] = arrival.on_host()
+            self._packed[run][slots, place] = arrival.on_host()
         self._coming.clear()
 
     def _grow(self, missing: int) -> None:
         total = max(2 * self._allocator.num_blocks, self._allocator.num_blocks + missing)
-        self._tokens = {run: with_more_rows(each, total * self._block_size) for run, each in self._tokens.items()}
+        for run, held in self._packed.items():
+            self._packed[run] = held.new_zeros(total * self._block_size, *held.shape[1:])
+            self._packed[run][: len(held)] = held
         self._allocator.grow(total)

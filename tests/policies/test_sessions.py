@@ -103,7 +103,7 @@ def test_entries_stay_within_the_budget_through_all_turns(
         assert generation.stats.slots.sum() <= most * generation.stats.slots.numel()
 
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "policy").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "policy").glob("*.yaml"))
 EIGHT_TURNS = (90, 30, 12, 41, 7, 25, 18, 33)
 ROUNDED_DOWN = ("lava", "d2o")
 """What layers get is: less than one entry per head goes missing."""

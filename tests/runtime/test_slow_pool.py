@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dmc.runtime.policy.slow_pool import FIRST_BLOCKS, Lane, SlowPool
+from dmc.runtime.slow_pool import FIRST_BLOCKS, Lane, SlowPool
 
 RUNS = {0: [2, 3], 4: [6, 7, 8]}
 HEADS, DIM, BLOCK = 2, 3, 4
@@ -12,7 +12,7 @@ HEADS, DIM, BLOCK = 2, 3, 4
 
 def test_rows_keep_what_was_written_while_the_pool_grows():
     generator = torch.Generator().manual_seed(0)
-    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 3, BLOCK, Lane(torch.device("cpu")))
+    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 3, BLOCK, Lane(torch.device("cpu")))
     length = FIRST_BLOCKS * BLOCK // 2
     keys, values = torch.randn(2, 2, 9, HEADS, length, DIM, generator=generator)  # by row and layer
     for begin in range(0, length, 50):  # not a multiple of the block
@@ -20,8 +20,8 @@ def test_rows_keep_what_was_written_while_the_pool_grows():
             for layer in (2, 3, 6, 7, 8):
                 part = slice(begin, begin + 50)
                 pool.write(layer, row, begin, keys[row // 2, layer, :, part], values[row // 2, layer, :, part])
-    assert pool.bytes_of(0) == 5 * length * HEADS * 2 * DIM * 4
-    assert pool.bytes_of(1) == 0
+    assert pool.bytes_allocated(0) == 5 * length * HEADS * 2 * DIM * 4
+    assert pool.bytes_allocated(1) == 0
     for row in (0, 2):
         key, value = pool.read(7, row, length - 3)
         assert torch.equal(key, keys[row // 2, 7, :, : length - 3])
@@ -35,12 +35,12 @@ def test_rows_keep_what_was_written_while_the_pool_grows():
 
 
 def test_freed_blocks_serve_others():
-    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 2, BLOCK, Lane(torch.device("cpu")))
+    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 2, BLOCK, Lane(torch.device("cpu")))
     ones = torch.ones(HEADS, FIRST_BLOCKS * BLOCK, DIM)
     for row in (0, 1, 0, 1):
         pool.write(2, row, 0, ones * row, ones)
         assert torch.equal(pool.read(2, row, 7)[0], ones[:, :7] * row)
         pool.free(row)
         pool.free(row)
-        assert pool.bytes_of(row) == 0
+        assert pool.bytes_allocated(row) == 0
     assert pool.num_blocks == FIRST_BLOCKS

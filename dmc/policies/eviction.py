@@ -1,0 +1,351 @@
+"""Methods that evict: what such a policy says, and what runs it: it shows the attention, and does what is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dmc.compression import rotate
+from dmc.kernels.base import NewTokens
+from dmc.kernels.layout import CacheLayout, Field
+from dmc.kernels.pages import gather_pages, places
+from dmc.kernels.probabilities import attention_probabilities
+from dmc.policies.attention import Cache, CacheAttention, Group, Phase, RotaryTables
+from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
+from dmc.policies.budgets import keep_top, within
+
+POWERS = {"mass": 1, "squares": 2}
+"""Of the attention that a sum grows by."""
+
+
+class EvictionPolicy(CachePolicy):
+    """Keeps the entries with the highest scores: score x layer budget x head budget x what happens to the evicted.
+
+    A method is a frozen dataclass that says what it must see (the class variables) and overrides `scores`; layer
+    budgets, head budgets and the fate of the evicted have defaults: the same budget everywhere, and gone.
+    """
+
+    evicts_decoding: ClassVar[bool] = True
+    """Whether it evicts after every generated token; else the cache grows after the prompt."""
+    grows: ClassVar[bool] = True
+    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was when the last prompt
+    ended. Both count all tokens seen, those of all turns of a session, not what earlier turns have left."""
+    window: int = 0
+    """Queries at the end of a prompt whose attention it must see."""
+    needs_columns: ClassVar[bool] = False
+    """Whether it must see, when a prompt ends, what each query head paid to every entry."""
+    needs_row: ClassVar[bool] = False
+    """Whether it must see the attention of every generated token's query."""
+    merges: bool = False
+    """Whether `merge` changes entries that stay."""
+    sums: ClassVar[tuple[Sum, ...]] = ()
+    """Running sums that it needs of every entry."""
+    adapts_layers: ClassVar[bool] = False
+    """Whether layer budgets depend on what the layers of this prompt look like (`layer_weight`)."""
+    recompresses: bool = False
+    """Whether layers are compressed as soon as they are seen, and again when others join; needs `adapts_layers`."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """See `CachePolicy`."""
+        return self.evicts_decoding
+
+    @property
+    def serves_compressed(self) -> bool:
+        """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
+        return not self.evicts_decoding and not self.sums
+
+    def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
+        """Numbers that the policy keeps for each layer and sequence."""
+        return 0
+
+    def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
+        """Limits and memory; of every entry its position and sums, unless the model merges tokens into slots."""
+        size = self.memory_size(layout.num_kv_heads, layout.head_dim)
+        kept = [Field("limits", torch.int32, "row"), Field("nominal", torch.int32, "row")]
+        kept += [Field("memory", torch.float32, "row", (size,), start=torch.nan)] if size else []
+        if layout.compression is None:
+            kept += [Field("position", torch.int32, "slot")]
+        return (*kept, *(Field(name, torch.float32, "slot") for name in self.sums))
+
+    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Eviction:
+        """See `CachePolicy.attention`."""
+        return Eviction(cache, backend, self, rotary)
+
+    def observe(self, entries: Entries, limit: int) -> Tensor | None:
+        """Look at `entries.rows` when a prompt of more than `limit` tokens ends; the answer comes back as `observed`.
+
+        Returns:
+            Float32 [S, H, N], or None.
+        """
+        return None
+
+    def layer_weight(self, entries: Entries, limit: int) -> float:
+        """Say how much of the total this layer deserves."""
+        return 1.0
+
+    def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
+        """Divide `limit * num_layers` entries per head among the layers seen so far.
+
+        Of a later turn a layer may hold fewer entries than this says: others then get what it cannot use.
+
+        Args:
+            weights: one for each layer seen.
+            limit: entries per head, on average.
+            num_layers: of the model.
+            tokens_seen: of all turns, as many as a layer would hold if nothing had ever gone.
+        """
+        return [limit] * len(weights)
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Rank the entries: the highest stay, +inf stays whatever happens; of equal ones the youngest goes.
+
+        Args:
+            entries: of one layer.
+            budget: entries per head that stay, a number or [S].
+        Returns:
+            Float32 [S, H, N].
+        """
+        raise NotImplementedError
+
+    def keep(self, entries: Entries, budget: int) -> Tensor:
+        """Choose what stays when a prompt ends, bool [S, H, N]; default: every head its best."""
+        scores = self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf)
+        return entries.by_slot(keep_top(entries.in_order(scores), budget))
+
+    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+        """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""
+        return None
+
+
+@dataclass
+class SeenLayer:
+    """A layer of a prompt that waits for its final budget."""
+
+    weight: float
+    observed: Tensor | None
+    """[1, H, N]."""
+
+
+class Eviction(CacheAttention):
+    """Attends to all that is held, then evicts: when a prompt ends, and after every generated token.
+
+    The queries of a prompt see all of it. A sequence's layers are compressed one after the other as they end, where
+    the policy does not have to see all of them first. Of a model that compresses by itself the entries are slots, which
+    prompts alone give up: the window's queries then rank the slots that there are when the prompt ends.
+
+    Args:
+        cache: storage, with the policy's fields.
+        backend: kernel module.
+        policy: what stays.
+        rotary: with which keys are turned further.
+    """
+
+    def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
+        super().__init__(cache, backend)
+        self.policy, self._rotary = policy, rotary
+        self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
+        self._has_positions = cache.layout.compression is None
+        self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
+        self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
+        self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
+        self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
+
+    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+        """See `CacheAttention.attend`."""
+        is_prompt = Phase.PROMPT in group.phase
+        if Phase.FIRST in group.phase:
+            for place in group.places:
+                self._window.pop((layer_index, place.row), None)
+                self._columns.pop((layer_index, place.row), None)
+                self._seen[place.row] = self._seen.get(place.row, []) if layer_index > 0 else []
+        seen = self.append(layer_index, tokens)
+        if self._has_positions:
+            self._note(layer_index, group, tokens.value)
+        if not is_prompt and self.policy.evicts_decoding:
+            return self._decode(layer_index, group, query, scaling)
+        attended = self.attend_to_all(layer_index, group, query, seen, scaling)
+        if is_prompt:
+            self._look(layer_index, group, query, seen.slots, scaling)
+        if Phase.LAST in group.phase:
+            for place in group.places:
+                window = self._window.pop((layer_index, place.row), None)
+                self._end_prompt(layer_index, place.row, place.begin + query.shape[2], window, scaling)
+        return attended
+
+    def _note(self, layer_index: int, group: Group, value: Tensor) -> None:
+        """Write what is kept of entries that have just been appended, `value` [S, H, n, D] theirs."""
+        notes = {"position": group.positions.int()[:, None].expand(value.shape[:3])}
+        nothing = torch.zeros(value.shape[:3], device=value.device)
+        for name in self.policy.sums:
+            notes[name] = value.float().abs().sum(-1) if name == "value_norm" else nothing
+        self.backend.write_notes(self.cache.layer(layer_index), group.rows, notes)
+
+    def _look(self, layer_index: int, group: Group, query: Tensor, slots: Tensor, scaling: float) -> None:
+        """Add the attention of a prompt's queries to the sums, and hold on to the last queries."""
+        policy, layer = self.policy, self.cache.layer(layer_index)
+        rows = [place.row for place in group.places]
+        if policy.window:
+            for row, own in zip(rows, query, strict=True):
+                before = self._window.get((layer_index, row))
+                window = own if before is None else torch.cat((before, own), dim=1)
+                self._window[layer_index, row] = window[:, -policy.window :].clone()
+        if not self._powers:
+            return
+        columns, squares = self.backend.attention_received(query, layer, group.rows, slots, scaling)
+        received = {"mass": columns.mean(2), "squares": squares}
+        every = torch.arange(columns.shape[-1], device=query.device)[None, None]
+        place = places(layer.block_tables[group.rows], every, layer.block_size)
+        for name in self._powers:  # 0 beyond the length, wherever that leads
+            layer.notes[name].view(-1).index_put_((place,), received[name], accumulate=True)
+        if policy.needs_columns:
+            for row, own in zip(rows, columns, strict=True):
+                before = self._columns.get((layer_index, row), own[..., :0])
+                self._columns[layer_index, row] = own + pad(before, (0, own.shape[-1] - before.shape[-1]))
+
+    def _decode(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
+        """Attend from one generated token, and evict at most one entry of each head."""
+        policy, layer, rows = self.policy, self.cache.layer(layer_index), group.rows
+        if layer_index == 0:
+            self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
+            self._limits = self._limits_of(group)
+        wanted = {"return_scores": policy.needs_row, "num_scores": self.whole_pages(self._longest)}
+        attended = self.attend_once(layer_index, group, query, scaling, **wanted)
+        entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
+        if policy.needs_row:
+            attended, scores = attended
+            entries.row = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
+        limits = self._limits[layer_index]
+        scores = policy.scores(entries, limits)
+        slots = self.backend.eviction_candidate(scores, entries.positions, entries.lengths, limits)
+        if policy.merges:
+            self._rewrite(entries, rows, policy.merge(entries, entries.slots == slots[..., None]))
+        self._remember(entries, rows)
+        self.backend.evict(layer, rows, slots)
+        return attended
+
+    def _limits_of(self, group: Group) -> Tensor:
+        """Entries that each head may hold after this generated token, [L, S]."""
+        if not self.policy.grows:
+            return self.cache.fields["limits"][:, group.rows].long()
+        limits = [self.policy.budget.entries(place.begin + 1) for place in group.places]
+        return torch.tensor(limits, device=group.rows.device).expand(self.cache.layout.num_layers, -1)
+
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+        """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
+        policy, num_layers = self.policy, self.cache.layout.num_layers
+        limit = max(1, policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
+        for name in ("limits", "nominal"):
+            self.cache.fields[name][layer_index, row] = limit
+        if tokens_seen <= limit:
+            return
+        layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
+        length = int(layer.lengths[row].max())
+        if length == 0:  # delayed gates hold back all there is
+            return
+        entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
+        if window is not None:
+            slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
+            (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
+            entries.row = entries.rows[..., -1, :].mean(2)
+        seen = self._seen[row]
+        if (columns := self._columns.pop((layer_index, row), None)) is not None:
+            entries.columns = columns[None]
+        entries.observed = policy.observe(entries, limit)
+        seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
+        self._remember(entries, rows)
+        held = self._held(layer_index, row, tokens_seen)
+        if not policy.adapts_layers:
+            budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
+            if self.cache.layout.compression is None or min(budgets) < max(budgets):
+                budgets = within(budgets, held)  # equal budgets do not make up for what gates leave in some layers
+            self._compress(entries, rows, budgets[layer_index], seen[-1])
+        elif policy.recompresses or layer_index == num_layers - 1:
+            budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
+            for index, budget in enumerate(within(budgets, held[: len(seen)])):
+                num_entries = int(self.cache.lengths[index, row].max())
+                self._compress(self._entries(index, rows, entries.tokens_seen, num_entries), rows, budget, seen[index])
+        if layer_index == num_layers - 1:
+            del self._seen[row]
+
+    def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
+        """Entries per head, averaged and rounded up, that each layer chooses from; those to come at most so many."""
+        held = -(-self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads)
+        held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # which they have yet to append
+        counts: list[int] = held.tolist()
+        return counts
+
+    def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
+        """Bring a layer of one sequence down to its budget."""
+        self.cache.fields["limits"][entries.layer_index, rows] = budget
+        entries.observed = seen.observed
+        keep = self.policy.keep(entries, budget) & entries.exists
+        if bool((keep == entries.exists).all()):
+            return
+        if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are no numbers
+            self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
+        self._remember(entries, rows)
+        if seen.observed is not None:
+            seen.observed = compacted(seen.observed, keep)
+        self.backend.compact(self.cache.layer(entries.layer_index), rows, keep)
+
+    def _remember(self, entries: Entries, rows: Tensor) -> None:
+        if entries.memory.numel() > 0:
+            self.cache.fields["memory"][entries.layer_index, rows] = entries.memory
+
+    def _rewrite(self, entries: Entries, rows: Tensor, rewrite: Rewrite | None) -> None:
+        """Write the new keys and values of entries that stay."""
+        if rewrite is None:
+            return
+        layer, chosen = self.cache.layer(entries.layer_index), rewrite.slots >= 0
+        place = places(layer.block_tables[rows], rewrite.slots.clamp_min(0), layer.block_size)[chosen]
+        for pages, states in ((layer.key_pages, rewrite.key), (layer.value_pages, rewrite.value)):
+            if states is not None:
+                pages.view(-1, pages.shape[-1])[place] = states[chosen].to(pages.dtype)
+
+    def _entries(self, layer_index: int, rows: Tensor, tokens_seen: Tensor, num_entries: int) -> Entries:
+        layer, fields, sums = self.cache.layer(layer_index), self.cache.fields, self.policy.sums
+        lengths = layer.lengths[rows].long()
+
+        def gather(pages: Tensor) -> Tensor:
+            return gather_pages(pages, layer.block_tables[rows], num_entries)
+
+        def read_positions() -> Tensor:
+            if self._has_positions:
+                positions: Tensor = self.backend.read_notes(layer, rows, ["position"], num_entries)[0]
+                return positions
+            slots = torch.arange(num_entries, dtype=torch.int32, device=rows.device)
+            return slots.where(slots < lengths[..., None], -1)
+
+        def turn(states: Tensor, positions: Tensor) -> Tensor:
+            cos, sin = self._rotary(positions)
+            return rotate(states.float(), cos, sin)
+
+        return Entries(
+            layer_index=layer_index,
+            num_layers=self.cache.layout.num_layers,
+            lengths=lengths,
+            num_entries=num_entries,
+            tokens_seen=tokens_seen,
+            memory=fields["memory"][layer_index, rows] if "memory" in fields else torch.empty(0),
+            nominal=fields["nominal"][layer_index, rows].long(),
+            read_positions=read_positions,
+            read_sums=lambda: dict(zip(sums, self.backend.read_notes(layer, rows, sums, num_entries), strict=True)),
+            read_keys=lambda: gather(layer.key_pages),
+            read_values=lambda: gather(layer.value_pages),
+            rotate=turn,
+            nth_newest=self.backend.nth_newest,
+        )
+
+
+def compacted(states: Tensor, keep: Tensor) -> Tensor:
+    """Move what is kept of [S, H, N] to the front of each head; -inf behind it."""
+    moved = torch.full_like(states, -torch.inf)
+    sequence, head, _ = keep.nonzero(as_tuple=True)
+    moved[sequence, head, (keep.cumsum(-1) - 1)[keep]] = states[keep]
+    return moved[..., : int(keep.sum(-1).max())]

@@ -1,0 +1,86 @@
+"""One store of all that a cache keeps: fields are declared, it allocates, grows, resets and copies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dmc.kernels.layout import Field
+
+
+class FieldStore:
+    """Tensors by name; `field_store[name]` is valid until the pool or the rows grow.
+
+    Args:
+        fields: what is kept.
+        num_layers: of the model.
+        num_rows: sequences.
+        num_blocks: blocks of the pool.
+        block_size: slots of a block.
+        device: where it lies.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        num_layers: int,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.fields = {field.name: field for field in fields}
+        assert len(self.fields) == len(fields), "two fields of the same name"
+        self._tensors = {}
+        for field in fields:
+            lead = (num_layers if field.num_layers is None else field.num_layers, num_rows)
+            shape = (*(lead if field.per == "row" else (num_blocks,)), *field.shape_of(block_size))
+            self._tensors[field.name] = torch.full(shape, field.start, dtype=field.dtype, device=device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self, *per: str) -> list[str]:
+        """Fields that are kept per slot, block or row."""
+        return [name for name, field in self.fields.items() if field.per in per]
+
+    def grow(self, num_blocks: int) -> None:
+        """Add blocks up to `num_blocks` in all."""
+        for name in self.names("slot", "block"):
+            old = self._tensors[name]
+            self._tensors[name] = old.new_zeros(num_blocks, *old.shape[1:])
+            self._tensors[name][: len(old)] = old
+
+    def widen(self, name: str, width: int) -> Tensor:
+        """Let the last dimension of a row's field have at least so many places, and return it."""
+        missing = width - self._tensors[name].shape[-1]
+        if missing > 0:
+            start = self.fields[name].start
+            self._tensors[name] = torch.nn.functional.pad(self._tensors[name], (0, missing), value=start)
+        return self._tensors[name]
+
+    def open_row(self, row: int) -> None:
+        """Forget what the row's last sequence left: it may be no number, and 0 times it none either."""
+        for name in self.names("row"):
+            self._tensors[name][:, row] = self.fields[name].start
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Let blocks hold what others do, int64 [n] each."""
+        for name in self.names("slot", "block"):
+            self._tensors[name][targets] = self._tensors[name][sources]
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Let rows hold what others do, int64 [n] each; a row may be both."""
+        for name in self.names("row"):
+            self._tensors[name][:, targets] = self._tensors[name][:, sources]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all layers together."""
+        rows = (self._tensors[name][:, 0] for name in self.names("row"))
+        return sum(row.numel() * row.element_size() for row in rows)
