@@ -206,7 +206,7 @@ def test_a_failed_reservation_leaves_the_cache_as_it_was(make_compressed: Any, m
     engine._runner.forward(engine._scheduler.next_segments())
     sequence.tokens += make_prompts(30)[0]
     cache = engine.cache
-    state = [cache.lengths, cache.block_tables, cache.key_pages, cache.history_key, cache.tokens_seen]
+    state = [cache.lengths, cache.block_tables, cache.key_pages, cache.fields["history_key"], cache.tokens_seen]
     before = [each.clone() for each in state]
     with pytest.raises(OutOfBlocksError):
         engine._runner.forward([Segment(sequence, sequence.tokens[20:], first_wanted=29)])
