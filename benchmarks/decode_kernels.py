@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
-from dmc.kernels.base import LayerCache, NewTokens, Seen, history_size
+from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.layout import history_size
 
 DECODE = ["8,8,4,4096,64", "8,8,4,4096,128", "8,8,4,16384,64", "8,8,4,16384,128", "1,2,4,16384,64"]
 PREFILL = ["1,8,1,4096,64", "1,8,4,1024,64", "1,8,1,2048,128"]
