@@ -23,8 +23,17 @@ LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "se
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
 """Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
-OPEN = ("training.stages.", "data.train.", "data.validation.", "data.calibration.", "data.test.")
-"""Beginnings of settings that need not stand in a file to be given: each entry has those of its class."""
+OPEN = (
+    "training.stages.",
+    "data.train.",
+    "data.validation.",
+    "data.calibration.",
+    "data.test.",
+    "trainer.",
+    "logger.",
+    "callbacks.",
+)
+"""Beginnings of settings that need not stand in a file to be given: they are checked all the same."""
 LENGTHS = ("steps", "tokens", "tokens_per_ratio")
 """Of a stage; to give one leaves the others out."""
 OUTPUTS = ("output", "output_dir")

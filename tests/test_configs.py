@@ -53,7 +53,11 @@ def test_every_run_of_the_study_composes(name, arguments):
 
 @pytest.mark.parametrize(
     "override",
-    [f"{group}={name}" for group in ("model", "compression", "training", "trainer", "logger") for name in names(group)],
+    [
+        f"{group}={name}"
+        for group in ("model", "compression", "training", "trainer", "logger", "callbacks", "debug")
+        for name in names(group)
+    ],
 )
 def test_every_option_composes(override):
     needed = {
@@ -62,6 +66,14 @@ def test_every_option_composes(override):
         "training=short_measured": ["model=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
     }
     assert isinstance(composed(override, *needed.get(override, [])), RunConfig)
+
+
+def test_loggers_and_callbacks_are_chosen_several_at_once():
+    config = composed("logger=[wandb,tensorboard]", "logger.wandb.project=mine", "callbacks=[device_stats,profile]")
+    assert [*config.logger] == ["wandb", "tensorboard"] and config.logger["wandb"]["project"] == "mine"
+    assert [*config.callbacks] == ["device_stats", "profile"]
+    config = composed("debug=profiler", "callbacks.mine._target_=module.Mine", "trainer.deterministic=true")
+    assert [*config.callbacks] == ["profile", "mine"] and config.trainer.lightning == {"deterministic": True}
 
 
 @pytest.mark.parametrize("name", names("data"))

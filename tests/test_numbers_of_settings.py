@@ -38,6 +38,7 @@ TABLE: dict[str, list[Any]] = {
     "training.head_agreement_weight": [-1, 1e30],
     "training.snapshot_ratios": [[0], [0.5], [-2], [math.nan], [math.inf], [True], ["2"], 2],
     "training.calibration_sequences": COUNT,
+    "training.overfit_sequences": COUNT,
     "training.validation_sequences": COUNT,
     "training.validate_every_steps": COUNT,
     "training.checkpoint_every_steps": COUNT,

@@ -4,7 +4,7 @@ from dmc.config.build import build_config
 from dmc.config.data import DataConfig, TokenizerConfig
 from dmc.config.model import ModelConfig
 from dmc.config.run import RunConfig
-from dmc.config.trainer import LoggerConfig, PlannerConfig, Precision, Strategy, TrainerConfig
+from dmc.config.trainer import PlannerConfig, Precision, Strategy, TrainerConfig
 from dmc.config.training import (
     DistillationConfig,
     MeasuredStartConfig,
@@ -17,7 +17,6 @@ from dmc.config.training import (
 __all__ = [
     "DataConfig",
     "DistillationConfig",
-    "LoggerConfig",
     "MeasuredStartConfig",
     "ModelConfig",
     "PlannerConfig",

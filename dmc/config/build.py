@@ -25,6 +25,12 @@ def build_config(config_class: type, values: Any, name: str = "") -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{name or 'the configuration'} is {values!r}: expected a mapping of settings")
     fields = {item.name: item for item in dataclasses.fields(config_class)}
+    further = next((key for key, item in fields.items() if item.metadata.get("takes_others")), None)
+    if further is not None:
+        others = {key: value for key, value in values.items() if key not in fields}
+        values = {key: values[key] for key in values if key in fields} | {
+            further: {**(values.get(further) or {}), **others}
+        }
     _check_keys(values, fields, name)
     hints = typing.get_type_hints(config_class)
     for key, item in fields.items():

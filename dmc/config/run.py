@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from dmc.bounds import Bounds, check_fields
 from dmc.compression import CompressionConfig
 from dmc.config.data import DataConfig
 from dmc.config.model import ModelConfig
-from dmc.config.trainer import LoggerConfig, TrainerConfig
+from dmc.config.trainer import TrainerConfig
 from dmc.config.training import TrainingConfig
 
 
@@ -30,7 +30,10 @@ class RunConfig:
     control: bool = False
     """Train for the steps that `compression` asks for, on the same text, without gates: the fair comparison."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    logger: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
     output_dir: str = "outputs/run"
     use_previous_checkpoint: bool = False
     """Go on from `previous.ckpt` where `last.ckpt` is damaged; False: refuse."""
@@ -50,6 +53,8 @@ class RunConfig:
                 f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
                 "where each rank has it whole; use ddp"
             )
+        if self.training.overfit_sequences is not None and self.data.streaming:
+            raise ValueError("training.overfit_sequences reads cached text again and again: set data.streaming=false")
         self._check_reach()
         self._check_ramp()
         self._check_measured_start()

@@ -1,14 +1,38 @@
-"""Devices of a run, what a plan assumes of them, and its loggers."""
+"""Devices of a run, and what a plan assumes of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import inspect
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from dmc.bounds import Bounds, Count, check_fields
+from dmc.target import suggest
 
 Precision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
+
+ELSEWHERE = {
+    "training.stages": ("max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "limit_train_batches"),
+    "training.batch_size and training.micro_batch_size": ("accumulate_grad_batches",),
+    "training.gradient_clip": ("gradient_clip_val", "gradient_clip_algorithm"),
+    "training.validation_sequences": ("limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    "training.validate_every_steps": ("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    "training.checkpoint_every_steps": ("enable_checkpointing",),
+    "training.log_every_steps": ("log_every_n_steps",),
+    "data, which has the same order on any number of devices": (
+        *("use_distributed_sampler", "reload_dataloaders_every_n_epochs"),
+    ),
+    "logger=csv, wandb or tensorboard": ("logger",),
+    "callbacks.NAME._target_": ("callbacks",),
+    "debug=tiny": ("fast_dev_run", "barebones"),
+    "debug=overfit": ("overfit_batches",),
+    "debug=profiler": ("profiler",),
+    "plan=true": ("enable_model_summary",),
+    "trainer.strategy": ("plugins",),
+    "output_dir": ("default_root_dir",),
+}
+"""Arguments of Lightning's Trainer that a run sets itself, by what takes their place."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,10 @@ class TrainerConfig:
     """bf16-mixed: bfloat16 compute on float32 weights."""
     peak_teraflops: Annotated[float, Bounds(above=0, most=1e6, note="of one device; null: by its name")] | None = None
     """What one device could do at best, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
+    compile: bool = False
+    """Compile what stands around the attention of each layer, norms and MLP, with torch.compile."""
+    lightning: dict[str, Any] = field(default_factory=dict, metadata={"takes_others": True})
+    """Further arguments of Lightning's Trainer: `trainer.deterministic=true` becomes one."""
 
     def __post_init__(self) -> None:
         check_fields(self, "trainer.")
@@ -43,6 +71,12 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.devices={self.devices!r}: expected a whole number >= 1, or auto; CUDA_VISIBLE_DEVICES "
                 "chooses among them"
+            )
+        self._check_lightning()
+        if self.compile and self.uses_deepspeed:
+            raise ValueError(
+                f"trainer.compile=true with trainer.strategy={self.strategy}: DeepSpeed gathers weights by hooks "
+                "within what would be compiled; use fsdp2"
             )
         if self.tensor_parallel_size > 1 and self.strategy != "fsdp2":
             raise ValueError(
@@ -58,6 +92,19 @@ class TrainerConfig:
                 f"trainer.offload_parameters=true needs trainer.strategy=deepspeed_zero3, not {self.strategy}: the "
                 "others keep every weight on its device"
             )
+
+    def _check_lightning(self) -> None:
+        if not self.lightning:
+            return
+        from lightning import Trainer
+
+        known = [*self.__dataclass_fields__, *inspect.signature(Trainer).parameters]
+        for name, value in self.lightning.items():
+            if name not in known:
+                raise ValueError(f"unknown setting trainer.{name}: {suggest(name, known)}")
+            instead = next((place for place, names in ELSEWHERE.items() if name in names), None)
+            if instead is not None:
+                raise ValueError(f"trainer.{name}={value!r} is set by the run itself: use {instead}")
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -82,13 +129,3 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "planner.")
-
-
-@dataclass(frozen=True)
-class LoggerConfig:
-    """CSV files always; wandb on request, never with a prompt."""
-
-    wandb_project: str | None = None
-    """None: no wandb."""
-    wandb_mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: what WANDB_MODE says, else online if you are logged in, else offline; online: refused without a login."""

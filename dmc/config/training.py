@@ -179,6 +179,8 @@ class TrainingConfig:
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
     reset_at_documents: bool = False
     """Decisions and attention start anew at each document of a packed sequence."""
+    overfit_sequences: Count | None = None
+    """Train on so many sequences again and again, to see that the loss can fall; None: on all."""
     activation_checkpointing: bool = False
     """Recompute activations in backward (non-reentrant)."""
     snapshot_ratios: list[float] = field(default_factory=list)

@@ -1,19 +1,21 @@
-"""Where a run's figures go: CSV files always, wandb on request."""
+"""Where a run's figures go: CSV files always, and what the group `logger` names."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from dmc.config import LoggerConfig, RunConfig
+from dmc.config import RunConfig
 from dmc.provenance import git_commit
+from dmc.target import build_target
 from dmc.training.record import is_rank_zero
 
 WANDB_ID = Path("wandb") / "run_id"
@@ -25,59 +27,67 @@ def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
     """Make the loggers of a run; at the end wandb is told, so that a next run in this process has its own.
 
     Raises:
-        ValueError: see `choose_wandb_mode`.
+        ValueError: a logger cannot be made, see `wandb_logger`.
     """
-    folder = Path(config.output_dir)
-    csv = CSVLogger(folder, name="logs")
-    if config.logger.wandb_project is None:
-        yield [csv]
-        return
-    import wandb
-
+    loggers = [build_target(each, f"logger.{name}") for name, each in config.logger.items()]
+    for name, each in zip(config.logger, loggers, strict=True):
+        if not isinstance(each, Logger):
+            raise ValueError(f"logger.{name} is {type(each).__name__}: expected a lightning.pytorch Logger")
+    if not any(isinstance(each, CSVLogger) for each in loggers):
+        loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
+    for each in loggers:
+        each.log_hyperparams(dataclasses.asdict(config))
+    failed = True
     try:
-        yield [csv, _wandb_logger(config, folder)]
-    except BaseException:
-        wandb.finish(exit_code=1)
-        raise
-    wandb.finish()
+        yield loggers
+        failed = False
+    finally:
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish(exit_code=int(failed))
 
 
-def choose_wandb_mode(settings: LoggerConfig) -> str:
+def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "auto", **options: Any) -> WandbLogger:
+    """Make a logger that has nothing to ask for; only rank 0 opens it at wandb.
+
+    Args:
+        save_dir: the run's folder.
+        mode: auto: what WANDB_MODE says, else online if you are logged in, else offline; online: refused without a
+            login.
+        options: of Lightning's WandbLogger.
+    Raises:
+        ValueError: the mode is unknown, or online is wanted without a login.
+    """
+    if is_rank_zero():
+        commit = git_commit() or "unknown"
+        # WandbLogger's own `offline` would set WANDB_MODE for the whole process
+        options = {"notes": f"commit {commit}", "tags": [f"commit-{commit[:12]}"], **options}
+        options |= {"mode": choose_wandb_mode(mode), "id": _run_id(Path(save_dir) / WANDB_ID)}
+    return WandbLogger(save_dir=save_dir, **options)
+
+
+def choose_wandb_mode(mode: str) -> str:
     """Return the mode for wandb, in which it has nothing to ask for.
 
     Raises:
-        ValueError: online is wanted without a login.
+        ValueError: the mode is unknown, or online is wanted without a login.
     """
-    if settings.wandb_mode == "offline":
+    if mode not in ("auto", "online", "offline"):
+        raise ValueError(f"mode={mode!r}: expected one of auto, online, offline")
+    if mode == "offline":
         return "offline"
     wanted = os.environ.get("WANDB_MODE", "online")
-    if settings.wandb_mode == "auto" and wanted != "online":
+    if mode == "auto" and wanted != "online":
         return wanted
     import wandb
 
     if wandb.login(prompt=False, verify=False):
         return "online"
-    if settings.wandb_mode == "online":
+    if mode == "online":
         raise ValueError(
-            "logger.wandb_mode=online, but nobody is logged in: run `wandb login`, set WANDB_API_KEY, or use "
-            "logger.wandb_mode=offline and `wandb sync` later"
+            "mode=online, but nobody is logged in: run `wandb login`, set WANDB_API_KEY, or use mode=offline and "
+            "`wandb sync` later"
         )
     return "offline"
-
-
-def _wandb_logger(config: RunConfig, folder: Path) -> WandbLogger:
-    """Make the logger; only rank 0 opens it at wandb. Its own `offline` would set WANDB_MODE for the whole process."""
-    options: dict[str, Any] = {}
-    if is_rank_zero():
-        commit = git_commit() or "unknown"
-        options = {
-            "mode": choose_wandb_mode(config.logger),
-            "id": _run_id(folder / WANDB_ID),
-            "config": dataclasses.asdict(config),
-            "notes": f"commit {commit}",
-            "tags": [f"commit-{commit[:12]}"],
-        }
-    return WandbLogger(project=config.logger.wandb_project, save_dir=folder, **options)
 
 
 def _run_id(path: Path) -> str:

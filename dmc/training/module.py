@@ -37,6 +37,13 @@ def train_gates_only(model: CompressedCausalLM) -> None:
         parameter.requires_grad_(True).register_hook(lambda gradient, rows=rows: _of_rows(gradient, rows))
 
 
+def compile_regions(model: Any) -> None:
+    """Compile norms and MLP of each layer, whose code all layers share; attention has kernels of its own."""
+    for layer in model.model.layers:
+        for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+            region.compile()
+
+
 def _of_rows(gradient: Tensor, rows: slice) -> Tensor:
     """Keep some rows of a gradient, wherever it is by then, and set the others to 0."""
     kept = torch.zeros_like(gradient)
@@ -89,6 +96,8 @@ class RetrofitModule(LightningModule):
         """Lay the model over the ranks, once; Lightning may call this several times."""
         if not self._is_spread:
             self._is_spread = True
+            if self.config.trainer.compile:
+                compile_regions(self.model)
             self.strategy.spread(self)
             if self.teacher is not None:
                 self.strategy.spread_teacher(self.teacher.model, self.teacher.path, self)

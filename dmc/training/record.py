@@ -27,10 +27,11 @@ OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
 SAVED = ("checkpoints", "final", "snapshots")
 """Folders of what a run has saved."""
 PLACES = (
-    "output_dir", "use_previous_checkpoint", "logger", "data.cache_folder", "data.num_workers", "data.num_processes",
-    "model.architecture",
+    "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
+    "data.num_processes", "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
-    "training.hang_timeout_minutes", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.offload",
+    "training.hang_timeout_minutes", "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
+    "trainer.lightning", "trainer.offload",
     "trainer.peak_teraflops", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
 """Settings that may change between the parts of one run: none of them changes what is computed."""
@@ -147,7 +148,7 @@ def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:
         ValueError: its record names something else than a source of `dmc.data`.
     """
     config = read_config(folder)
-    for path in [] if trust_run else _targets(dataclasses.asdict(config)):
+    for path in [] if trust_run else _targets(dataclasses.asdict(config.data)):
         if not (path.startswith("dmc.data.") and find_target(path, "data") in OWN_SOURCES):
             raise ValueError(
                 f"{folder / CONFIG_NAME} names {path}, which is no source of dmc.data: reading its text would run "

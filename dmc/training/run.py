@@ -28,7 +28,7 @@ from dmc.training.callbacks.preemption import PreemptedError, Preemption
 from dmc.training.checkpoints.reading import find_checkpoint, read_header
 from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
-from dmc.training.loggers import choose_wandb_mode, open_loggers
+from dmc.training.loggers import open_loggers
 from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import check_start, devices_per_node
 from dmc.training.record import check_same_run, check_same_text, is_rank_zero, record_run, record_start
@@ -135,8 +135,6 @@ def train(config: RunConfig) -> TrainedRun:
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
     """
     folder = Path(config.output_dir)
-    if config.logger.wandb_project is not None:
-        choose_wandb_mode(config.logger)
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})

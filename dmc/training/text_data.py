@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
 from dmc.config import DataConfig, RunConfig
@@ -138,6 +138,8 @@ class TextData(LightningDataModule):
         """Open the training text, and write into the run's folder how much text there is."""
         if not self.config.data.streaming:
             self._train = self._packed("train")
+            if (count := self.config.training.overfit_sequences) is not None:
+                self._train = Subset(self._train, range(count))
         if self.trainer is not None and self.trainer.is_global_zero:
             reports = self.report()
             write_report(reports, Path(self.config.output_dir))

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
+from dmc.target import build_target
 from dmc.training.callbacks.measured_start import MeasuredStart
 from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
@@ -46,7 +47,11 @@ def build_trainer(
     config, strategy = module.config, module.strategy
     training, settings = config.training, config.trainer
     throughput = Throughput(config)
-    watching = _watching_callbacks(module, exporter, snapshots, preemption)
+    own = [build_target(each, f"callbacks.{name}") for name, each in config.callbacks.items()]
+    for name, callback in zip(config.callbacks, own, strict=True):
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks.{name} is {type(callback).__name__}: expected a lightning.pytorch Callback")
+    watching = [*_watching_callbacks(module, exporter, snapshots, preemption), *own]
     plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
@@ -70,9 +75,12 @@ def build_trainer(
             use_distributed_sampler=False,
             log_every_n_steps=training.log_every_steps,
             default_root_dir=config.output_dir,
+            **settings.lightning,
         )
     except MisconfigurationException as error:
-        raise ValueError(f"trainer.accelerator={settings.accelerator}, devices={settings.devices}: {error}") from error
+        further = "".join(f", {name}={value}" for name, value in settings.lightning.items())
+        given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
+        raise ValueError(f"trainer.{given}: {error}") from error
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
     return trainer
 
@@ -84,12 +92,13 @@ def _watching_callbacks(
     training, folder = module.config.training, Path(module.config.output_dir)
     start = training.measured_start if module.has_gates else None
     ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
+    shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
     guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
     metrics = StepMetrics(guard, training.gradient_clip, training.log_every_steps)
     return [
         *([] if start is None else [MeasuredStart(exporter.data.calibration_batches, start, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
-        StepProgressBar(metrics, refresh_rate=training.log_every_steps),
+        *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
         metrics,
         guard,
         Validation(exporter.data.validation_batches, folder / "heatmaps", training.validate_every_steps),

@@ -4,10 +4,17 @@ from io import StringIO
 
 import pytest
 
-from dmc.config import LoggerConfig, RunConfig, build_config
+from dmc.config import RunConfig, build_config
 from dmc.provenance import git_commit
 from dmc.training import loggers, train
 from dmc.training.loggers import choose_wandb_mode
+
+WANDB = {"_target_": "dmc.training.loggers.wandb_logger", "project": "dmc-test"}
+
+
+def in_folder(values, folder):
+    logger = {"wandb": {**values["logger"]["wandb"], "save_dir": str(folder)}}
+    return {**values, "logger": logger, "output_dir": str(folder)}
 
 
 @pytest.fixture
@@ -22,26 +29,26 @@ def logged_out(monkeypatch, tmp_path):
 
 
 def test_nobody_logged_in_means_offline(logged_out):
-    assert choose_wandb_mode(LoggerConfig("project")) == "offline"
+    assert choose_wandb_mode("auto") == "offline"
 
 
 def test_login_means_online(logged_out, monkeypatch):
     import wandb
 
     monkeypatch.setattr(wandb, "login", lambda **options: options == {"prompt": False, "verify": False})
-    assert choose_wandb_mode(LoggerConfig("project")) == "online"
-    assert choose_wandb_mode(LoggerConfig("project", "offline")) == "offline"
+    assert choose_wandb_mode("auto") == "online"
+    assert choose_wandb_mode("offline") == "offline"
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_environment_decides_where_the_settings_do_not(logged_out, monkeypatch, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
-    assert choose_wandb_mode(LoggerConfig("project")) == mode
+    assert choose_wandb_mode("auto") == mode
 
 
 def test_online_without_a_login_is_refused_before_anything_is_written(logged_out, run_values, tmp_path):
-    run_values["logger"] = {"wandb_project": "dmc-test", "wandb_mode": "online"}
-    with pytest.raises(ValueError, match=r"logger.wandb_mode=online, but nobody is logged in: run `wandb login`"):
+    run_values["logger"] = {"wandb": {**WANDB, "save_dir": run_values["output_dir"], "mode": "online"}}
+    with pytest.raises(ValueError, match=r"logger.wandb: mode=online, but nobody is logged in: run `wandb login`"):
         train(build_config(RunConfig, run_values))
     assert not (tmp_path / "run").exists()
 
@@ -49,7 +56,7 @@ def test_online_without_a_login_is_refused_before_anything_is_written(logged_out
 @pytest.fixture
 def tracked_values(logged_out, run_values):
     """Settings of a short run that logs to wandb."""
-    run_values["logger"] = {"wandb_project": "dmc-test"}
+    run_values["logger"] = {"wandb": {**WANDB, "save_dir": run_values["output_dir"]}}
     run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "snapshot_ratios": [], "calibrate": False}
     return run_values
 
@@ -73,6 +80,6 @@ def test_runs_of_one_process_are_runs_of_their_own_at_wandb(tracked_values, tmp_
     import wandb
 
     for name in ("one", "other"):
-        train(build_config(RunConfig, dict(tracked_values, output_dir=str(tmp_path / name))))
+        train(build_config(RunConfig, in_folder(tracked_values, tmp_path / name)))
         assert wandb.run is None
         assert list((tmp_path / name / "wandb").glob("offline-run-*/*.wandb"))
