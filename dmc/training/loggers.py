@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import uuid
@@ -35,8 +34,6 @@ def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
             raise ValueError(f"logger.{name} is {type(each).__name__}: expected a lightning.pytorch Logger")
     if not any(isinstance(each, CSVLogger) for each in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
-    for each in loggers:
-        each.log_hyperparams(dataclasses.asdict(config))
     failed = True
     try:
         yield loggers

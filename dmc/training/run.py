@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -185,6 +186,8 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     if is_rank_zero():
         record_run(run.folder, config)
         record_start(run.folder, step)
+    for each in loggers:
+        each.log_hyperparams(dataclasses.asdict(config))
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if preemption.stopped_at is not None:
         saved = f"which is saved in {run.folder}" if preemption.stopped_at else "with nothing to save yet"
