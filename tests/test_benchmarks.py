@@ -29,7 +29,7 @@ LITTLE = {
 
 
 def test_every_program_is_tried() -> None:
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*LITTLE, "timings"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*LITTLE, "timings", "gpu_check"}
 
 
 @pytest.mark.parametrize("name", LITTLE)

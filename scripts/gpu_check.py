@@ -1,0 +1,13 @@
+"""Check a machine's GPUs in one go: python scripts/gpu_check.py; see benchmarks/gpu_check.py."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(BENCHMARKS))
+    runpy.run_path(str(BENCHMARKS / "gpu_check.py"), run_name="__main__")
