@@ -1,86 +1,51 @@
-"""Documents joined in one flat token array and cut in sequences of equal length."""
+"""Tokens of documents, one behind the other, cut in sequences of equal length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dmc.data.token_shards import TokenShards
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest stored type that holds every token id below `vocab_size`: uint16 or int32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
-
-
-def pack_documents(
-    token_ids: Iterable[Sequence[int]],
-    separator_id: int,
-    dtype: np.dtype | type | None = None,
-    begin: Sequence[int] = (),
-) -> np.ndarray:
-    """Join documents in one flat array, the separator token after each of them (also after the last).
-
-    Args:
-        token_ids: one sequence of token ids per document.
-        separator_id: token id appended after each document.
-        dtype: type of the result; None: uint16 where every id fits, else int32.
-        begin: token ids put before each document.
-    Returns:
-        All token ids, [sum of (len(begin) + document length + 1)].
-    Raises:
-        ValueError: `separator_id` is negative (the tokenizer has none).
-    """
-    if separator_id < 0:
-        raise ValueError(f"separator_id={separator_id} is not a token id; pass the tokenizer's eos_token_id.")
-    first, separator = np.array(begin, dtype=np.int32), np.array([separator_id], dtype=np.int32)
-    parts: list[np.ndarray] = []
-    for document in token_ids:
-        parts += (first, np.asarray(document, dtype=np.int32), separator)
-    if not parts:
-        return np.empty(0, dtype=dtype or np.uint16)
-    flat = np.concatenate(parts)
-    return flat.astype(dtype or token_dtype(int(flat.max()) + 1), copy=False)
+from dmc.data.tokens import TokenChunk, TokenTable
 
 
 class PackedTokens(Dataset[dict[str, Any]]):
-    """Reads a flat token array as non-overlapping sequences; the tail shorter than a sequence is left out.
+    """Reads tokens as non-overlapping sequences; the tail shorter than a sequence is left out.
 
-    An item is `{"input_ids": int64 [sequence_length], "index": int}`.
-
-    Attributes:
-        num_tokens: tokens in the array, separators and tail included.
-        num_documents: documents in the array, None where unknown.
-        num_skipped: documents that were left out as empty or undecodable.
+    An item is `{"input_ids": int64 [sequence_length], "index": int}`; where asked for, with "loss_mask", whether each
+    token is learned, and "document_starts", whether each is the first of a document or of the sequence, bool
+    [sequence_length].
     """
 
     def __init__(
         self,
-        tokens: np.ndarray | TokenShards,
+        tokens: np.ndarray | TokenTable,
         sequence_length: int,
         *,
-        num_documents: int | None = None,
-        num_skipped: int = 0,
+        loss_mask: bool = False,
+        document_starts: bool = False,
     ) -> None:
         """Check the array and count its sequences.
 
         Args:
-            tokens: token ids, integer (uint16 or int32 by habit), in memory or on disk, [num_tokens].
+            tokens: token ids, integer, in memory [num_tokens] or on disk.
             sequence_length: tokens per sequence, >= 1.
-            num_documents: documents joined in `tokens`, None where unknown.
-            num_skipped: documents left out of `tokens`.
+            loss_mask: whether items have one.
+            document_starts: whether items have them.
         Raises:
             TypeError: `tokens` is not a one-dimensional integer array.
             ValueError: `sequence_length` < 1, or `tokens` is shorter than one sequence.
         """
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise TypeError(
-                f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected one flat array of integers."
-            )
+        if isinstance(tokens, np.ndarray):
+            if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+                raise TypeError(
+                    f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected one flat array of "
+                    "integers."
+                )
+            chunk = TokenChunk(tokens, np.array([len(tokens)]))
+            tokens = TokenTable(lambda: [chunk])
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
         if len(tokens) < sequence_length:
@@ -88,18 +53,19 @@ class PackedTokens(Dataset[dict[str, Any]]):
                 f"The corpus has {len(tokens)} tokens, fewer than one sequence (sequence_length={sequence_length}); "
                 "add text or lower sequence_length."
             )
-        self.tokens = tokens
-        self.sequence_length = sequence_length
-        self.num_tokens = len(tokens)
-        self.num_documents = num_documents
-        self.num_skipped = num_skipped
+        self.tokens, self.sequence_length = tokens, sequence_length
+        self.loss_mask, self.document_starts = loss_mask, document_starts
 
     def __len__(self) -> int:
-        return self.num_tokens // self.sequence_length
+        return len(self.tokens) // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is outside the {len(self)} sequences.")
-        start = index * self.sequence_length
-        sequence = self.tokens[start : start + self.sequence_length]
-        return {"input_ids": torch.from_numpy(np.array(sequence, dtype=np.int64)), "index": int(index)}
+        window = self.tokens.window(index * self.sequence_length, (index + 1) * self.sequence_length)
+        item = {"input_ids": torch.from_numpy(window.token_ids), "index": int(index)}
+        if self.loss_mask:
+            item["loss_mask"] = torch.from_numpy(window.scored)
+        if self.document_starts:
+            item["document_starts"] = torch.from_numpy(window.starts)
+        return item

@@ -10,7 +10,7 @@ from typing import Any
 
 from dmc.data.blend import Blend
 from dmc.data.packing import PackedTokens
-from dmc.data.token_cache import DocumentSource
+from dmc.data.sources import DocumentSource
 
 REPORT_NAME = "data.json"
 
@@ -56,10 +56,10 @@ def report_packed(
             split,
             source.label,
             share,
-            part.num_tokens,
-            part.num_documents,
-            part.num_skipped,
-            part.num_tokens * part.tokens.dtype.itemsize,
+            len(part.tokens),
+            part.tokens.num_documents,
+            part.tokens.num_skipped,
+            part.tokens.num_bytes,
             None if num_draws is None else drawn / len(part),
         )
         for source, part, share, drawn in zip(sources, parts, shares, draws, strict=True)

@@ -1,34 +1,53 @@
-"""Text that is tokenised on the fly: streams cut in lanes, and lanes cut in sequences, resumable after any of them.
+"""Text that is tokenised on the fly: lanes that resume anywhere, the same whatever the ranks and workers.
 
-A lane is a fixed part of the documents with a place of its own in them. There are as many lanes as the configuration
-says, whatever the ranks and workers: these only own lanes, so what is drawn depends on neither.
+A lane is a fixed part of the documents, a shard of each source's `IterableDataset`, with a place of its own in it: the
+stream's `state_dict()` and the tokens read but not drawn yet. There are as many lanes as the configuration says; ranks
+and workers only own lanes, so what is drawn depends on neither.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from datasets import IterableDataset
 from torch import Tensor
+from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.data.blend import blend_schedule
-from dmc.data.text import TextSource
-from dmc.data.tokenizer import Framing, encode_documents, framing_of
+from dmc.data.blend import blend_schedule, integer_shares
+from dmc.data.encoding import DocumentEncoder
+from dmc.data.sources import DocumentSource
+from dmc.data.tokenizer import Framing, framing_of
 
 _BATCH_DOCUMENTS = 16
 
 
-def open_lanes(sources: Sequence[TextSource], num_lanes: int) -> list[list[IterableDataset]]:
-    """Cut streams in lanes: endless parts of every source, rows of `{"text": ...}`, together all of its documents.
+def check_lanes(num_lanes: int, world_size: int) -> None:
+    """Refuse lanes that `world_size` processes cannot share.
 
-    Lanes share out the files of each stream, or a parquet stream's row groups where it has fewer files than there are
-    lanes. Of a stream with fewer of both, every lane reads all and keeps its part. There is no shuffle buffer: its
-    content would be lost on resume.
+    Raises:
+        ValueError: each would not have as many.
+    """
+    if num_lanes % world_size:
+        raise ValueError(
+            f"data.streaming_lanes={num_lanes} cannot be shared out evenly to {world_size} ranks; "
+            f"set a multiple of {world_size}, when the run starts"
+        )
+
+
+def open_lanes(sources: Sequence[DocumentSource], num_lanes: int) -> list[list[IterableDataset]]:
+    """Cut streams in lanes: endless parts of every source, together all of its documents.
+
+    Lanes share out the shards of each stream. Of a stream with fewer of them, every lane reads all and keeps its part.
+    There is no shuffle buffer: its content would be lost on resume.
 
     Args:
         sources: the streams.
@@ -45,7 +64,7 @@ def open_lanes(sources: Sequence[TextSource], num_lanes: int) -> list[list[Itera
     parts = []
     for source in sources:
         stream = source.stream()
-        if next(iter(stream), None) is None:
+        if all(document is None for document in source.read(stream)):
             raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
         parts.append([part.repeat(None) for part in _split(stream, num_lanes)])
     return [list(streams) for streams in zip(*parts, strict=True)]
@@ -66,23 +85,75 @@ def _belongs(_: dict[str, Any], index: int, part: int, num_parts: int) -> bool:
     return index % num_parts == part
 
 
+class StreamReader(Iterator[np.ndarray]):
+    """Tokenises one stream and cuts it in sequences, of each token `4 * id + 2 * is learned + begins a document`.
+
+    Args:
+        source: what the stream is part of.
+        stream: one of `open_lanes`.
+        encoder: frames and encodes documents; those without text are left out.
+        sequence_length: tokens of a sequence.
+    """
+
+    def __init__(
+        self, source: DocumentSource, stream: IterableDataset, encoder: DocumentEncoder, sequence_length: int
+    ) -> None:
+        self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
+        self.load_state_dict(
+            {
+                "stream": None,  # the stream's own state before the batch of documents in work
+                "remainder": [],  # tokens left over from before that batch, fewer than a sequence
+                "num_yielded": 0,  # sequences already cut from remainder + batch
+            }
+        )
+
+    def __next__(self) -> np.ndarray:
+        return next(self._sequences)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream; its size is below one sequence plus the stream's own state."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the last sequence that `state` knows of."""
+        self._state = state  # replaced, never changed
+        self._sequences = self._cut()
+
+    def _cut(self) -> Iterator[np.ndarray]:
+        self.stream.load_state_dict(self._state["stream"])
+        documents = self.source.read(self.stream)
+        while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
+            parts = [np.array(self._state["remainder"], dtype=np.int64)]
+            for encoded in self.encoder(batch):
+                part = 4 * encoded.token_ids.astype(np.int64)
+                part += 2 if encoded.scored is None else 2 * encoded.scored
+                part[:1] += 1
+                parts.append(part)
+            tokens = np.concatenate(parts)
+            num_sequences = len(tokens) // self.sequence_length
+            for number in range(self._state["num_yielded"], num_sequences):
+                start = number * self.sequence_length
+                self._state = {**self._state, "num_yielded": number + 1}
+                yield tokens[start : start + self.sequence_length]
+            remainder = tokens[num_sequences * self.sequence_length :].tolist()
+            self._state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
+
+
 class Lane:
     """Draws sequences from the streams of a lane in exact proportions, each source's in its own order.
 
     The sources are not interleaved by `datasets`: that keeps threads of its own and waits 5 s when a stream is closed.
+
+    Args:
+        readers: one per source.
+        shares: sequences of each source in one period of the blend, see `integer_shares`.
+        phase: where in the period the lane begins, 0 <= phase < 1; other lanes begin elsewhere.
+        state: what `state_dict` returned, to go on there.
     """
 
     def __init__(
         self, readers: Sequence[StreamReader], shares: Sequence[int], phase: float, state: dict[str, Any] | None = None
     ) -> None:
-        """Begin the lane, or go on where `state` was taken.
-
-        Args:
-            readers: one per source.
-            shares: sequences of each source in one period of the blend, see `integer_shares`.
-            phase: where in the period the lane begins, 0 <= phase < 1; other lanes begin elsewhere.
-            state: what `state_dict` returned.
-        """
         self.readers, self._schedule = readers, blend_schedule(shares)
         self._first = int(phase * len(self._schedule))
         self._num_drawn = 0
@@ -91,8 +162,8 @@ class Lane:
             for reader, place in zip(readers, state["sources"], strict=True):
                 reader.load_state_dict(place)
 
-    def draw(self) -> Tensor:
-        """Return the next sequence, int64 [sequence_length].
+    def draw(self) -> np.ndarray:
+        """Return the next sequence.
 
         Raises:
             StopIteration: the lane has no document of the source whose turn it is.
@@ -107,77 +178,158 @@ class Lane:
         return {"num_drawn": self._num_drawn, "sources": [reader.state_dict() for reader in self.readers]}
 
 
-class StreamReader(Iterator[Tensor]):
-    """Tokenises one stream and cuts it in sequences, int64 [sequence_length]; documents end with the separator.
+class StreamLoader:
+    """Draws sample p of the global sequence from lane p % lanes; rank r of n has the samples r, r + n, r + 2 n, ...
 
-    Documents without text are left out (`num_skipped` of the state counts them).
+    A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p,
+    with "loss_mask" and "document_starts" as in `PackedTokens`.
+    The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
+    `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
+
+    Lanes are read ahead by threads: reading and encoding leave the interpreter to others most of the time, and a
+    stream that is open stays where it is, as it could not in processes.
     """
 
     def __init__(
         self,
-        stream: IterableDataset,
+        sources: Sequence[DocumentSource],
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
+        *,
+        num_lanes: int,
+        batch_size: int,
+        num_draws: int,
+        draws_per_step: int = 1,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
         framing: Framing | None = None,
+        document_starts: bool = False,
     ) -> None:
-        """Begin the stream.
+        """Check the numbers and open the streams.
 
         Args:
-            stream: rows of text, one of `open_lanes`.
+            sources: the streams, blended in their weights.
             tokenizer: any tokenizer with an eos token, which ends each document.
-            sequence_length: tokens of a sequence, >= 1.
+            sequence_length: tokens per sample, >= 1.
+            num_lanes: lanes of the stream, the same for the whole training; a multiple of `world_size`.
+            batch_size: samples of a batch, >= 1.
+            num_draws: samples drawn over the whole training by all ranks.
+            draws_per_step: samples of an optimizer step, over all ranks.
+            num_workers: threads that read ahead; 0: none.
+            rank: this process, 0 <= rank < world_size.
+            world_size: processes that share the samples.
             framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
+            document_starts: whether batches say where documents start.
         Raises:
-            ValueError: `sequence_length` < 1, or no eos token.
+            ValueError: a number is outside its range, or there is no source or an empty one.
         """
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
-        self.stream, self.tokenizer, self.sequence_length = stream, tokenizer, sequence_length
-        self.framing = framing or framing_of(tokenizer)
-        self.load_state_dict(
-            {
-                "stream": None,  # the stream's own state before the batch of documents in work
-                "remainder": [],  # token ids left over from before that batch, fewer than a sequence
-                "num_yielded": 0,  # sequences already cut from remainder + batch
-                "num_skipped": 0,  # empty documents before that batch
-            }
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be at least 0 and below world_size={world_size}.")
+        check_lanes(num_lanes, world_size)
+        for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.sources, self.lanes = sources, open_lanes(sources, num_lanes)
+        self.shares = integer_shares([source.weight for source in sources])
+        self.encoder, self.sequence_length = (
+            DocumentEncoder(tokenizer, framing or framing_of(tokenizer)),
+            sequence_length,
         )
+        self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
+        self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
+        self.draws_per_step = draws_per_step
+        self.rank, self.world_size = rank, world_size
+        self._num_drawn = 0  # by all ranks
+        self._states: dict[int, dict[str, Any]] = {}  # of this rank's lanes, after the last sample handed out
+        self._whole_steps: tuple[int, dict[int, dict[str, Any]]] = 0, {}
 
-    def __next__(self) -> Tensor:
-        return next(self._sequences)
+    def __len__(self) -> int:
+        """Return this rank's batches from sample 0, wherever it goes on: Lightning resumes its own batch counter."""
+        return self.num_draws // self.world_size // self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream; its size is below one sequence plus the stream's own state."""
-        return self._state
+        """Gather the places of all ranks' lanes: Lightning keeps rank 0's state alone."""
+        num_drawn, own = self._whole_steps
+        states = [own]
+        if dist.is_initialized():
+            states = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(states, own)
+        merged = {lane: state for part in states for lane, state in part.items()}
+        return {"num_drawn": num_drawn, "num_lanes": len(self.lanes), "lanes": merged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last sequence that `state` knows of."""
-        self._state = state  # replaced, never changed
-        self._sequences = self._cut()
+        """Go on after the samples drawn so far, at any number of ranks and workers.
 
-    def _cut(self) -> Iterator[Tensor]:
-        self.stream.load_state_dict(self._state["stream"])
-        rows = iter(self.stream)
-        while batch := list(itertools.islice(rows, _BATCH_DOCUMENTS)):
-            texts = [text for text in map(_text_of, batch) if text.strip()]
-            tokens = list(self._state["remainder"])
-            for token_ids in encode_documents(self.tokenizer, texts):
-                tokens += (*self.framing.begin, *token_ids, self.framing.end)
-            num_sequences = len(tokens) // self.sequence_length
-            for number in range(self._state["num_yielded"], num_sequences):
-                start = number * self.sequence_length
-                self._state = {**self._state, "num_yielded": number + 1}
-                yield torch.tensor(tokens[start : start + self.sequence_length], dtype=torch.int64)
-            self._state = {
-                "stream": self.stream.state_dict(),
-                "remainder": tokens[num_sequences * self.sequence_length :],
-                "num_yielded": 0,
-                "num_skipped": self._state["num_skipped"] + len(batch) - len(texts),
-            }
+        Raises:
+            ValueError: the state is of another number of lanes, or of samples that these ranks cannot have drawn.
+        """
+        if state.get("num_lanes") != len(self.lanes):
+            raise ValueError(
+                f"the checkpoint holds the places of {state.get('num_lanes')} lanes of the stream, "
+                f"data.streaming_lanes is {len(self.lanes)}: it cannot change within a run"
+            )
+        if state["num_drawn"] % self.world_size:
+            raise ValueError(
+                f"{state['num_drawn']} samples are drawn, no multiple of world_size={self.world_size}: go on with a "
+                "number of ranks that divides training.batch_size"
+            )
+        self._num_drawn = state["num_drawn"]
+        self._states = {lane: state["lanes"][lane] for lane in self._own_lanes() if lane in state["lanes"]}
+        self._whole_steps = self._num_drawn, dict(self._states)
 
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        samples = self._samples()
+        while len(batch := list(itertools.islice(samples, self.batch_size))) == self.batch_size:
+            for item, state in batch:
+                self._states[item["position"] % len(self.lanes)] = state
+            self._num_drawn += self.batch_size * self.world_size
+            if self._num_drawn % self.draws_per_step == 0:
+                self._whole_steps = self._num_drawn, dict(self._states)  # places are replaced, never changed
+            yield default_collate([item for item, _ in batch])
 
-def _text_of(row: dict[str, Any]) -> str:
-    text = row["text"]
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"The stream holds {type(text).__name__}, expected text; set column=.")
-    return text or ""
+    def _own_lanes(self) -> range:
+        return range(self.rank, len(self.lanes), self.world_size)
+
+    def _open_lane(self, lane: int) -> Lane:
+        pairs = zip(self.sources, self.lanes[lane], strict=True)
+        readers = [StreamReader(source, stream, self.encoder, self.sequence_length) for source, stream in pairs]
+        return Lane(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
+
+    def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
+        item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens // 4), "position": position}
+        if self.loss_mask:
+            item["loss_mask"] = torch.from_numpy(tokens & 2 > 0)
+        if self.document_starts:
+            item["document_starts"] = torch.from_numpy(tokens & 1 > 0)
+            item["document_starts"][0] = True
+        return item
+
+    def _samples(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        self.encoder(["a"])  # sets what a tokenizer sets at its first call, before threads share it
+        lanes = {lane: self._open_lane(lane) for lane in self._own_lanes()}
+
+        def draw(position: int) -> tuple[dict[str, Any], dict[str, Any]]:
+            lane = position % len(self.lanes)
+            try:
+                return self._item(position, lanes[lane].draw()), lanes[lane].state_dict()
+            except StopIteration:
+                raise ValueError(
+                    f"Lane {lane} of {len(self.lanes)} has no text of a source; lower data.streaming_lanes."
+                ) from None
+
+        positions = iter(range(self._num_drawn + self.rank, self.num_draws, self.world_size))
+        if self.num_workers == 0:
+            yield from map(draw, positions)
+            return
+        pool = ThreadPoolExecutor(self.num_workers)
+        try:
+            ahead: collections.deque[Future[Any]] = collections.deque()
+            for position in itertools.islice(positions, len(lanes)):  # each lane once: it serves one thread
+                ahead.append(pool.submit(draw, position))
+            while ahead:
+                sample = ahead.popleft().result()
+                ahead.extend(pool.submit(draw, position) for position in itertools.islice(positions, 1))
+                yield sample
+        finally:
+            pool.shutdown(cancel_futures=True)

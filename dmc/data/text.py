@@ -5,42 +5,34 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import IterableDataset, load_dataset
 
-from dmc.data.files import (
+from dmc.data.sources import (
     COMPRESSED,
     KINDS,
     TEXT_SUFFIXES,
+    Document,
+    DocumentSource,
     file_stamps,
     kind_of,
-    open_rows,
-    read_text,
-    rows_in_shard,
-    texts_in_shard,
+    stream_rows,
+    stream_texts,
 )
 
 _CHECKED_ROWS = 100  # json leaves out a column where a row has no value
+_HUB_SHARD = 2**26  # bytes of a downloaded dataset that make up a shard
 _LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
 
 
-def _stream_texts(files: list[str]) -> Iterator[dict[str, str]]:
-    """Yield whole local files as documents, leaving out those that are not utf-8."""
-    for file in files:
-        text = read_text(Path(file))
-        if text is not None:
-            yield {"text": text}
-
-
 @dataclass(frozen=True)
-class TextSource:
-    """One text corpus.
+class TextSource(DocumentSource):
+    """One text corpus, or one of chats or instructions, of which only the answers are learned.
 
     A local text file is one document (any file that is not json, jsonl, parquet, csv or arrow is text); in the other
     formats and on the hub a document is one row. Local files have no splits: give each split its own files.
@@ -62,6 +54,12 @@ class TextSource:
     """Read a hub dataset without downloading it first; required by `StreamLoader`, refused by `build_packed`."""
     weight: float = 1.0
     """Share in a blend, relative to the other sources, > 0."""
+    messages: str | None = None
+    """Column that holds chats, lists of `{role, content}`, for the tokenizer's chat template: read instead of text."""
+    prompt: str | None = None
+    """Column that holds prompts, with `completion`: read instead of text."""
+    completion: str | None = None
+    """Column that holds their completions."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -76,11 +74,21 @@ class TextSource:
                 f"split={self.split!r} of the local files {self.name!r}: local files have no splits; "
                 "name the files of that split instead (name= or files=)."
             )
+        if (self.prompt is None) != (self.completion is None) or (self.messages and self.prompt):
+            raise ValueError(
+                f"messages={self.messages!r}, prompt={self.prompt!r}, completion={self.completion!r} of {self.name!r}: "
+                "give messages=, or prompt= and completion=, or neither for text."
+            )
 
     @property
     def label(self) -> str:
         """The name, with the split where there is one."""
         return self.name if self.is_local else f"{self.name}:{self.split}"
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether only answers are learned."""
+        return self._columns != [self.column]
 
     @property
     def is_local(self) -> bool:
@@ -119,22 +127,25 @@ class TextSource:
         return sorted(found)
 
     def check(self) -> None:
-        """Raise a clear error if the documents cannot be read one by one; write nothing.
+        """Raise a clear error if the first documents cannot be read; write nothing.
 
         Raises:
             FileNotFoundError: no such file, folder or hub dataset.
             ValueError: no document, no such column, or a stream.
-            TypeError: the column does not hold text.
+            TypeError: the column does not hold text, chats or prompts.
         """
         if self.streaming:
             raise ValueError(
                 f"{self.name!r} has streaming=True and is never cached; read it with "
                 "StreamLoader, or set streaming=False."
             )
-        if self._kind() != "text":
-            self._open()
-        elif not any(path.stat().st_size for path in self.local_files()):
-            raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
+        if self._kind == "text":
+            if not any(path.stat().st_size for path in self.local_files()):
+                raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
+            if self.has_loss_mask:
+                raise ValueError(f"{self.name!r} holds text files, which have no columns {self._columns}.")
+            return
+        self._checked_stream()
 
     def description(self) -> dict[str, Any]:
         """Return the specification with the sizes and times of local files (the weight changes no document)."""
@@ -150,37 +161,35 @@ class TextSource:
             return sum(path.stat().st_size for path in self.local_files())
         return self._hub_rows.data.nbytes
 
-    def documents(self, shard: int = 0, num_shards: int = 1) -> Iterator[str | None]:
-        """Yield each document's text, None for a file that is not utf-8.
-
-        Args:
-            shard: the part that is read, 0 <= shard < num_shards.
-            num_shards: parts of about equal size; one behind the other they are all documents.
-        """
-        if self._kind() == "text":
-            yield from texts_in_shard(self.local_files(), shard, num_shards)
-            return
-        if self.is_local:
-            rows: Iterable[dict[str, Any]] = rows_in_shard(self.local_files(), shard, num_shards)
-        else:
-            first, last = (len(self._hub_rows) * bound // num_shards for bound in (shard, shard + 1))
-            # select refuses an empty range at the end
-            rows = self._hub_rows.select_columns([self.column]).select(range(first, last)) if first < last else ()
-        with self._naming_the_corpus():
-            yield from map(self._text_of, rows)
-
     def stream(self) -> IterableDataset:
-        """Open the documents as a resumable stream of `{"text": ...}` rows; files are its shards."""
-        if self._kind() == "text":
-            files = [str(path) for path in self.local_files()]
-            return IterableDataset.from_generator(_stream_texts, gen_kwargs={"files": files})
-        if not (self.is_local or self.streaming):
-            raise ValueError(f"{self.name!r} has streaming=False; set streaming=True to stream it from the hub.")
-        stream = self._open().select_columns([self.column])
-        return stream if self.column == "text" else stream.rename_column(self.column, "text")
+        """Open the rows as a resumable stream, once the first of them prove that they hold documents."""
+        return stream_texts(self.local_files()) if self._kind == "text" else self._checked_stream()
 
+    def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
+        """Yield the document of each row, empty where a value is missing.
+
+        Raises:
+            TypeError: a column holds something else.
+            ValueError: a file is not of the kind that its name says.
+        """
+        try:
+            for row in rows:
+                yield self._document(row) if self._kind != "text" else row["text"]
+        except ValueError as error:
+            raise ValueError(
+                f"{self.label!r} cannot be read as {self._kind} ({error}); repair the file or leave it out."
+            ) from error
+
+    @property
+    def _columns(self) -> list[str]:
+        """The columns that make up a document."""
+        if self.messages is not None:
+            return [self.messages]
+        return [self.column] if self.prompt is None or self.completion is None else [self.prompt, self.completion]
+
+    @cached_property
     def _kind(self) -> str:
-        """Return the kind of the local files (text, json, parquet, ...), or "hub"."""
+        """The kind of the local files (text, json, parquet, ...), or "hub"."""
         return kind_of(self.local_files()[0]) if self.is_local else "hub"
 
     @cached_property
@@ -200,37 +209,46 @@ class TextSource:
                 f"({type(error).__name__}: {error}). Check the spelling and the network, or give the path of a copy."
             ) from error
 
-    @contextmanager
-    def _naming_the_corpus(self) -> Iterator[None]:
-        """Name the corpus in the error where a file is not of the kind that its name says."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(
-                f"{self.label!r} cannot be read as {self._kind()} ({error}); repair the file or leave it out."
-            ) from error
+    def _rows(self) -> IterableDataset:
+        if self.is_local:
+            return stream_rows(self.local_files())
+        if self.streaming:
+            return self._hub_rows
+        num_shards = min(len(self._hub_rows), 1 + self._hub_rows.data.nbytes // _HUB_SHARD)
+        return self._hub_rows.to_iterable_dataset(num_shards=max(1, num_shards))
 
-    def _open(self) -> Dataset | IterableDataset:
-        """Open the rows once the first of them prove that they hold text."""
-        files = [path for path in self.local_files() if path.stat().st_size] if self.is_local else []
-        if self.is_local and not files:
+    def _checked_stream(self) -> IterableDataset:
+        if self.is_local and not self.num_bytes():
             raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
-        with self._naming_the_corpus():
-            first = list(islice(rows_in_shard(files, 0, 1) if files else self._hub_rows, _CHECKED_ROWS))
-        if not first:
-            raise ValueError(f"The corpus {self.label!r} is empty: no rows. Check its path and split.")
-        columns = sorted(set().union(*first))
-        if self.column not in columns:
-            raise ValueError(f"{self.label!r} has no column {self.column!r}; it has {columns}. Set column=.")
-        for row in first:
-            self._text_of(row)
-        return open_rows(files) if files else self._hub_rows
+        columns: set[str] = set()
+        num_rows = 0
 
-    def _text_of(self, row: dict[str, Any]) -> str:
-        """Return the row's text, "" for a missing value (skipped as empty)."""
-        text = row.get(self.column)
-        if text is not None and not isinstance(text, str):
-            raise TypeError(
-                f"Column {self.column!r} of {self.label!r} holds {type(text).__name__}, expected text; set column=."
-            )
-        return text or ""
+        def first_rows() -> Iterator[dict[str, Any]]:
+            nonlocal num_rows
+            for row in islice(self._rows(), _CHECKED_ROWS):
+                columns.update(row)
+                num_rows += 1
+                yield row
+
+        for _ in self.read(first_rows()):
+            pass
+        if not num_rows:
+            raise ValueError(f"The corpus {self.label!r} is empty: no rows. Check its path and split.")
+        for column in self._columns:
+            if column not in columns:
+                raise ValueError(f"{self.label!r} has no column {column!r}; it has {sorted(columns)}. Set column=.")
+        rows = self._rows()
+        return rows if rows.column_names is None else rows.select_columns(self._columns)
+
+    def _document(self, row: dict[str, Any]) -> Document:
+        values = [row.get(column) for column in self._columns]
+        expected, example = (str, "text") if self.messages is None else (list, "a list of messages")
+        for column, value in zip(self._columns, values, strict=True):
+            if value is not None and not isinstance(value, expected):
+                raise TypeError(
+                    f"Column {column!r} of {self.label!r} holds {type(value).__name__}, expected {example}; "
+                    "set column=."
+                )
+        if self.messages is not None:
+            return values[0] or []
+        return (values[0] or "", values[1] or "") if self.completion is not None else values[0] or ""

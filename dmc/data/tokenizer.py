@@ -1,4 +1,4 @@
-"""Text to token ids: batch encoding with any tokenizer, and a small byte-level BPE trained on the spot."""
+"""Tokenizers: what stands around their documents, what tells them apart, and a small BPE trained on the spot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ ENDS_OF_TURNS = frozenset(
 )
 """How instruct models end a turn: their tokenizers have it as eos token."""
 _TRAINING_FILE = "trained_on.json"
-_MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
 
 
 @dataclass(frozen=True)
@@ -91,39 +90,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, framing: Framing) -> st
     if framing.begin:
         content["begin"] = framing.begin
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a text of many megabytes at line ends."""
-    start = 0
-    while len(text) - start > _MAX_PIECE:
-        line_end = text.rfind("\n", start, start + _MAX_PIECE)
-        stop = start + _MAX_PIECE if line_end <= start else line_end
-        yield text[start:stop]
-        start = stop
-    yield text[start:]
-
-
-def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Encode texts in one parallel batch, without special tokens.
-
-    A text of more than 2**20 characters is encoded in pieces cut at line ends; a token that would span a cut is split.
-
-    Returns:
-        One list of token ids per text.
-    """
-    owners: list[int] = []
-    pieces: list[str] = []
-    for number, text in enumerate(texts):
-        for piece in _pieces(text):
-            owners.append(number)
-            pieces.append(piece)
-    documents: list[list[int]] = [[] for _ in texts]
-    if pieces:
-        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for owner, token_ids in zip(owners, encoded["input_ids"], strict=True):
-            documents[owner] += token_ids
-    return documents
 
 
 def _texts_digest(texts: Sequence[str]) -> str:

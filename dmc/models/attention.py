@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +28,18 @@ class Documents:
     @classmethod
     def from_separator(cls, input_ids: Tensor, separator_id: int) -> Documents:
         """Find the documents of sequences in which `separator_id` ends each document, input_ids [B, T] on the CPU."""
-        starts = torch.zeros_like(input_ids, dtype=torch.bool)
+        starts = torch.ones_like(input_ids, dtype=torch.bool)
         starts[:, 1:] = input_ids[:, :-1] == separator_id
-        starts[:, 0] = True
-        rows, begins = (index.tolist() for index in starts.nonzero(as_tuple=True))
-        ends = [
-            begins[i + 1] if i + 1 < len(rows) and rows[i + 1] == rows[i] else input_ids.shape[1]
-            for i in range(len(rows))
-        ]
-        return cls(starts, list(zip(rows, begins, ends, strict=True)))
+        return cls.from_starts(starts)
+
+    @classmethod
+    def from_starts(cls, starts: Tensor) -> Documents:
+        """Find the documents of sequences by their first tokens, [B, T] on the CPU; a sequence begins one as well."""
+        spans = []
+        for row, begins in enumerate(starts):
+            places = [*begins.nonzero().flatten().tolist(), starts.shape[1]]
+            spans += [(row, begin, end) for begin, end in itertools.pairwise(places)]
+        return cls(starts, spans)
 
     def to(self, device: Any) -> Documents:
         """Move what the device reads."""

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from dmc.budget import Budget
-from dmc.data.files import file_stamps
+from dmc.data.sources import file_stamps
 from dmc.policies.from_config import policy_from_config
 from dmc.provenance import provenance
 from dmc.results.benchmarks import Benchmark, check_tasks, list_tasks, read_benchmarks

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from dmc.budget import Budget
 from dmc.config import build_config
-from dmc.data.files import file_stamps
+from dmc.data.sources import file_stamps
 from dmc.kernels import BACKENDS
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.results.measurement import FULL

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dmc.data.corpus import available_cores
+from dmc.data.cache import available_cores
 from dmc.study.plan import StudyRun
 
 

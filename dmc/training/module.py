@@ -119,7 +119,9 @@ class RetrofitModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Take from a batch what the host must know of it, before it is the device's: reading it there would wait."""
-        documents = self.documents_of(batch["input_ids"]) if self.has_gates else None
+        batch = {**batch}
+        starts = batch.pop("document_starts", None)
+        documents = self.documents_of(batch["input_ids"], starts) if self.has_gates else None
         return batch | {"position": batch["position"].tolist(), "documents": documents}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -169,10 +171,15 @@ class RetrofitModule(LightningModule):
         self.noted.append(noted)
         return loss
 
-    def documents_of(self, input_ids: Tensor) -> Documents | None:
-        """Find the documents of a batch [B, T] on the CPU at which decisions and attention reset; None: they do not."""
+    def documents_of(self, input_ids: Tensor, starts: Tensor | None = None) -> Documents | None:
+        """Find the documents of a batch [B, T] on the CPU at which decisions and attention reset; None: they do not.
+
+        Where the text does not say at which tokens they start, separators do.
+        """
         if not self.config.training.reset_at_documents:
             return None
+        if starts is not None:
+            return Documents.from_starts(starts)
         return Documents.from_separator(input_ids, self.separator_id)
 
     def settings_at(self, step: int) -> dict[str, float]:

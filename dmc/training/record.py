@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.config import RunConfig, build_config
-from dmc.data import PackageSource, StandardLibrarySource, TextSource
+from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
 from dmc.json_file import read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
@@ -22,7 +22,7 @@ STARTS_NAME = "starts.jsonl"
 """One line for each start: the step it goes on from, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
-OWN_SOURCES = (PackageSource, StandardLibrarySource, TextSource)
+OWN_SOURCES = (MegatronSource, PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
 SAVED = ("checkpoints", "final", "snapshots")
 """Folders of what a run has saved."""

@@ -155,6 +155,7 @@ class TextData(LightningDataModule):
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_lanes": self.config.data.streaming_lanes, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
+            options |= {"document_starts": training.reset_at_documents}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
@@ -208,4 +209,5 @@ class TextData(LightningDataModule):
             seed=self.config.seed,
             num_processes=data.num_processes,
             framing=self.framing,
+            document_starts=split == "train" and self.config.training.reset_at_documents,
         )

@@ -12,7 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import StreamLoader, TextSource, build_packed, train_tokenizer
-from dmc.data.tokenizer import Framing, encode_documents, framing_of, tokenizer_digest
+from dmc.data.encoding import encode_documents
+from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
 from dmc.models.attention import Documents
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged"] * 4

@@ -1,33 +1,18 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dmc.data import PackedTokens, pack_documents
-
-SEPARATOR = 0
-
-
-@given(st.lists(st.lists(st.integers(1, 100_000), max_size=20), max_size=20))
-def test_documents_come_back_from_the_packed_array(documents: list[list[int]]) -> None:
-    packed = pack_documents(documents, SEPARATOR)
-    assert len(packed) == sum(len(document) + 1 for document in documents)
-    ends = np.flatnonzero(packed == SEPARATOR)
-    assert [part[:-1].tolist() for part in np.split(packed, ends + 1)[:-1]] == documents
-
-
-def test_packed_type_is_the_smallest_that_holds_the_ids() -> None:
-    assert pack_documents([[1, 2**16 - 1]], SEPARATOR).dtype == np.uint16
-    assert pack_documents([[1, 2**16]], SEPARATOR).dtype == np.int32
-    assert pack_documents([[1]], SEPARATOR, np.int32).dtype == np.int32
+from dmc.data import PackedTokens
+from dmc.data.tokens import TokenChunk, TokenTable
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_sequences_cut_the_array_without_overlap(dtype: type) -> None:
     tokens = np.arange(50_000, 50_023).astype(dtype)
-    dataset = PackedTokens(tokens, 5, num_documents=3, num_skipped=1)
-    assert (len(dataset), dataset.num_tokens, dataset.num_documents, dataset.num_skipped) == (4, 23, 3, 1)
+    dataset = PackedTokens(tokens, 5)
+    assert (len(dataset), len(dataset.tokens)) == (4, 23)
     items = [dataset[index] for index in range(len(dataset))]
     assert [item["index"] for item in items] == [0, 1, 2, 3]
     assert all(item["input_ids"].dtype == torch.int64 for item in items)
@@ -50,8 +35,50 @@ def test_errors_name_the_value_and_the_remedy() -> None:
         PackedTokens(tokens.astype(np.float32), 2)
     with pytest.raises(TypeError, match=r"\[2, 2\]"):
         PackedTokens(tokens.reshape(2, 2), 2)
-    with pytest.raises(ValueError, match="separator_id=-1"):
-        pack_documents([[1]], -1)
     for index in (-1, 2):
         with pytest.raises(IndexError):
             PackedTokens(tokens, 2)[index]
+
+
+class Opening:
+    """Opens chunks that it knows by their numbers alone."""
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        self.lengths = lengths
+
+    def __call__(self) -> list[TokenChunk]:
+        chunks, begin = [], 0
+        for documents in self.lengths:
+            count = sum(documents)
+            token_ids = np.arange(begin, begin + count).astype(np.uint16)
+            chunks.append(TokenChunk(token_ids, np.cumsum(documents, dtype=np.int64), token_ids % 3 > 0))
+            begin += count
+        return chunks
+
+
+LENGTHS = [[[500]], [[1], [499]], [[0, 3], [], [0], [4, 0, 240], [3, 250, 0]], [[7]] * 71 + [[3]], [[1] * 500]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=range(5))
+def test_every_window_equals_that_of_the_flat_arrays(lengths: list[list[int]]) -> None:
+    table = TokenTable(Opening(lengths))
+    starts = np.zeros(501, dtype=bool)
+    starts[np.cumsum([0, *(length for documents in lengths for length in documents)])] = True
+    assert len(table) == 500
+    assert table.num_documents == starts[:-1].sum()
+    assert table.num_skipped == sum(documents.count(0) for documents in lengths)
+    for first, last in np.sort(np.random.default_rng(1).integers(0, 501, (300, 2))).tolist():
+        window = table.window(first, last)
+        assert window.token_ids.tolist() == list(range(first, last))
+        assert window.scored.tolist() == [number % 3 > 0 for number in range(first, last)]
+        assert window.starts.tolist() == [number == first or bool(starts[number]) for number in range(first, last)]
+
+
+def test_items_carry_what_is_asked_for_and_pickling_copies_no_token() -> None:
+    packed = PackedTokens(TokenTable(Opening([[20, 5], [25]])), 10, loss_mask=True, document_starts=True)
+    items = [packed[index] for index in range(len(packed))]
+    assert [item["document_starts"].nonzero().flatten().tolist() for item in items] == [[0], [0], [0, 5], [0], [0]]
+    assert items[1]["loss_mask"].tolist() == [number % 3 > 0 for number in range(10, 20)]
+    content = pickle.dumps(packed)
+    assert len(content) < 1000
+    assert pickle.loads(content)[2]["input_ids"].tolist() == list(range(20, 30))

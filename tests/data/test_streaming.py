@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import StreamLoader, TextSource, pack_documents
+from dmc.data import StreamLoader, TextSource, framing_of
 from dmc.data.blend import blend_schedule
+from dmc.data.encoding import DocumentEncoder
 from dmc.data.streaming import Lane, StreamReader, open_lanes
-from dmc.data.tokenizer import encode_documents
 
 LENGTH = 16
 NUM_LANES = 12
@@ -64,7 +64,7 @@ def samples_of(batches: Iterator[dict[str, torch.Tensor]]) -> Samples:
 def naive_sequences(rows: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
     """Join documents in one long list and cut it."""
     texts = [row["text"] for row in itertools.islice(rows, 100)]
-    flat = pack_documents(encode_documents(tokenizer, texts), tokenizer.eos_token_id).tolist()
+    flat = [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eos_token_id]]
     return (flat[start : start + LENGTH] for start in range(0, len(flat) - LENGTH, LENGTH))
 
 
@@ -150,7 +150,9 @@ def test_state_after_every_sequence_resumes_exactly(
 ) -> None:
     def open_lane(state: dict[str, Any] | None = None) -> Lane:
         sources = sources_of(kind, folders)
-        readers = [StreamReader(stream, tokenizer, LENGTH) for stream in open_lanes(sources, 2)[1]]
+        encoder = DocumentEncoder(tokenizer, framing_of(tokenizer))
+        streams = zip(sources, open_lanes(sources, 2)[1], strict=True)
+        readers = [StreamReader(source, stream, encoder, LENGTH) for source, stream in streams]
         return Lane(readers, range(1, 1 + len(sources)), 0.5, state)
 
     lane = open_lane()
@@ -188,15 +190,6 @@ def test_every_stretch_of_a_blend_holds_the_weights(tmp_path: Path, tokenizer: P
         assert abs(sum(from_a[start : start + 40]) - 28) <= 4
 
 
-def test_empty_documents_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": " "}\n{"text": null}\n{"text": "c"}\n' * 40)
-    ((stream,),) = open_lanes([TextSource(str(tmp_path / "a.jsonl"))], 1)
-    reader = StreamReader(stream, tokenizer, 2)
-    while reader.state_dict()["num_skipped"] == 0:
-        next(reader)
-    assert reader.state_dict()["num_skipped"] == 8  # of the first 16
-
-
 def test_errors_name_the_value_and_the_remedy(
     make_loader: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -221,12 +214,14 @@ def test_errors_name_the_value_and_the_remedy(
     (tmp_path / "a.txt").write_bytes(b"one document")
     with pytest.raises(ValueError, match=r"Lane 1 of 2 has no text of a source; lower data\.streaming_lanes"):
         list(StreamLoader([source], tokenizer, 4, num_lanes=2, batch_size=2, num_draws=4))
-    numbers = datasets.Dataset.from_dict({"text": [1, 2]}).to_iterable_dataset()
+    (tmp_path / "a.jsonl").write_text('{"text": 1}')
     with pytest.raises(TypeError, match="holds int, expected text"):
-        next(StreamReader(numbers, tokenizer, 4))
+        list(
+            StreamLoader([TextSource(str(tmp_path / "a.jsonl"))], tokenizer, 4, num_lanes=1, batch_size=1, num_draws=4)
+        )
     with pytest.raises(ValueError, match="sequence_length=0"):
-        StreamReader(numbers, tokenizer, 0)
+        StreamLoader([source], tokenizer, 0, num_lanes=1, batch_size=1, num_draws=4)
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        StreamReader(numbers, bare, 4)
+        StreamLoader([source], bare, 4, num_lanes=1, batch_size=1, num_draws=4)

@@ -57,20 +57,19 @@ def test_text_is_utf8_without_byte_order_mark_and_with_its_line_ends(tmp_path: P
     path.write_bytes("\ufeffZürich\r\n".encode())
     (tmp_path / "b.txt").write_bytes(b"\xffbroken")
     assert list(TextSource(str(tmp_path)).documents()) == ["Zürich\r\n", None]
-    assert [row["text"] for row in TextSource(str(tmp_path)).stream()] == ["Zürich\r\n"]
 
 
 def test_missing_value_is_an_empty_document(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": null}\n{"other": 1}\n')
     packed = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
-    assert (packed.num_documents, packed.num_skipped) == (1, 2)
+    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (1, 2)
 
 
 def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "some words", "number": 3}\n')
     source = TextSource(str(tmp_path / "a.jsonl"), column="content")
     assert list(source.documents()) == ["some words"]
-    assert list(source.stream()) == [{"text": "some words"}]
+    assert list(source.read(source.stream())) == ["some words"]
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
@@ -150,10 +149,8 @@ def test_hub_dataset_is_loaded_with_its_options(monkeypatch: Any) -> None:
     assert source.label == "owner/name:train[:1%]"
     expected = {"data_files": ["data/*.parquet"], "split": "train[:1%]", "revision": "abc", "streaming": False}
     assert calls[0] == (("owner/name", "en"), expected)
-    with pytest.raises(ValueError, match="set streaming=True"):
-        source.stream()
     streamed = TextSource("owner/name", streaming=True, **options)
-    assert list(streamed.stream()) == [{"text": "a"}, {"text": "b"}]
+    assert list(streamed.documents()) == ["a", "b"]
     assert source.description() == TextSource("owner/name", files="data/*.parquet", weight=2, **options).description()
     assert source.description() != TextSource("owner/name", files="data/*.parquet", **(options | {"revision": "x"}))
 

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dmc.data import tokenizer as tokenizer_module
 from dmc.data import train_tokenizer
-from dmc.data.tokenizer import END_OF_TEXT, Framing, encode_documents, framing_of, tokenizer_digest
+from dmc.data.encoding import encode_documents
+from dmc.data.tokenizer import END_OF_TEXT, Framing, framing_of, tokenizer_digest
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged", ""] * 3
 STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
@@ -93,7 +94,7 @@ def test_long_text_is_encoded_in_pieces_without_loss(
 ) -> None:
     text = "".join(f"line {number}\n" for number in range(100)) + "x" * 200
     whole = encode_documents(tokenizer, [text, "second"])
-    monkeypatch.setattr("dmc.data.tokenizer._MAX_PIECE", 50)
+    monkeypatch.setattr("dmc.data.encoding._MAX_PIECE", 50)
     pieces = encode_documents(tokenizer, [text, "second"])
     assert [tokenizer.decode(token_ids) for token_ids in pieces] == [text, "second"]
     assert pieces[1] == whole[1]

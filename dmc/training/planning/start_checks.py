@@ -7,7 +7,8 @@ import logging
 import torch
 
 from dmc.config import RunConfig
-from dmc.data.stream_loader import check_lanes
+from dmc.data import MegatronSource
+from dmc.data.streaming import check_lanes
 from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
 from dmc.training.planning.model_shape import model_shape
@@ -44,7 +45,7 @@ def check_start(config: RunConfig, num_devices: int) -> None:
         if split == "train" and data.streaming:
             check_lanes(data.streaming_lanes, num_ranks)
             for name, source in zip(data.train, sources, strict=True):
-                if not hasattr(source, "stream"):
+                if isinstance(source, MegatronSource):
                     raise ValueError(
                         f"data.train.{name} is {type(source).__name__}, which cannot be streamed: use "
                         "data.streaming=false, or dmc.data.TextSource"

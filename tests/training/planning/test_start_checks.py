@@ -68,8 +68,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "streaming_lanes=3 cannot be shared out evenly to 2 ranks",
     ),
     (
-        {"data.streaming": True, "data.train": {"own": {"_target_": "dmc.data.StandardLibrarySource"}}},
-        r"data.train.own is StandardLibrarySource, which cannot be streamed",
+        {
+            "data.streaming": True,
+            "data.train": {"own": {"_target_": "dmc.data.MegatronSource", "prefix": "corpus"}},
+        },
+        r"data.train.own is MegatronSource, which cannot be streamed",
     ),
     ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"has no TextSauce; did you mean"),
     ({"data.calibration": {"x": {}}}, "data.calibration.x has no _target_"),

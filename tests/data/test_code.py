@@ -1,12 +1,10 @@
 import hashlib
-import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import PackedTokens, StandardLibrarySource, build_packed, stdlib_documents
+from dmc.data import PackageSource, PackedTokens, StandardLibrarySource, build_packed
 
 SPLITS = ("train", "validation", "calibration", "test")
 
@@ -23,7 +21,11 @@ def library(tmp_path: Path) -> Path:
 
 
 def test_splits_are_disjoint_real_code_of_some_megabytes() -> None:
-    splits = {split: dict(stdlib_documents(split)) for split in SPLITS}
+    sources = {split: StandardLibrarySource(split) for split in SPLITS}
+    splits = {
+        split: {name: text for (name, _), text in zip(source.files(), source.documents(), strict=True) if text}
+        for split, source in sources.items()
+    }
     names = [name for split in splits.values() for name in split]
     assert len(names) == len(set(names)) > 300
     assert all(list(split) == sorted(split) for split in splits.values())
@@ -65,19 +67,12 @@ def test_machine_specific_and_optional_files_are_left_out(library: Path) -> None
     assert not set(names) & set(strange)
 
 
-def test_undecodable_file_is_a_counted_skip(
-    library: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_undecodable_file_is_a_counted_skip(library: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = StandardLibrarySource(folder=str(library))
     source.files()[3][1].write_bytes(b"# \xe9\n")
     packed = build_packed(source, tokenizer, 16, tmp_path / "cache")
     assert isinstance(packed, PackedTokens)
-    assert packed.num_skipped == 1 and packed.num_documents == len(source.files()) - 1
-    caplog.clear()
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
-    assert len(list(stdlib_documents("train"))) == packed.num_documents
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "skipped 1 undecodable" in record.getMessage()
+    assert packed.tokens.num_skipped == 1 and packed.tokens.num_documents == len(source.files()) - 1
 
 
 def test_python_without_sources_says_how_to_go_on(tmp_path: Path) -> None:
@@ -89,7 +84,61 @@ def test_python_without_sources_says_how_to_go_on(tmp_path: Path) -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="split='held_out' is unknown; choose one of"):
         StandardLibrarySource("held_out")
-    with pytest.raises(ValueError, match="split='held_out' is unknown"):
-        next(stdlib_documents("held_out"))
     with pytest.raises(ValueError, match="weight=0 must be > 0"):
         StandardLibrarySource(weight=0)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An importable package of 100 modules and a folder of tests."""
+    folder = tmp_path / "parcel"
+    for name in ["__init__", *(f"inner/module{number:02}" for number in range(100)), "tests/test_parcel"]:
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+def test_splits_hold_every_source_but_the_tests_once(package: Path) -> None:
+    names = [name for split in SPLITS for name, _ in PackageSource(["parcel"], split).files()]
+    expected = {path.relative_to(package.parent).as_posix() for path in package.rglob("*.py")}
+    assert len(names) == 101
+    assert set(names) == expected - {"parcel/tests/test_parcel.py"}
+    assert len(PackageSource(["parcel"]).files()) > 80
+
+
+def test_documents_are_the_files_of_all_packages_in_order(package: Path) -> None:
+    source = PackageSource(["sympy", "parcel"], "validation", weight=2.0)
+    files = source.files()
+    assert {name.split("/")[0] for name, _ in files} == {"sympy", "parcel"}
+    documents = [text for shard in range(3) for text in source.read(source.stream().shard(3, shard))]
+    assert documents == [path.read_text() for _, path in files]
+    assert source.num_bytes() == sum(path.stat().st_size for _, path in files)
+
+
+def test_description_changes_with_a_file_and_not_with_the_weight(package: Path) -> None:
+    before = PackageSource(["parcel"]).description()
+    assert PackageSource(["parcel"], weight=3.0).description() == before
+    path = PackageSource(["parcel"]).files()[5][1]
+    path.write_text("changed = True\n")
+    assert PackageSource(["parcel"]).description() != before
+    assert PackageSource(["sympy"]).description()["packages"]["sympy"].count(".")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"packages": []}, r"packages=\[\]: expected a list of installed packages"),
+        ({"packages": "sympy"}, "packages='sympy': expected a list"),
+        ({"packages": ["sympy"], "weight": 0}, "weight=0 must be > 0"),
+    ],
+)
+def test_bad_values_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackageSource(**arguments)
+
+
+def test_a_package_that_is_not_there_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="'nosuchpackage' is not installed"):
+        PackageSource(["nosuchpackage"]).check()

@@ -1,0 +1,322 @@
+"""Sources tokenised once into a folder of Arrow files, by `datasets`, and opened as packed sequences.
+
+A folder holds the parts of a corpus, each in a cache of `datasets`, and at last `index.json`: the files with their
+checksums, which `datasets` has none of. A kill loses the part in work; damaged parts are made anew. One process builds
+a folder at a time, others wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import multiprocess
+import numpy as np
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from dmc.checksums import file_checksums, file_damage
+from dmc.data.blend import Blend
+from dmc.data.encoding import DocumentEncoder
+from dmc.data.megatron import MegatronSource
+from dmc.data.packing import PackedTokens
+from dmc.data.sources import Document, DocumentSource
+from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
+from dmc.data.tokens import TokenChunk, TokenTable
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "index.json"
+PART_BYTES = 2**30
+"""Text of a part, what a kill can cost."""
+_FORMAT = 3  # raise it when the stored layout changes: what was cached before is tokenised anew, the old files stay
+_JOB_BYTES = 2**26  # text worth a process
+_BATCH_CHARACTERS = 2**22  # text encoded at once
+_CHECKED_BYTES = 2**28  # read at most to verify a folder at every opening; beyond it, of evenly spread files
+
+
+class _TextError(ValueError):
+    """Text that cannot be read, to be found in the error that `datasets` makes of all errors."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build_packed(
+    sources: DocumentSource | Sequence[DocumentSource],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    cache_folder: str | Path,
+    *,
+    seed: int = 0,
+    num_processes: int | None = None,
+    framing: Framing | None = None,
+    document_starts: bool = False,
+) -> PackedTokens | Blend:
+    """Tokenise sources into the cache, where that is not done yet, and open them as one dataset.
+
+    The cache holds one folder per (documents, tokenizer, framing), whatever the sequence length or weight. Every
+    opening checks the sizes of its files and the bytes of up to 256 MiB; remove `index.json` to have all made anew.
+
+    Args:
+        sources: where the documents come from.
+        tokenizer: any tokenizer with an eos token, which separates the documents.
+        sequence_length: tokens per item.
+        cache_folder: folder of the token arrays, created when the first is written.
+        seed: order of a blend.
+        num_processes: processes that tokenise; None: the cores that this process may use.
+        framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
+        document_starts: whether items say where documents start.
+    Returns:
+        The sequences of the one source, in the documents' order; of several sources, an endless blend in their weights.
+    Raises:
+        FileNotFoundError: a file, folder or hub name does not exist.
+        ValueError: no source, a corpus without documents or shorter than one sequence, a missing column, no eos token.
+        TypeError: a column does not hold text.
+        ChildProcessError: a process that tokenised was killed.
+    """
+    sources = list(sources) if isinstance(sources, Iterable) else [sources]
+    if not sources:
+        raise ValueError("No source of documents; pass at least one, for instance TextSource('corpus/*.txt').")
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
+    encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+    cached = [_Cache(source, encoder, Path(cache_folder)) for source in sources]
+    for each in cached:
+        each.open()
+    options = {"loss_mask": any(source.has_loss_mask for source in sources), "document_starts": document_starts}
+    packed = [
+        PackedTokens(each.built(num_processes or available_cores()), sequence_length, **options) for each in cached
+    ]
+    return packed[0] if len(packed) == 1 else Blend(packed, [source.weight for source in sources], seed)
+
+
+class _Cache:
+    """The folder of a source's tokens."""
+
+    def __init__(self, source: DocumentSource, encoder: DocumentEncoder, cache_folder: Path) -> None:
+        self.source, self.encoder = source, encoder
+        self.table: TokenTable | None = None
+        """The tokens, where they are built and whole."""
+        if isinstance(source, MegatronSource):
+            return
+        tokenizer = tokenizer_digest(encoder.tokenizer, encoder.framing)
+        template = str(encoder.tokenizer.chat_template) if source.has_loss_mask else None
+        key = Hasher.hash(json.dumps([_FORMAT, source.description(), tokenizer, template], sort_keys=True))
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", source.label).strip("-.")[-64:]
+        self.folder = cache_folder / f"{name}-{key}"
+
+    def open(self) -> None:
+        """Open the tokens where they are there; else see to it that the source can be read."""
+        if isinstance(self.source, MegatronSource):
+            self.table = self.source.open_tokens(len(self.encoder.tokenizer))
+            return
+        self.table = self._open_whole()
+        if self.table is None:
+            self.source.check()
+
+    def built(self, num_processes: int) -> TokenTable:
+        """Tokenise what is not there yet; one process at a time, those that come later find it done."""
+        if self.table is not None:
+            return self.table
+        self._require_text()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder.with_name(f".{self.folder.name}.lock")):
+            table = self._open_whole()
+            if table is None:
+                self._remove_damaged()
+                self._write_index([path for part in self._parts(num_processes) for path in part])
+                table = TokenTable(partial(_open_files, list(self._records())))
+                if table.num_skipped:
+                    counts = self.source.label, table.num_skipped, table.num_documents
+                    logger.warning("%s: skipped %d documents without text or not in utf-8, kept %d.", *counts)
+        return table
+
+    def _parts(self, num_processes: int) -> Iterator[list[Path]]:
+        """Yield the files of each part as it is finished."""
+        num_bytes, num_shards = self.source.num_bytes(), self.source.stream().num_shards
+        num_parts = max(1, min(-(-num_bytes // PART_BYTES), num_shards))
+        num_jobs = max(1, min(num_processes, num_shards // num_parts, num_bytes // num_parts // _JOB_BYTES))
+        ids = datasets.List(datasets.Value("uint16" if self._vocab_size <= 2**16 else "int32"))
+        features = {"input_ids": ids}
+        if self.source.has_loss_mask:
+            features["scored"] = datasets.List(datasets.Value("uint8"))
+        for number in range(num_parts):
+            work = _Part(self.source, self.encoder, number, num_parts, num_jobs)
+            with _quiet(), self._naming_failures(num_processes):
+                part = datasets.Dataset.from_generator(
+                    work.rows,
+                    features=datasets.Features(features),
+                    cache_dir=str(self.folder / f"{number:05d}-of-{num_parts:05d}"),
+                    gen_kwargs={"jobs": list(range(num_jobs))},
+                    num_proc=num_jobs if num_jobs > 1 else None,
+                    fingerprint=f"{number}",
+                )
+            yield [Path(file["filename"]) for file in part.cache_files]
+
+    @property
+    def _vocab_size(self) -> int:
+        framing = self.encoder.framing
+        return max(len(self.encoder.tokenizer), *(each + 1 for each in (*framing.begin, framing.end)))
+
+    @contextmanager
+    def _naming_failures(self, num_processes: int) -> Iterator[None]:
+        try:
+            yield
+        except DatasetGenerationError as error:
+            told = re.findall(rf"{_TextError.__name__}: (.*)", "".join(traceback.format_exception(error)))
+            raise (ValueError(told[0]) if told else error) from error  # of other processes the traceback alone arrives
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise ChildProcessError(
+                f"A process that tokenised {self.source.label!r} was killed, maybe for want of memory: lower "
+                f"data.num_processes={num_processes}. Finished parts are kept in {self.folder}."
+            ) from error
+
+    def _require_text(self) -> None:
+        documents = self.source.read(self.source.stream())
+        if not any(len(encoded.token_ids) for document in documents for encoded in self.encoder([document])):
+            raise ValueError(
+                f"The corpus {self.source.label!r} is empty: no document holds text (in utf-8). Check its path and "
+                "column."
+            )
+
+    def _open_whole(self) -> TokenTable | None:
+        """Open the folder if it is built and passes the quick check."""
+        if not (self.folder / INDEX_NAME).exists():
+            return None
+        try:
+            records = self._records()
+            total = sum(size for size, _ in records.values())
+            num_checked = min(len(records), max(1, _CHECKED_BYTES * len(records) // max(1, total)))
+            checked = {len(records) * place // num_checked for place in range(num_checked)}
+            for number, (path, (size, checksum)) in enumerate(records.items()):
+                problem = file_damage(path, size, checksum if number in checked else None)
+                if problem:
+                    logger.warning("Cached tokens %s: the file %s; it is rebuilt.", path, problem)
+                    return None
+            return TokenTable(partial(_open_files, list(records)))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("Cached tokens %s: the index cannot be read (%s); it is rebuilt.", self.folder, error)
+            return None
+
+    def _remove_damaged(self) -> None:
+        """Remove what is not as the index says; all of it, where the index itself cannot be read."""
+        if not (self.folder / INDEX_NAME).exists():
+            return  # a build that was killed, or none
+        try:
+            damaged = [path for path, record in self._records().items() if file_damage(path, *record)]
+            parts = {path.relative_to(self.folder).parts[0] for path in damaged}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            parts = {part.name for part in self.folder.iterdir() if part.is_dir()}
+        for part in parts:
+            shutil.rmtree(self.folder / part)
+
+    def _records(self) -> dict[Path, tuple[int, int]]:
+        values = json.loads((self.folder / INDEX_NAME).read_text())["files"]
+        return {self.folder / name: (int(size), int(checksum)) for name, (size, checksum) in values.items()}
+
+    def _write_index(self, paths: list[Path]) -> None:
+        sums = file_checksums(paths)
+        files = {path.relative_to(self.folder).as_posix(): (path.stat().st_size, sums[path]) for path in paths}
+        temporary = self.folder / f".{INDEX_NAME}"
+        temporary.write_text(json.dumps({"files": files}, indent=1))
+        os.replace(temporary, self.folder / INDEX_NAME)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a process needs to tokenise a part of a source, or a share of it."""
+
+    source: DocumentSource
+    encoder: DocumentEncoder
+    number: int
+    num_parts: int
+    num_jobs: int
+
+    def rows(self, jobs: list[int]) -> Iterator[dict[str, np.ndarray]]:
+        """Yield one row for each document, empty where it holds no text."""
+        _obey_parent()
+        try:
+            for job in jobs:
+                rows = self.source.stream().shard(self.num_parts, self.number).shard(self.num_jobs, job)
+                for batch in _batches(self.source.read(rows)):
+                    for encoded in self.encoder(batch):
+                        row = {"input_ids": encoded.token_ids}
+                        yield row if encoded.scored is None else row | {"scored": encoded.scored}
+        except (ValueError, TypeError, OSError) as error:
+            raise _TextError(str(error)) from error
+
+
+def _obey_parent() -> None:
+    """In a process of its own: end with the parent, leave signals to it, and use one thread."""
+    parent = multiprocess.parent_process()
+    if parent is None:
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # Slurm warns every process; the parent deals with it
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document) if isinstance(document, str) else 2**12
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _open_files(paths: Sequence[Path]) -> list[TokenChunk]:
+    """Map the Arrow files: the values of a column of lists are its token ids, one document behind the other."""
+    chunks = []
+    for path in paths:
+        columns = datasets.Dataset.from_file(str(path)).data
+        masks: list[Any] = columns.column("scored").chunks if "scored" in columns.column_names else []
+        for number, lists in enumerate(columns.column("input_ids").chunks):
+            scored = masks[number].flatten().to_numpy().view(bool) if masks else None
+            ends = lists.offsets.to_numpy()[1:] - lists.offsets[0].as_py()
+            chunks.append(TokenChunk(lists.flatten().to_numpy(), ends, scored))
+    return chunks
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show the progress of `datasets` on a terminal alone."""
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

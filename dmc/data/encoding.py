@@ -1,0 +1,152 @@
+"""Documents to token ids with the tokens that frame them, and which of these tokens are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from dmc.data.sources import Chat, Document
+from dmc.data.tokenizer import Framing
+
+_MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a document, what stands around it included; none where it holds nothing to read."""
+
+    token_ids: np.ndarray
+    scored: np.ndarray | None = None
+    """Whether each token is learned; None: all are."""
+
+
+EMPTY = Encoded(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Encodes texts, chats, and prompts with their completions.
+
+    In a chat the assistant's turns are learned: what the template marks as `{% generation %}`, or, where it marks
+    nothing, what follows the prompt for an answer. Of a prompt with its completion this and the separator are.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    framing: Framing
+
+    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Encode documents in one parallel batch, each framed; those without text give no token.
+
+        Raises:
+            ValueError: the tokenizer cannot tell what of a chat or prompt is learned.
+        """
+        found = [self._chat(each) if isinstance(each, list) else EMPTY for each in documents]
+        texts = {number: text for number, text in enumerate(documents) if isinstance(text, str) and _is_text(text)}
+        for number, token_ids in zip(texts, encode_documents(self.tokenizer, list(texts.values())), strict=True):
+            if token_ids:
+                found[number] = self._framed(token_ids)
+        for number, pair in enumerate(documents):
+            if isinstance(pair, tuple) and all(map(_is_text, pair)):
+                found[number] = self._pair(*pair)
+        return found
+
+    def _framed(self, token_ids: Sequence[int]) -> Encoded:
+        return Encoded(np.array([*self.framing.begin, *token_ids, self.framing.end], dtype=np.int32))
+
+    def _pair(self, prompt: str, completion: str) -> Encoded:
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"The tokenizer {self.tokenizer.name_or_path!r} does not say where its tokens stand.")
+        encoded = self.tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
+        learned = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
+        framed = self._framed(encoded["input_ids"])
+        return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
+
+    def _chat(self, messages: Chat) -> Encoded:
+        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        if not any(each.get("role") == "assistant" for each in messages):
+            return EMPTY
+        name = f"The tokenizer {self.tokenizer.name_or_path!r}"
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ValueError(
+                f"{name} has no chat template: take an instruct model's, or columns of prompt, completion."
+            )
+        try:
+            marked = "{% generation" in str(template) or "{%- generation" in str(template)
+            token_ids, learned = self._marked(messages) if marked else self._followed(messages)
+        except TemplateError as error:
+            raise ValueError(f"{name} has a chat template that refuses a chat: {error}") from error
+        begin, end = list(self.framing.begin), self.framing.end
+        if token_ids[: len(begin)] != begin:
+            token_ids, learned = begin + token_ids, [False] * len(begin) + learned
+        if token_ids[-1] != end:
+            token_ids, learned = [*token_ids, end], [*learned, False]
+        return Encoded(np.array(token_ids, dtype=np.int32), np.array(learned, dtype=bool))
+
+    def _marked(self, messages: Chat) -> tuple[list[int], list[bool]]:
+        encoded = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
+
+    def _followed(self, messages: Chat) -> tuple[list[int], list[bool]]:
+        """Find each answer between the chat before it, with the prompt for an answer, and the chat with it."""
+
+        def encode(count: int, prompts: bool = False) -> list[int]:
+            encoded = self.tokenizer.apply_chat_template(
+                messages[:count], return_dict=True, add_generation_prompt=prompts
+            )
+            return list(encoded["input_ids"])
+
+        token_ids = encode(len(messages))
+        learned = [False] * len(token_ids)
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before, behind = encode(number, prompts=True) if number else [], encode(number + 1)
+            if token_ids[: len(before)] != before or token_ids[: len(behind)] != behind:
+                raise ValueError(
+                    f"The tokenizer {self.tokenizer.name_or_path!r} has a chat template that writes earlier turns anew:"
+                    " mark the assistant's with {% generation %}, so that they can be told apart."
+                )
+            learned[len(before) : len(behind)] = [True] * (len(behind) - len(before))
+        return token_ids, learned
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts in one parallel batch, without special tokens.
+
+    A text of more than 2**20 characters is encoded in pieces cut at line ends; a token that would span a cut is split.
+
+    Returns:
+        One list of token ids per text.
+    """
+    pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
+    documents: list[list[int]] = [[] for _ in texts]
+    if pieces:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = tokenizer([piece for _, piece in pieces], **options)
+        for (number, _), token_ids in zip(pieces, encoded["input_ids"], strict=True):
+            documents[number] += token_ids
+    return documents
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _MAX_PIECE:
+        line_end = text.rfind("\n", start, start + _MAX_PIECE)
+        stop = start + _MAX_PIECE if line_end <= start else line_end
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _is_text(text: str) -> bool:
+    """Tell whether a text holds anything that tokenizers take: json can spell halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(text.strip())

@@ -1,0 +1,116 @@
+"""Token ids that Megatron-LM's `preprocess_data.py` has written: `PREFIX.bin` and `PREFIX.idx`, read as they are."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import IterableDataset
+
+from dmc.data.sources import DocumentSource, file_stamps
+from dmc.data.tokens import TokenChunk, TokenTable
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = "<9sQBQQ"  # magic, version, type of the ids, number of sequences, number of document boundaries
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CHECKED_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class MegatronSource(DocumentSource):
+    """The documents of one indexed dataset: nothing is tokenised, nothing is put between documents.
+
+    A document ends where the index says; whether a separator stands there is up to who wrote it (`--append-eod`).
+    """
+
+    prefix: str
+    """Path of both files without .bin and .idx."""
+    weight: float = 1.0
+    """Share in a blend, relative to the other sources, > 0."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight={self.weight} of {self.prefix!r} must be a finite number > 0")
+
+    @property
+    def label(self) -> str:
+        """The prefix."""
+        return self.prefix
+
+    def check(self) -> None:
+        """Raise a clear error if the two files are not what they should be.
+
+        Raises:
+            FileNotFoundError: one of them is not there.
+            ValueError: the index is damaged, of another version, or of other tokens.
+        """
+        _open(self.prefix)
+
+    def description(self) -> dict[str, Any]:
+        """Return the sizes and times of both files."""
+        return {"megatron": file_stamps(_paths(self.prefix))}
+
+    def stream(self) -> IterableDataset:
+        """Refuse: there is no text.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.prefix!r} holds token ids, not text: name the tokenizer they were made with (data.tokenizer.path), "
+            "and set data.streaming=false"
+        )
+
+    def open_tokens(self, vocab_size: int) -> TokenTable:
+        """Map the tokens.
+
+        Raises:
+            FileNotFoundError, ValueError: see `check`; the tokens are those of a larger vocabulary.
+        """
+        largest = int(_open(self.prefix)[0].token_ids[:_CHECKED_TOKENS].max(initial=0))
+        if largest >= vocab_size:
+            raise ValueError(f"{self.prefix}.bin holds token {largest}, the tokenizer has {vocab_size}: not its text")
+        return TokenTable(partial(_open, self.prefix))
+
+
+def _paths(prefix: str) -> tuple[Path, Path]:
+    return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+
+
+def _open(prefix: str) -> list[TokenChunk]:
+    index, tokens = _paths(prefix)
+    for path in (index, tokens):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: prefix={prefix!r} names PREFIX.bin and PREFIX.idx")
+    content = np.memmap(index, mode="r") if index.stat().st_size else np.empty(0, dtype=np.uint8)
+    size = struct.calcsize(_HEADER)
+    if len(content) < size or bytes(content[:9]) != _MAGIC:
+        raise ValueError(f"{index} is no index of a Megatron dataset: it does not begin with MMIDIDX")
+    _, version, code, num_sequences, num_bounds = struct.unpack(_HEADER, bytes(content[:size]))
+    if version != 1 or code not in _DTYPES:
+        raise ValueError(f"{index} has version {version} and type {code}: expected version 1 and an integer type")
+    if len(content) < size + 12 * num_sequences + 8 * num_bounds:
+        raise ValueError(f"{index} is cut off: {len(content)} bytes for {num_sequences} sequences")
+    lengths, pointers, bounds = (
+        np.frombuffer(content, dtype, count, offset)
+        for dtype, count, offset in (
+            ("<i4", num_sequences, size),
+            ("<i8", num_sequences, size + 4 * num_sequences),
+            ("<i8", num_bounds, size + 12 * num_sequences),
+        )
+    )
+    places = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    dtype = np.dtype(_DTYPES[code])
+    if not np.array_equal(pointers, places[:-1] * dtype.itemsize):
+        raise ValueError(f"{index}: the sequences do not stand one behind the other; write the dataset anew")
+    if tokens.stat().st_size != places[-1] * dtype.itemsize or bounds.max(initial=0) > num_sequences:
+        raise ValueError(f"{tokens} has {tokens.stat().st_size} bytes, its index tells {places[-1] * dtype.itemsize}")
+    if places[-1] == 0:
+        raise ValueError(f"{tokens} is empty")
+    ends = np.unique(np.append(places[bounds], places[-1]))  # the index begins with boundary 0
+    return [TokenChunk(np.memmap(tokens, dtype=dtype, mode="r"), ends[ends > 0])]

@@ -1,0 +1,132 @@
+"""Where documents come from: what every source of text offers, and how local files are read as streams of rows.
+
+A stream is an `IterableDataset`: its shards are files, stretches of a jsonl file, or row groups of a parquet file, one
+behind the other in the documents' order, so that any part is read alone and a place in it can be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset, load_dataset
+
+JSON_LINES_SHARD = 2**26
+"""Bytes of a jsonl file that make up a shard."""
+COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
+KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+
+Chat = list[dict[str, Any]]
+Document = str | Chat | tuple[str, str] | None
+"""A text, a chat, or a prompt and its completion; None: it cannot be decoded."""
+
+
+class DocumentSource:
+    """Base of all sources of text; a subclass gives the five members that raise here, and is pickled to processes."""
+
+    weight: float
+    """Share in a blend, relative to the other sources, > 0."""
+
+    @property
+    def label(self) -> str:
+        """A few letters for messages and file names."""
+        raise NotImplementedError
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens are read but not learned, as what a user writes in a chat."""
+        return False
+
+    def check(self) -> None:
+        """Raise a clear error if the documents cannot be read; write nothing."""
+        raise NotImplementedError
+
+    def description(self) -> dict[str, Any]:
+        """Return what identifies the documents (specification, file sizes and times), for the cache's key."""
+        raise NotImplementedError
+
+    def num_bytes(self) -> int:
+        """Return about how large the documents are; the same for the same description."""
+        raise NotImplementedError
+
+    def stream(self) -> IterableDataset:
+        """Open the rows that hold the documents, always in the same order."""
+        raise NotImplementedError
+
+    def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
+        """Yield the document of each row of the stream."""
+        return (row["text"] for row in rows)
+
+    def documents(self) -> Iterator[str | None]:
+        """Yield what each document says as one text, None for one that cannot be decoded."""
+        for document in self.read(self.stream()):
+            if isinstance(document, list):
+                yield "\n".join(str(message.get("content") or "") for message in document)
+            else:
+                yield "".join(document) if isinstance(document, tuple) else document
+
+
+def kind_of(path: Path) -> str:
+    """Return json, parquet, csv, arrow or text, as the file's name says."""
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes = suffixes[:-1]
+    return KINDS.get(suffixes[-1].lower(), "text") if suffixes else "text"
+
+
+def file_stamps(paths: Iterable[Path], relative_to: Path | None = None) -> list[list[Any]]:
+    """Return [path, size in bytes, modification time in ns] of each file."""
+    stamps: list[list[Any]] = []
+    for path in paths:
+        status = path.stat()
+        name = path.relative_to(relative_to) if relative_to else path.resolve()
+        stamps.append([name.as_posix(), status.st_size, status.st_mtime_ns])
+    return stamps
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text, or None if it is not utf-8 (a byte order mark is dropped)."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def stream_texts(files: Sequence[Path]) -> IterableDataset:
+    """Stream whole files as rows of `{"text": ...}`, None for one that is not utf-8."""
+    return IterableDataset.from_generator(_texts, gen_kwargs={"files": [str(path) for path in files]})
+
+
+def stream_rows(files: Sequence[Path]) -> IterableDataset:
+    """Stream the rows of json, parquet, csv or arrow files: no second copy of them is written to any cache."""
+    if all(path.suffix.lower() == ".jsonl" for path in files):
+        sizes = {str(path): path.stat().st_size for path in files}
+        spans = [(path, start) for path, size in sizes.items() for start in range(0, size, JSON_LINES_SHARD)]
+        return IterableDataset.from_generator(_json_lines, gen_kwargs={"spans": spans})
+    names = [str(path) for path in files if path.stat().st_size]
+    if kind_of(files[0]) == "arrow":
+        return load_dataset("arrow", data_files=names, split="train", streaming=True)
+    return getattr(IterableDataset, f"from_{kind_of(files[0])}")(names).reshard()
+
+
+def _texts(files: list[str]) -> Iterator[dict[str, str | None]]:
+    for file in files:
+        yield {"text": read_text(Path(file))}
+
+
+def _json_lines(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines that begin in each stretch of a file: the library's reader takes no part of a file."""
+    for path, start in spans:
+        with open(path, "rb") as file:
+            if start:
+                file.seek(start - 1)
+                file.readline()  # it began before `start`
+            while file.tell() < start + JSON_LINES_SHARD and (line := file.readline()):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"a line of {path} is a {type(row).__name__}, expected an object")
+                    yield row

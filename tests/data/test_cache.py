@@ -1,0 +1,368 @@
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import multiprocess
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from dmc.data import Blend, DocumentSource, PackedTokens, StandardLibrarySource, TextSource, build_packed
+from dmc.data import train_tokenizer as train
+from dmc.data.encoding import encode_documents
+
+LENGTH = 16
+CONTEXT = multiprocessing.get_context("forkserver")
+
+Build = Callable[..., PackedTokens]
+
+
+@pytest.fixture
+def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Build:
+    def run(name: str = "cache", num_processes: int = 1, **options: Any) -> PackedTokens:
+        source = TextSource(str(corpus))
+        return build_packed(source, tokenizer, LENGTH, tmp_path / name, num_processes=num_processes, **options)
+
+    return run
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 1,500 bytes, and a process for each 100."""
+    monkeypatch.setattr("dmc.data.cache.PART_BYTES", 1500)
+    monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
+
+
+@pytest.fixture
+def expected(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    texts = [path.read_text() for path in sorted(corpus.iterdir())]
+    return np.concatenate([[*ids, tokenizer.eos_token_id] for ids in encode_documents(tokenizer, texts)])
+
+
+def tokens_of(packed: Any) -> list[int]:
+    return packed.tokens.window(0, len(packed.tokens)).token_ids.tolist()
+
+
+def arrows(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*.arrow")}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")}
+
+
+def rows_of(corpus: Path) -> list[dict[str, str]]:
+    return [{"text": path.read_text()} for path in sorted(corpus.iterdir())]
+
+
+def test_shards_of_every_source_are_its_documents_in_their_order(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", 300)
+    monkeypatch.setattr("dmc.data.text._HUB_SHARD", 300)
+    (folder := tmp_path / "formats").mkdir()
+    for part in range(3):
+        rows = datasets.Dataset.from_list(rows_of(corpus)[part::3])
+        rows.to_json(folder / f"{part}.jsonl")
+        rows.to_csv(folder / f"{part}.csv")
+        rows.to_parquet(folder / f"{part}.parquet", batch_size=4)
+        (folder / f"{part}.json").write_text(json.dumps(rows.to_list()))
+    hub = datasets.Dataset.from_list(rows_of(corpus))
+    monkeypatch.setattr("dmc.data.text.load_dataset", lambda *_, **__: hub)
+    sources: dict[str, DocumentSource] = {"text": TextSource(str(corpus)), "hub": TextSource("owner/name")}
+    sources["library"] = StandardLibrarySource("validation")
+    sources |= {each: TextSource(str(folder), files=f"*.{each}") for each in ("jsonl", "csv", "parquet", "json")}
+    for name, source in sources.items():
+        whole, stream = list(source.documents()), source.stream()
+        assert len(whole) >= 10 and source.num_bytes() > 1000, name
+        assert stream.num_shards >= (3 if name in ("csv", "json") else 10), name
+        for num_parts in (1, 2, min(7, stream.num_shards)):
+            found = [list(source.read(stream.shard(num_parts, part))) for part in range(num_parts)]
+            assert [text for texts in found for text in texts] == whole, (name, num_parts)
+
+
+def test_line_belongs_to_the_shard_in_which_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": "é" * number + str(number)}, ensure_ascii=number % 2 == 0) for number in range(9)]
+    for ending in ("", "\n", "\n\n \n"):
+        (tmp_path / "a.jsonl").write_text("\n".join(lines[:4]) + "\n", encoding="utf-8")
+        (tmp_path / "b.jsonl").write_text("\n".join(lines[4:]) + ending, encoding="utf-8")
+        for num_bytes in range(1, 200, 7):
+            monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", num_bytes)
+            assert list(TextSource(str(tmp_path)).documents()) == [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize("part_bytes", [10**9, 3000, 500, 40])
+def test_tokens_do_not_depend_on_the_parts(
+    part_bytes: int, build: Build, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.cache.PART_BYTES", part_bytes)
+    built = build()
+    assert tokens_of(built) == expected.tolist()
+    assert (built.tokens.num_documents, built.tokens.num_skipped) == (40, 0)
+    num_bytes = TextSource(str(tmp_path / "corpus")).num_bytes()
+    assert len(arrows(tmp_path / "cache")) == min(40, -(-num_bytes // part_bytes))
+
+
+@pytest.mark.usefixtures("parts")
+def test_number_of_processes_changes_no_token_and_several_may_read_what_one_wrote(
+    build: Build, expected: np.ndarray, tmp_path: Path
+) -> None:
+    assert tokens_of(build("several", num_processes=3)) == expected.tolist()
+    several = arrows(tmp_path / "several")
+    assert len(several) > 2 * len({Path(name).parts[1] for name in several})
+    assert tokens_of(build("several", num_processes=1)) == expected.tolist()
+    assert arrows(tmp_path / "several") == several
+
+
+def test_two_builds_write_identical_bytes(build: Build, tmp_path: Path) -> None:
+    build("one")
+    build("two")
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert build("one").tokens.num_bytes == 2 * len(build("one").tokens)
+
+
+def test_second_build_reads_the_cache_whatever_the_length_and_weight(
+    build: Build, corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build()
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr("dmc.data.encoding.encode_documents", fail)
+    monkeypatch.setattr(TextSource, "stream", fail)
+    again: Any = build_packed(TextSource(str(corpus), weight=3), tokenizer, 2 * LENGTH, tmp_path / "cache")
+    assert tokens_of(again) == tokens_of(built)
+
+
+def test_changed_text_or_tokenizer_makes_another_folder(
+    build: Build, corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def folders() -> int:
+        return sum(path.is_dir() for path in (tmp_path / "cache").iterdir())
+
+    build()
+    other = train(["other words entirely, other words"], 300, tmp_path / "other")
+    build_packed(TextSource(str(corpus)), other, LENGTH, tmp_path / "cache")
+    assert folders() == 2
+    (corpus / "000.txt").write_text("changed text")
+    build()
+    assert folders() == 3
+    os.utime(corpus / "001.txt", ns=(0, 0))
+    build()
+    assert folders() == 4
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+def test_damaged_part_alone_is_rebuilt_with_a_warning(
+    damage: Any, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build()
+    cache = tmp_path / "cache"
+    before = arrows(cache)
+    (path,) = (cache / name for name in before if "00002-of" in name)
+    damage(path)
+    assert tokens_of(build()) == expected.tolist()
+    assert {name for name, time in arrows(cache).items() if time != before[name]} == {str(path.relative_to(cache))}
+    record = caplog.records[0]
+    assert record.levelno == logging.WARNING and "rebuilt" in record.getMessage() and "00002" in record.getMessage()
+    caplog.clear()
+    build()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("content", ["", '{"files": 1}', "[]", '{"files": {"a": 3}}'])
+def test_damaged_index_means_a_new_build_with_a_warning(
+    content: str, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build()
+    (path,) = (tmp_path / "cache").rglob("index.json")
+    path.write_text(content)
+    assert tokens_of(build()) == expected.tolist()
+    assert "index cannot be read" in caplog.records[0].getMessage()
+    caplog.clear()
+    build()
+    assert not caplog.records
+
+
+def test_of_a_large_folder_all_sizes_and_some_bytes_are_checked(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.cache.PART_BYTES", 500)
+    build()
+    read: list[bool] = []
+    total = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow"))
+    monkeypatch.setattr("dmc.data.cache._CHECKED_BYTES", total // 3)
+    monkeypatch.setattr("dmc.data.cache.file_damage", lambda path, size, checksum: read.append(checksum is not None))
+    build()
+    assert len(read) == len(arrows(tmp_path / "cache")) and sum(read) == len(read) // 3
+
+
+class SlowSource(TextSource):
+    """Reads a document every few milliseconds, so that there is a moment to kill the reader in."""
+
+    def read(self, rows: Any) -> Iterator[Any]:
+        for text in super().read(rows):
+            time.sleep(0.005)
+            yield text
+
+
+def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, num_processes: int) -> None:
+    from dmc.data import cache
+
+    cache.PART_BYTES, cache._JOB_BYTES = 1500, 100
+    build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, num_processes=num_processes)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_build_goes_on_and_keeps_every_whole_part(
+    num_processes: int,
+    expected: np.ndarray,
+    build: Build,
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    folder = tmp_path / "cache"
+    process = CONTEXT.Process(target=build_slowly, args=(str(corpus), tokenizer, folder, num_processes))
+    process.start()
+    while len(kept := {name: time for name, time in arrows(folder).items() if "incomplete" not in name}) < 3:
+        assert process.is_alive()
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not list(folder.rglob("index.json"))
+    build_slowly(str(corpus), tokenizer, folder, 1)  # waits for no lock of the dead
+    assert kept.items() <= arrows(folder).items()
+    assert not list(folder.rglob("*incomplete/*"))
+
+
+def test_builders_at_the_same_time_agree(
+    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, build: Build, expected: np.ndarray
+) -> None:
+    arguments = (str(corpus), tokenizer, tmp_path / "shared", 1)
+    processes = [CONTEXT.Process(target=build_slowly, args=arguments) for _ in range(2)]
+    threads = [threading.Thread(target=build, args=("shared",)) for _ in range(2)]
+    for builder in (*processes, *threads):
+        builder.start()
+    for builder in (*processes, *threads):
+        builder.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(list((tmp_path / "shared").rglob("index.json"))) == 1
+    assert tokens_of(build("shared")) == expected.tolist()
+
+
+class DeadlySource(TextSource):
+    """Kills the process that reads, as the kernel does when memory runs out."""
+
+    def read(self, rows: Any) -> Iterator[Any]:
+        for number, text in enumerate(super().read(rows)):
+            if number == 3 and multiprocess.parent_process() is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield text
+
+
+def test_killed_worker_is_an_error_that_says_what_to_do(
+    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
+    with pytest.raises(ChildProcessError, match=r"was killed.*lower data\.num_processes=2"):
+        build_packed(DeadlySource(str(corpus)), tokenizer, LENGTH, tmp_path / "cache", num_processes=2)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_text_that_breaks_off_is_told_as_it_is(
+    num_processes: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
+    monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", 1000)
+    lines = ['{"text": "some words"}'] * 200
+    for last, error in (('{"text": 3}', "holds int, expected text"), ('{"text": ', "cannot be read as json")):
+        (tmp_path / "a.jsonl").write_text("\n".join([*lines, last]))
+        with pytest.raises(ValueError, match=error):
+            build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path, num_processes=num_processes)
+        assert not list(tmp_path.rglob("index.json"))
+
+
+def test_several_sources_become_a_blend_in_their_weights(
+    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sources = [
+        TextSource(str(corpus), files="00*.txt", weight=3),
+        TextSource(str(corpus), files=["01*.txt", "02*.txt"], weight=1),
+    ]
+    blend = build_packed(sources, tokenizer, LENGTH, tmp_path / "cache", seed=3)
+    assert isinstance(blend, Blend)
+    assert blend.seed == 3
+    assert [dataset.tokens.num_documents for dataset in blend.datasets] == [10, 20]
+    assert sum(blend[position]["source"] == 0 for position in range(40)) == 30
+
+
+def test_skipped_documents_are_counted_and_reported_once(
+    corpus: Path, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    (corpus / "900.txt").write_bytes(b"\xff\xfe\x00broken")
+    (corpus / "901.txt").write_bytes(b"")
+    (corpus / "902.txt").write_bytes(b" \n\n")
+    for _ in range(2):
+        packed = build()
+        assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (40, 3)
+    (record,) = caplog.records
+    assert "skipped 3 documents without text or not in utf-8, kept 40" in record.getMessage()
+
+
+@pytest.mark.parametrize("odd", ['{"text": ""}', '{"text": null}', '{"other": 1}', '{"text": "half \\ud800"}'])
+def test_rows_without_text_are_counted_skips(odd: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    lines = [odd] * 50 + ['{"text": "some words here"}'] + [odd] * 50
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for _ in range(2):
+        packed: Any = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
+        assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (1, 100)
+        assert tokenizer.decode(tokens_of(packed)[:-1]) == "some words here"
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xff"])
+def test_corpus_without_text_is_refused_before_anything_is_written(
+    content: bytes, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is empty: (no document holds text|its files have no bytes)"):
+        build_packed(TextSource(str(tmp_path / "a.txt")), tokenizer, LENGTH, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(
+    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source, cache = TextSource(str(corpus)), tmp_path / "cache"
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(FileNotFoundError, match=r"missing\.txt"):  # every source is checked before the first is built
+        build_packed([source, TextSource(str(tmp_path / "missing.txt"))], tokenizer, LENGTH, cache)
+    with pytest.raises(ValueError, match="No source of documents"):
+        build_packed([], tokenizer, LENGTH, cache)
+    with pytest.raises(ValueError, match="sequence_length=0"):
+        build_packed(source, tokenizer, 0, cache)
+    with pytest.raises(ValueError, match="no eos token"):
+        build_packed(source, bare, LENGTH, cache)
+    assert not cache.exists()
+    with pytest.raises(ValueError, match="fewer than one sequence"):
+        build_packed(source, tokenizer, 10**6, cache)

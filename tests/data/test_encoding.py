@@ -1,0 +1,159 @@
+"""Of chats and instructions the answers are learned: in the cache, in streams, whatever the template marks."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from dmc.data import Framing, StreamLoader, TextSource, build_packed, framing_of
+from dmc.data.encoding import DocumentEncoder
+
+PLAIN = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>{% generation %}{{ m['content'] }}\n"
+    "{% endgeneration %}{% else %}<{{ m['role'] }}>{{ m['content'] }}\n{% endif %}{% endfor %}"
+)
+FORGETFUL = "{% for m in messages[-2:] %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+CHAT = [
+    {"role": "user", "content": "the cache holds?"},
+    {"role": "assistant", "content": "every key and value"},
+    {"role": "user", "content": "until?"},
+    {"role": "assistant", "content": "it is merged"},
+]
+ANSWERS = ["every key and value\n", "it is merged\n"]
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def runs(token_ids: list[int], learned: list[bool], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the stretches of learned tokens as text."""
+    found: list[list[int]] = []
+    for number, (token, is_learned) in enumerate(zip(token_ids, learned, strict=True)):
+        if is_learned:
+            found += [] if number and learned[number - 1] else [[]]
+            found[-1].append(token)
+    return [tokenizer.decode(each) for each in found]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_what_the_assistant_says_is_learned(template: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    instruct = with_template(tokenizer, template)
+    (encoded,) = DocumentEncoder(instruct, framing_of(instruct))([CHAT])
+    assert encoded.scored is not None
+    assert runs(encoded.token_ids.tolist(), encoded.scored.tolist(), tokenizer) == ANSWERS
+    expected = "".join(f"<{each['role']}>{each['content']}\n" for each in CHAT)
+    assert tokenizer.decode(encoded.token_ids) == expected + "<|endoftext|>"
+
+
+def test_chat_is_framed_where_its_template_does_not(tokenizer: PreTrainedTokenizerFast) -> None:
+    begin, end = tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id
+    for template in (MARKED, "a" + MARKED + "<|endoftext|>"):
+        encoded = DocumentEncoder(with_template(tokenizer, template), Framing((begin,), end))([CHAT])[0]
+        token_ids = encoded.token_ids.tolist()
+        assert token_ids[0] == begin != token_ids[1] and token_ids.count(end) == 1 and token_ids[-1] == end
+        assert encoded.scored is not None and not encoded.scored[[0, -1]].any()
+
+
+def test_completion_and_what_ends_it_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoder = DocumentEncoder(tokenizer, Framing((5,), tokenizer.eos_token_id))
+    (encoded,) = encoder([("the cache holds ", "every key")])
+    assert encoded.token_ids.tolist() == [5, *tokenizer.encode("the cache holds every key"), tokenizer.eos_token_id]
+    assert encoded.scored is not None
+    (learned,) = runs(encoded.token_ids.tolist(), encoded.scored.tolist(), tokenizer)
+    assert learned.endswith("every key<|endoftext|>") and len(learned) <= len(" every key<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        (None, CHAT, "has no chat template: take an instruct model's"),
+        (FORGETFUL, CHAT, "writes earlier turns anew: mark the assistant's with {% generation %}"),
+        ("{{ raise_exception('no system turn') }}", CHAT, "refuses a chat: no system turn"),
+    ],
+)
+def test_chat_that_cannot_be_told_apart_is_refused(
+    template: str | None, chat: Any, message: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DocumentEncoder(with_template(tokenizer, template), framing_of(tokenizer))([chat])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    chats = [[{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i} is so"}]
+             for i in range(30)]  # fmt: skip
+    chats[7] = chats[7][:1]  # nobody answers
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    pairs = [{"question": f"question {i} ", "answer": f"answer {i} is so" if i != 7 else None} for i in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "plain.txt").write_text("words of no chat at all " * 30)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("chats", {"messages": "messages"}), ("pairs", {"prompt": "question", "completion": "answer"})],
+)
+def test_cached_and_streamed_answers_are_masked_alike(
+    name: str, options: dict[str, str], folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    instruct = with_template(tokenizer, MARKED)
+    source = TextSource(str(folder / f"{name}.jsonl"), **options)
+    packed: Any = build_packed(source, instruct, 16, folder / "cache", document_starts=True)
+    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (29, 1)
+    items = [packed[index] for index in range(len(packed))]
+    flat = {key: torch.cat([item[key] for item in items]) for key in ("input_ids", "loss_mask", "document_starts")}
+    learned = runs(flat["input_ids"].tolist(), flat["loss_mask"].tolist(), tokenizer)
+    assert all("answer" in text and "question" not in text for text in learned[:-1]) and len(learned) > 20
+    assert all(flat["document_starts"][1:][flat["input_ids"][:-1] == tokenizer.eos_token_id])
+    loader = StreamLoader(
+        [source], instruct, 16, num_lanes=1, batch_size=1, num_draws=len(packed), document_starts=True
+    )
+    for item, batch in zip(items, loader, strict=True):
+        for key in flat:
+            assert torch.equal(item[key], batch[key][0])
+
+
+def test_text_beside_chats_is_learned_whole(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    instruct = with_template(tokenizer, PLAIN)
+    sources = [TextSource(str(folder / "chats.jsonl"), messages="messages"), TextSource(str(folder / "plain.txt"))]
+    blend: Any = build_packed(sources, instruct, 16, folder / "cache")
+    items = [blend[position] for position in range(8)]
+    assert {bool(item["loss_mask"].all()) for item in items if item["source"] == 1} == {True}
+    assert {bool(item["loss_mask"].all()) for item in items if item["source"] == 0} == {False}
+    assert "loss_mask" not in build_packed(sources[1], instruct, 16, folder / "cache")[0]
+
+
+def test_another_template_makes_another_cache_of_chats_alone(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    sources = [TextSource(str(folder / "chats.jsonl"), messages="messages"), TextSource(str(folder / "plain.txt"))]
+    for count, template in ((2, PLAIN), (3, MARKED)):
+        build_packed(sources, with_template(tokenizer, template), 16, folder / "cache")
+        assert sum(path.is_dir() for path in (folder / "cache").iterdir()) == count
+
+
+def test_options_of_chats_that_contradict_are_refused(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for options in ({"prompt": "question"}, {"completion": "a"}, {"messages": "m", "prompt": "q", "completion": "a"}):
+        with pytest.raises(ValueError, match="give messages=, or prompt= and completion="):
+            TextSource("a.jsonl", **options)
+    pairs, text = str(folder / "pairs.jsonl"), str(folder / "plain.txt")
+    with pytest.raises(TypeError, match=r"'question' .* holds str, expected a list of messages"):
+        TextSource(pairs, messages="question").check()
+    with pytest.raises(ValueError, match="no column 'messages'; it has"):
+        TextSource(pairs, messages="messages").check()
+    with pytest.raises(ValueError, match="holds text files, which have no columns"):
+        TextSource(text, messages="messages").check()
+    assert next(TextSource(pairs, prompt="question", completion="answer").documents()) == "question 0 answer 0 is so"
+    assert (
+        next(TextSource(str(folder / "chats.jsonl"), messages="messages").documents()) == "question 0\nanswer 0 is so"
+    )
