@@ -127,6 +127,8 @@ class NonFiniteGuard(AfterStep):
 def _kept(batch: dict[str, Any], loss: Tensor) -> dict[str, Any]:
     """Return what a replay needs of a micro-batch, on the CPU, with its loss."""
     tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+    if batch.get("documents") is not None:
+        tensors["document_starts"] = batch["documents"].starts.cpu()
     return tensors | {"position": torch.tensor(batch["position"]), "loss": float(loss)}
 
 
