@@ -233,6 +233,7 @@ def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, num_processes=num_processes)
 
 
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_killed_build_goes_on_and_keeps_every_whole_part(
     num_processes: int,
@@ -251,7 +252,7 @@ def test_killed_build_goes_on_and_keeps_every_whole_part(
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not list(folder.rglob("index.json"))
-    build_slowly(str(corpus), tokenizer, folder, 1)  # waits for no lock of the dead
+    build_packed(SlowSource(str(corpus)), tokenizer, LENGTH, folder, num_processes=1)  # waits for no lock of the dead
     assert kept.items() <= arrows(folder).items()
     assert not list(folder.rglob("*incomplete/*"))
 
