@@ -1,20 +1,24 @@
 """What a run may add to the paper's recipe: a teacher, a led weight, gates alone, delays that shrink."""
 
 import copy
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from launching import Ranks, logged, logged_losses
 
 from dmc.config import RatioControlConfig, RunConfig, build_config
+from dmc.data import ResumableOrder, TextSource, build_packed, train_tokenizer
 from dmc.models import load_model, retrofit
 from dmc.training import train
 from dmc.training.callbacks.ratio_control import RatioControl
 from dmc.training.checkpoints.generations import remove
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
+from dmc.training.text_data import document_framing
 
 LED = {"gain": 0.5, "max_weight": 50.0}
 
@@ -39,6 +43,36 @@ def recipe(run_values, base):
 
 def trained(values, folder: Path) -> Path:
     return train(build_config(RunConfig, dict(values, output_dir=str(folder)))).folder
+
+
+def test_of_prompts_and_completions_only_the_completions_are_learned(run_values, tmp_path):
+    rows = [{"question": f"what is {i} and {i}? ", "answer": f"{i} and {i} is {i + i}." * (i % 4)} for i in range(99)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = train_tokenizer([row["question"] + row["answer"] for row in rows], 300, str(tmp_path / "tokenizer"))
+    source = {"_target_": "dmc.data.TextSource", "name": str(tmp_path / "rows.jsonl")}
+    source |= {"prompt": "question", "completion": "answer"}
+    run_values["data"] |= {"train": {"rows": source}, "tokenizer": {"path": str(tmp_path / "tokenizer")}}
+    run_values["data"]["cache_folder"] = str(tmp_path / "cache")
+    run_values["training"] |= {"stages": {"pretrain": {"steps": 1}}, "snapshot_ratios": []}
+    config = build_config(RunConfig, run_values | {"compression": None})
+    loss = logged(train(config).folder, "train/loss")[0]
+
+    packed = build_packed(
+        TextSource(**{key: source[key] for key in source if key != "_target_"}),
+        tokenizer,
+        32,
+        config.data.cache_folder,
+        framing=document_framing(config.data, tokenizer),
+    )
+    order = ResumableOrder.over(packed, config.seed, num_draws=4)
+    items = [packed[order.index_at(position)] for position in range(4)]
+    assert len({int(item["loss_mask"].sum()) for item in items}) > 1
+    model = fresh_model(config.model, len(tokenizer), config.seed)
+    means = []
+    for item in items:
+        ids, learned = item["input_ids"], item["loss_mask"][1:]
+        means.append(F.cross_entropy(model(ids[None]).logits[0, :-1][learned], ids[1:][learned]))
+    assert loss == pytest.approx(float(torch.stack(means).mean().detach()), rel=1e-5)
 
 
 def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):
