@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,7 +18,7 @@ from dmc.config import build_config
 from dmc.models.build import random_model, twin
 from dmc.provenance import provenance
 from dmc.results.benchmark import BenchmarkConfig, format_table, run_benchmark
-from dmc.results.pareto import plot_pareto
+from dmc.results.plots import draw_speed
 
 
 def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
@@ -48,7 +49,7 @@ def main(settings: DictConfig) -> None:
     rows = run_benchmark(config, *models, store)
     table = format_table(rows)
     (folder / "table.md").write_text(table + "\n")
-    plot_pareto(rows, folder / "pareto.png")
+    draw_speed(pandas.DataFrame(rows).dropna(subset="token_seconds")).write(folder / "pareto.png")
     print(f"\n{table}\n\n{folder / 'results.jsonl'}, {folder / 'pareto.png'}")
 
 

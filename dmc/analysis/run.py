@@ -16,7 +16,7 @@ from dmc.analysis.segments import segment_text
 from dmc.analysis.survivors import find_survivors
 from dmc.data import DocumentSource, build_packed
 from dmc.policies import EvictionPolicy
-from dmc.policies.from_config import policy_from_config
+from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.provenance import provenance
 from dmc.results.grid import ComparedModel, EngineSettings, check_fits, describe_model
 from dmc.runtime import Engine
@@ -78,6 +78,18 @@ class AnalyseConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
         if self.segmentation.tokens < 1:
             raise ValueError(f"segmentation.tokens={self.segmentation.tokens}: expected a whole number >= 1")
+
+    @property
+    def name(self) -> str:
+        """Of model, policy and budget, or of the training run."""
+        if self.model is None:
+            return Path(str(self.run)).name
+        name = "/".join(Path(self.model.path).parts[-2:])
+        if not self.policy:
+            return name
+        budget = parse_budget(self.budget)
+        asked = f"CR {budget_name(budget)}" if budget.tokens is None else f"{budget.tokens} tokens"
+        return f"{name}, {self.policy['_target_'].rpartition('.')[2]} at {asked}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,7 @@ def run_analysis(
     Raises:
         ValueError: the text is too short, or the tokenizer does not suit.
     """
-    figures = Figures(Path(config.output))
+    figures = Figures(Path(config.output), config.name)
     if config.model is not None and analysis.source is not None:
         model, tokenizer = load(config.model)
         if tokenizer is None:
@@ -166,7 +178,12 @@ def run_analysis(
             figures.entries_by_head(survives.sum(-1).float().mean(0))
     if analysis.history is not None:
         figures.ratio_over_training(*analysis.history)
-    record = {"config": asdict(config), "files": [path.name for path in figures.paths], "provenance": provenance()}
+    record = {
+        "name": config.name,
+        "config": asdict(config),
+        "files": [path.name for path in figures.paths],
+        "provenance": provenance(),
+    }
     figures.path("analysis.json").write_text(json.dumps(record, indent=1))
     return figures.paths
 

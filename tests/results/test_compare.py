@@ -315,8 +315,8 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, 
     assert "| base, bad |" not in table
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row | PROVENANCE) + "\n" for row in rows))
     findings = read_folders([tmp_path])
-    assert [result.name for result in findings.results] == ["h2o", "tova"]
-    assert [each.error for each in findings.failures] == [f"not finite: loss is {value}"]
+    assert list(findings.summary["name"]) == ["h2o", "tova"]
+    assert list(findings.failures["error"]) == [f"not finite: loss is {value}"]
     write_page(findings, tmp_path / "page")
 
 

@@ -53,11 +53,11 @@ def test_a_sweep_over_an_option_keeps_a_line_for_each_value(tmp_path: Path) -> N
         written = {row["key"]: row["policy"] for row in csv.DictReader(file)}
     assert {written[f"h2o-{recent}"] for recent in (4, 8, 16)} == {f"h2o (recent={recent})" for recent in (4, 8, 16)}
     page = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
-    assert {result.title for result in page.results} == {
+    assert set(page.summary["label"]) == {
         "full cache",
         *(f"h2o (recent={recent}) at CR 4" for recent in (4, 8, 16)),
     }
-    assert len({curve.title for curve in page.curves}) == 4
+    assert page.places["label"][page.places["by"] == "position"].nunique() == 4
 
 
 def test_a_grid_of_a_then_b_then_a_shows_both(folders: Any, tmp_path: Path, capsys: Any) -> None:
@@ -127,9 +127,7 @@ def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path: Path) -> 
     table = write_evaluation_report([*first, other], tmp_path)
     assert "cs (acc)" in table and "cs_a (acc)" in table and "left out" not in table
     assert "| 0.6000 ± 0.0071 | 0.9000 ± 0.0100 |" in table
-    assert {
-        result.task for result in read_folders([write_rows([*first, other], tmp_path / "cells.jsonl")]).results
-    } == {
+    assert set(read_folders([write_rows([*first, other], tmp_path / "cells.jsonl")]).summary["task"]) == {
         "cs",
         "cs_a",
     }
@@ -167,8 +165,7 @@ def test_two_models_of_one_name_stand_apart(tmp_path: Path) -> None:
     assert sorted(set(lines_of(write_report(rows, tmp_path)))) == [
         f"base (path={path}), {policy}" for path in ("one", "two") for policy in ("full", "h2o")
     ]
-    results = read_folders([write_rows(rows, tmp_path / "cells.jsonl")]).results
-    assert len({result.title for result in results}) == 4
+    assert read_folders([write_rows(rows, tmp_path / "cells.jsonl")]).summary["label"].nunique() == 4
 
 
 def test_rows_of_an_earlier_version_are_read_with_one_warning_and_stand_apart(
@@ -207,9 +204,10 @@ def test_the_study_compares_what_its_own_settings_measured(folders: Any, tmp_pat
     assert len(Store(tmp_path / "study" / "compare" / "cells.jsonl").rows()) == 3
 
 
-def test_curves_of_the_same_task_in_two_folders_are_not_drawn_together(tmp_path: Path) -> None:
+def test_a_cell_in_two_folders_is_shown_once(tmp_path: Path) -> None:
     folders = [write_rows([compare_row("full")], tmp_path / name / "cells.jsonl") for name in ("one", "two")]
-    assert len({curve.task for curve in read_folders(folders).curves}) == 2
+    page = read_folders(folders)
+    assert len(page.summary) == 1 and not page.places.duplicated(["by", "position", "layer", "head"]).any()
 
 
 def test_one_policy_over_two_models_in_two_folders_is_not_taken_for_one_method(tmp_path: Path) -> None:
@@ -217,7 +215,7 @@ def test_one_policy_over_two_models_in_two_folders_is_not_taken_for_one_method(t
     for model in ("one", "two"):
         rows = [compare_row("full", model=model, task=model), compare_row("h2o", 4.0, model, model=model)]
         folders.append(write_rows(rows, tmp_path / model / "cells.jsonl"))
-    assert {result.name for result in read_folders(folders).results} == {
+    assert set(read_folders(folders).summary["name"]) == {
         "one full cache",
         "two full cache",
         "one h2o",

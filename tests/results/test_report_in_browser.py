@@ -81,7 +81,7 @@ def test_page_is_quiet_alone_and_fits_every_width(page, which, request, tmp_path
 def test_a_click_sorts_numbers_and_a_second_reverses_them(page, grid_page):
     page.open(grid_page.as_uri())
     header = "document.querySelectorAll('section table')[0].tHead.rows[0].cells[{0}]"
-    for column in (4, 8):  # quality, bytes/token
+    for column in (4, 9):  # quality, bytes/token
         click = f"{header.format(column)}.querySelector('button').click()"
         before = page.evaluate(NUMBERS.format(column))
         page.evaluate(click)
@@ -154,7 +154,7 @@ def test_a_pointed_mark_speaks_and_its_method_lights_up_everywhere(page, grid_pa
     page.evaluate("document.querySelector('.mark[data-method=\"base, h2o\"][data-tip]').focus()")
     assert "h2o at CR" in page.evaluate("document.getElementById('tip').textContent")
     assert page.evaluate("[...document.querySelectorAll('.on')].every(each => each.dataset.method === 'base, h2o')")
-    assert page.evaluate("document.querySelectorAll('tr.on').length") == 6
+    assert page.evaluate("document.querySelector('table').querySelectorAll('tr.on').length") == 6
     page.evaluate("document.activeElement.blur()")
     assert page.evaluate("document.getElementById('tip').hidden && !document.querySelector('.on')")
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from dmc import load_model
 from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
-from dmc.results.report import read_folders, write_page
-from dmc.results.report.verdict import judge
+from dmc.results.plots import draw_analysis
+from dmc.results.report import judge, read_folders, write_page
 from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
 
 
@@ -55,63 +55,68 @@ def column(path: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-def test_gates_are_told_as_the_files_have_them(gates: Path) -> None:
-    (inside,) = read_folders([gates]).insides
-    assert inside.name.endswith("/compressed") and inside.text == "3 x 192 tokens"
+def test_gates_are_told_and_drawn_as_the_files_have_them(gates: Path) -> None:
+    (inside,) = read_folders([gates]).analyses
+    assert inside["name"].endswith("/compressed") and inside["text"] == "over 3 x 192 tokens"
     ratios = column(gates / "ratio_by_head.csv", "ratio")
-    assert [ratio for layer in inside.ratios for ratio in layer] == ratios and len(inside.ratios) == 2
-    assert inside.ratio == pytest.approx(statistics.harmonic_mean(ratios))
-    length, position = inside.profiles
-    assert (length.axis, length.places) == ("tokens", column(gates / "ratio_over_length.csv", "tokens"))
-    assert length.of_layers[1] == column(gates / "ratio_over_length.csv", "layer_1")
+    assert inside["ratios"].to_numpy().ravel().tolist() == ratios and len(inside["ratios"]) == 2
+    length, position, segments = (
+        draw_analysis(kind, inside["tables"][kind], "x").panels[0]
+        for kind in ("ratio_over_length", "decision_over_position", "segment_lengths")
+    )
+    assert list(length.lines[1].get_ydata()) == column(gates / "ratio_over_length.csv", "layer_1")
     merged = column(gates / "decision_over_position.csv", "all")
-    assert position.of_all == pytest.approx([statistics.fmean(merged[at : at + 3]) for at in range(0, 192, 3)])
-    assert inside.segments is not None
-    assert inside.segments.mean == pytest.approx(inside.ratio)
-    assert inside.segments.counts == column(gates / "segment_lengths.csv", "all")
+    expected = [statistics.fmean(merged[at : at + 3]) for at in range(0, 192, 3)]
+    assert list(position.lines[-1].get_ydata()) == pytest.approx(expected)
+    assert segments.patches[0].get_data().values.tolist() == column(gates / "segment_lengths.csv", "all")  # type: ignore[attr-defined]
+    mean = statistics.harmonic_mean(ratios)
+    words = dict([judge(read_folders([gates]))["headline"].split(": ", 1)])[inside["name"]]
+    assert words.startswith(f"CR {mean:.2f} over 3 x 192 tokens, heads from {min(ratios):.2f} to {max(ratios):.2f}")
+    assert f"; {mean:.2f} tokens share an entry on average" in words
 
 
 def test_what_a_policy_leaves_is_told_as_the_files_have_it(policy: Path) -> None:
-    (inside,) = read_folders([policy]).insides
-    assert inside.name.endswith("/stock, StreamingLLM at 32 tokens")
-    assert {ratio for layer in inside.ratios for ratio in layer} == {192 / 32}
-    (survivors,) = inside.profiles
+    (inside,) = read_folders([policy]).analyses
+    assert inside["name"].endswith("/stock, StreamingLLM at 32 tokens")
+    assert set(inside["ratios"].to_numpy().ravel()) == {192 / 32}
+    mesh: Any = draw_analysis("survivors", inside["tables"]["survivors"], "x").panels[0].collections[0]
     held = [float(position < 2 or position >= 162) for position in range(192)]
-    expected = [statistics.fmean(held[at : at + 3]) for at in range(0, 192, 3)]
-    assert survivors.of_all == pytest.approx(expected) and survivors.of_layers[0] == pytest.approx(expected)
+    assert mesh.get_array().tolist() == [held, held]
 
 
 def test_a_training_run_is_told_by_its_validations(analyse: Any, tmp_path: Path) -> None:
     history = RatioHistory(tmp_path / "run" / "heatmaps" / RATIOS_NAME)
     history.append(5, torch.tensor([[1.0, 0.5], [0.25, 0.25]]))
     history.append(9, torch.tensor([[0.5, 0.5], [0.25, 0.125]]))
-    (inside,) = read_folders([analyse("training", run=str(tmp_path / "run"))]).insides
-    assert (inside.name, inside.text, inside.ratios) == ("run", "", [[2.0, 2.0], [4.0, 8.0]])
-    (profile,) = inside.profiles
-    assert (profile.axis, profile.places, profile.of_all[0]) == ("step", [5.0, 9.0], pytest.approx(2.0))
-    assert profile.of_layers == [pytest.approx([1 / 0.75, 2.0]), pytest.approx([4.0, 1 / 0.1875])]
+    (inside,) = read_folders([analyse("training", run=str(tmp_path / "run"))]).analyses
+    assert (inside["name"], inside["text"]) == ("run", "at the end of the run")
+    assert inside["ratios"].to_numpy().tolist() == [[2.0, 2.0], [4.0, 8.0]]
+    lines = draw_analysis("ratio_over_training", inside["tables"]["ratio_over_training"], "x").panels[0].lines
+    drawn = [list(line.get_ydata()) for line in lines]
+    assert drawn == [
+        pytest.approx([1 / 0.75, 2.0]),
+        pytest.approx([4.0, 1 / 0.1875]),
+        pytest.approx([2.0, 1 / 0.34375]),
+    ]
+    assert list(lines[0].get_xdata()) == [5.0, 9.0]
 
 
 def test_the_page_draws_analyses_alone_and_beside_results(gates: Path, policy: Path, tmp_path: Path) -> None:
     findings = read_folders([gates, policy])
     text = unescape(write_page(findings, tmp_path / "alone").read_text())
-    first, second = findings.insides
-    assert f"{first.name}: CR {first.ratio:.2f} over 3 x 192 tokens, heads from" in judge(findings).headline
-    assert [subject for subject, _ in judge(findings).points] == [second.name]
-    for what in ("CR of layers and heads", "compression ratio by tokens", "lengths of segments"):
-        assert f"{first.name}" in text and what in text
-    assert "share still held by position" in text
+    assert [subject for subject, _ in judge(findings)["points"]] == [findings.analyses[1]["name"]]
+    for what in ("CR of layers and heads", "compression ratio by tokens", "lengths of segments", "share still held by"):
+        assert what in text
     assert len(list((tmp_path / "alone" / "plots").iterdir())) == text.count("<figure>") == 6
     cells = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "cells" / "cells.jsonl")
-    verdict = judge(read_folders([cells, gates]))
-    assert verdict.headline.startswith("On loss:") and verdict.points[-1][0] == first.name
+    assert judge(read_folders([cells, gates]))["points"][-1][0] == findings.analyses[0]["name"]
 
 
 def test_files_of_an_earlier_analysis_in_the_folder_are_left_out(gates: Path, policy: Path, tmp_path: Path) -> None:
     shutil.copytree(gates, tmp_path / "both")
     shutil.copytree(policy, tmp_path / "both", dirs_exist_ok=True)
-    (inside,) = read_folders([tmp_path / "both"]).insides
-    assert inside.segments is None and [each.axis for each in inside.profiles] == ["position"]
+    (inside,) = read_folders([tmp_path / "both"]).analyses
+    assert set(inside["tables"]) == {"survivors", "entries_by_head"}
 
 
 def test_a_damaged_analysis_is_refused(gates: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of layers and KV heads: ratios, at a step and along a run, entries held, and what compressing costs."""
+"""Pictures of layers and KV heads: ratios, at a step and along a run, and what compressing costs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ MOST_NUMBERS = 128
 def draw_ratio_heatmap(ratios: Tensor, path: Path, title: str) -> None:
     """Draw compression ratios [L, H] as a PNG (the paper's Figure 6)."""
     _draw_heads(ratios, path, title, "compression ratio", lowest=1.0)
-
-
-def draw_entry_heatmap(entries: Tensor, path: Path, title: str) -> None:
-    """Draw how many entries each head holds, [L, H], as a PNG."""
-    _draw_heads(entries, path, title, "entries", lowest=0.0)
 
 
 def draw_cost_heatmap(costs: Tensor, path: Path) -> None:

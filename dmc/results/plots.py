@@ -1,0 +1,497 @@
+"""Every plot of results: figures over tables, as SVG for the page, whose colours follow light and dark, and as PNG.
+
+Results are lines of `statistics.summarize` with two more columns: `name`, the method as labels say it, and `label`, the
+name with its budget. Blue is what no other point beats, orange a model with gates of its own, green the full cache.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.dom import minidom
+
+import matplotlib
+import numpy
+import pandas
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Bbox
+
+from dmc.results.statistics import RATIO_TOLERANCE, meets_target, pareto_front
+
+INK, MUTED, LINE, DIM = "#1c2433", "#5a6577", "#dfe3ea", "#aab3c1"
+FRONT, GATES, FULL = "#0067b4", "#c4500c", "#16805f"
+COLORS = {"ink": INK, "muted": MUTED, "line": LINE, "dim": DIM, "front": FRONT, "gates": GATES, "full": FULL}
+"""CSS variables of `page.css` and their values in a PNG; the hues stay apart for colour-blind readers."""
+SETTINGS: dict[str, Any] = {
+    **{"svg.fonttype": "none", "font.size": 9, "text.color": INK, "grid.color": LINE, "grid.linewidth": 0.7},
+    "text.parse_math": False,  # names come from users and may hold dollars
+    **{"axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.axisbelow": True, "axes.titlesize": 9},
+    **{"axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED},
+    **{"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0},
+}
+WIDTH = 5.0
+"""Inches of a panel; two drawings stand side by side on a wide page."""
+FAR = 3.0
+"""Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
+MOST_NAMES, MOST_COLUMNS, MOST_SHAPES, MOST_PLACES = 8, 4, 700, 64
+"""Lines that all have their name; heatmaps side by side; cells beyond which one is pixels; points of a course."""
+WORDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}")
+Spot = tuple[float, float]
+
+
+@dataclass
+class Plot:
+    """A figure, with what its marks say when they are pointed at."""
+
+    title: str
+    caption: str
+    figure: Figure
+    panels: list[Axes]
+    tips: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By mark: the method, so that all marks of one method light up together, and the words."""
+
+    def tip(self, artist: Artist, method: str, text: str = "") -> None:
+        """Let a mark say something."""
+        artist.set_gid(f"mark{len(self.tips)}")
+        self.tips[f"mark{len(self.tips)}"] = method, text
+
+    def write(self, path: Path) -> Path:
+        """Write a PNG."""
+        with matplotlib.rc_context(SETTINGS):
+            self.figure.savefig(path, format="png", dpi=160, facecolor="white")
+        return path
+
+    def svg(self, number: int) -> str:
+        """Return it for a page; `number` keeps what the page's drawings define apart."""
+        file = io.StringIO()
+        with matplotlib.rc_context(SETTINGS | {"svg.hashsalt": f"dmc{number}"}):
+            self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        root: Any = minidom.parseString(file.getvalue()).documentElement
+        for node in [*root.getElementsByTagName("metadata"), *root.getElementsByTagName("style")]:
+            node.parentNode.removeChild(node)
+        for name in ("width", "height"):
+            root.removeAttribute(name)
+        _describe(root, f"{self.title}. {self.caption}", role="group")
+        for group in root.getElementsByTagName("g"):
+            name = group.getAttribute("id")
+            if name in self.tips:
+                method, text = self.tips[name]
+                told = {"data-tip": text, "tabindex": "0"} if text else {}
+                _describe(
+                    group, text, **{"class": "mark", "data-method": method}, **told, **({"role": "img"} if text else {})
+                )
+            if name:
+                group.removeAttribute("id")
+        text = root.toxml()
+        for name, color in COLORS.items():
+            text = text.replace(color, f"var(--{name})")
+        return str(text)
+
+
+def _describe(node: Any, label: str, **attributes: str) -> None:
+    for name, value in (attributes | ({"aria-label": label} if label else {})).items():
+        node.setAttribute(name, value)
+
+
+@contextmanager
+def _plot(
+    title: str, caption: str, height: float = 3.7, shape: tuple[int, int] = (1, 1), width: float = WIDTH
+) -> Iterator[Plot]:
+    """Open an empty figure of panels in rows and columns; `height` and `width` are the whole figure's, in inches."""
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        plot = Plot(title, caption, figure, list(figure.subplots(*shape, squeeze=False).flatten()))
+        yield plot
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # it has done its work, and would do it again at every save
+
+
+def draw_quality(tasks: Sequence[pandas.DataFrame], over: str = "bytes_per_token") -> Plot:
+    """Draw quality against `bytes_per_token` or `achieved_ratio`, a panel for the lines of each task."""
+    words = {"bytes_per_token": ("bytes", "cache bytes per token"), "achieved_ratio": ("achieved CR", "achieved CR")}
+    caption = "Blue: the front, which no other point beats in both. Diamonds: models with gates of their own. Dotted: "
+    caption += "the full cache."
+    name = tasks[0]["task"].iloc[0] if len(tasks) == 1 else f"{len(tasks)} tasks"
+    columns = min(3, len(tasks))
+    shape = -(-len(tasks) // columns), columns
+    title = f"{name}: quality against {words[over][0]}"
+    with _plot(title, caption, 3.7 * shape[0], shape, WIDTH * columns) as plot:
+        for axes, lines in itertools.zip_longest(plot.panels, tasks):
+            if lines is None:
+                axes.set_axis_off()
+                continue
+            _draw_quality(plot, axes, lines.reset_index(drop=True), over)
+            axes.set_xlabel(words[over][1])
+            if len(tasks) > 1:
+                axes.set_title(lines["task"].iloc[0])
+    return plot
+
+
+def _draw_quality(plot: Plot, axes: Axes, lines: pandas.DataFrame, over: str) -> None:
+    higher, front = bool(lines["higher_is_better"].iloc[0]), pareto_front(_by_cost(lines, over))
+    worse = -lines["value"] if higher else lines["value"]
+    limit = worse.quantile(0.75) + FAR * (worse.quantile(0.75) - worse.quantile(0.25))
+    far = (worse > limit) & (len(lines) > 3) & (limit > worse.min())
+    low, high = lines["value"][~far].min(), lines["value"][~far].max()
+    room = 0.09 * (high - low) or max(abs(high) * 0.1, 0.1)
+    edge = low - room if higher else high + room
+    axes.set(
+        ylim=(low - room, high + room),
+        ylabel=f"{lines['metric'].iloc[0]} ({'higher' if higher else 'lower'} is better)",
+    )
+    _log_axis(axes, lines[over], 0.12, 0.08)
+    axes.grid(True)
+    shown = lines.assign(x=lines[over], y=lines["value"].where(~far, edge), front=lines.index.isin(front), far=far)
+    for _, own in shown[~far].groupby("name", sort=False):
+        if len(own) > 1:
+            (line,) = axes.plot(*own.sort_values("x")[["x", "y"]].to_numpy().T, color=DIM, linewidth=0.8, alpha=0.6)
+            plot.tip(line, own["method"].iloc[0])
+    spots = [(shown["x"][label], shown["y"][label]) for label in front if not far[label]]
+    axes.plot(*zip(*spots, strict=True), color=FRONT, linewidth=1.6)
+    points, labels = [*zip(shown["x"], shown["y"], strict=True), *_along(spots)], []
+    for each in shown.sort_values(["front", "own_gates", "is_full"]).itertuples():
+        marker = ("v" if higher else "^") if each.far else "s" if each.is_full else "D" if each.own_gates else "o"
+        color = _color(each, FRONT if each.front else DIM)
+        (mark,) = axes.plot(
+            each.x, each.y, marker, color=color, markersize=5.5, markeredgewidth=0, clip_on=False, zorder=3
+        )
+        plot.tip(mark, each.method, describe(each))
+        if each.is_full and not each.far:
+            axes.axhline(each.value, color=FULL, linewidth=0.9, linestyle=(0, (1, 2.5)))
+            points += _along([(x, each.value) for x in axes.get_xlim()])
+        if color != DIM and not each.far:
+            labels.append((each.x, each.y, each.label, color))
+    _place_labels(axes, labels, points)
+    if far.any():
+        cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[far].itertuples())
+        plot.caption += f" Far outside, triangles at the edge: {cut}."
+
+
+def _by_cost(lines: pandas.DataFrame, over: str) -> pandas.DataFrame:
+    return lines if over == "bytes_per_token" else lines.assign(bytes_per_token=1 / lines[over])
+
+
+def describe(line: Any) -> str:
+    """Write a line of a summary as a point says it."""
+    error = "" if pandas.isna(line.value_error) else f" ± {line.value_error:.2g}"
+    text = f"{line.label}: {line.metric} {line.value:.4g}{error}, achieved CR {line.achieved_ratio:.2f}"
+    return f"{text}, {line.bytes_per_token:,.0f} bytes/token"
+
+
+def _color(line: Any, other: str) -> str:
+    return FULL if line.is_full else GATES if line.own_gates else other
+
+
+def _log_axis(axes: Axes, values: Iterable[float], least: float, share: float = 0.0) -> None:
+    """Make x logarithmic around values, with room at both ends and ticks at powers of 2."""
+    known = [math.log2(value) for value in values]
+    room = max(least, share * (max(known) - min(known)))
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(2 ** (min(known) - room), 2 ** (max(known) + room))
+    axes.xaxis.set_major_locator(LogLocator(2, subs=(1.0,) if max(known) - min(known) > 1.8 else (1.0, 2**0.5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(WORDS)
+
+
+def draw_ratios(lines: pandas.DataFrame) -> Plot:
+    """Draw what each method achieved (a dot) of what was asked for (a stroke), over all tasks."""
+    asked = lines[~lines["is_full"].astype(bool)]
+    shortfall = (asked["requested_ratio"] / asked["achieved_ratio"]).groupby(asked["name"]).max()
+    names = list(shortfall.reset_index().sort_values([0, "name"])["name"])
+    caption = (
+        f"Stroke: asked for. Dot: achieved over all positions, orange where that, and the end, is less than "
+        f"{RATIO_TOLERANCE:.0%} of it. Methods that compress prompts alone grow by what they generate; methods that "
+        "choose what to read hold everything."
+    )
+    with _plot("Requested against achieved ratio", caption, 1.0 + 0.2 * len(names)) as plot:
+        axes = plot.panels[0]
+        for each in asked.itertuples():
+            row, color = names.index(each.name), FRONT if meets_target(each._asdict()) else GATES
+            axes.plot([each.requested_ratio, each.achieved_ratio], [row, row], color=DIM, linewidth=1.2)
+            axes.plot(each.requested_ratio, row, marker="|", color=INK, markersize=9, markeredgewidth=1.6)
+            (mark,) = axes.plot(each.achieved_ratio, row, "o", color=color, markersize=5, markeredgewidth=0)
+            words = f"{each.label}, {each.task}: {each.achieved_ratio:.2f} achieved of {each.requested_ratio:.2f}"
+            plot.tip(mark, each.method, words)
+        axes.set_yticks(range(len(names)), names, color=MUTED)
+        _log_axis(axes, [*asked["requested_ratio"], *asked["achieved_ratio"]], 0.15)
+        axes.set(ylim=(len(names) - 0.4, -0.6), xlabel="compression ratio")
+        axes.grid(True, axis="x")
+    return plot
+
+
+def draw_speed(rows: pandas.DataFrame, source: str = "") -> Plot:
+    """Draw tokens/s against time per token of one benchmark; the points of a line are batch sizes.
+
+    Args:
+        rows: of `benchmark.Measurement`.
+        source: where they come from, for the title.
+    """
+    title = f"Tokens/s against latency, prompts of {rows['prompt_length'].iloc[0]:,.0f}{source}"
+    with _plot(title, "Up and to the left is better. The numbers are batch sizes.") as plot:
+        axes, labels, points, most = plot.panels[0], [], [], rows["ratio"].max()
+        for name, own in rows.sort_values("batch_size").groupby("name", sort=False):
+            plain = not str(name).startswith("engine")
+            ratio = own["ratio"].iloc[0]
+            color = GATES if plain else FULL if ratio == 1 else FRONT if ratio == most else DIM
+            spots = list(zip(1e3 * own["token_seconds"], own["tokens_per_second"], strict=True))
+            points += [*spots, *_along(spots)]
+            axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
+            for each, spot in zip(own.itertuples(), spots, strict=True):
+                (mark,) = axes.plot(*spot, "o", color=color, markersize=6, markeredgewidth=0)
+                words = f"{name}, batch {each.batch_size}: {spot[1]:,.1f} tokens/s, {spot[0]:,.1f} ms/token"
+                plot.tip(mark, str(name), f"{words}, {each.bytes_allocated:,} cache bytes")
+                labels.append((*spot, str(each.batch_size), MUTED))
+            labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
+        axes.margins(0.14)
+        _finish_plane(axes, "time per output token (ms)", "throughput (tokens/s)", labels, points, from_zero=True)
+    return plot
+
+
+def draw_decoding(lines: pandas.DataFrame) -> Plot:
+    """Draw how fast each line of a summary decodes against how long it takes to read a token of its prompts."""
+    caption = "Of the cells' own batches, measured one after the other on a machine that may have been shared."
+    timed = lines[lines["decode_tokens_per_second"].notna() & lines["prefill_tokens_per_second"].notna()]
+    timed = timed.assign(x=1e3 / timed["prefill_tokens_per_second"], y=timed["decode_tokens_per_second"])
+    with _plot("Decoding speed against time to read a prompt token", caption) as plot:
+        axes, labels = plot.panels[0], {}
+        for each in timed.itertuples():
+            color = _color(each, FRONT if each.y == timed["y"].max() else DIM)
+            (mark,) = axes.plot(each.x, each.y, "o", color=color, markersize=5, markeredgewidth=0)
+            words = f"{each.y:,.1f} tokens/s decoding, {each.x:,.3g} ms per prompt token"
+            plot.tip(mark, each.method, f"{each.label}, {each.task}: {words}")
+            if color != DIM:
+                labels[each.label] = (each.x, each.y, each.label, color)
+        axes.margins(0.12)
+        spots = list(zip(timed["x"], timed["y"], strict=True))
+        _finish_plane(axes, "time to read a prompt token (ms)", "decoding (tokens/s)", list(labels.values()), spots)
+    return plot
+
+
+def draw_curves(places: pandas.DataFrame) -> Plot:
+    """Draw a metric of one task along one coordinate, a line for each method and budget.
+
+    Args:
+        places: lines of a frame of measurements with one `by`, and `name`, `label`.
+    """
+    task, metric, axis = (str(places[name].iloc[0]) for name in ("task", "metric", "by"))
+    caption = "Green: full cache. Orange: models with gates of their own. Point at a line to see whose it is."
+    with _plot(f"{task}: {metric} by {axis}", caption) as plot:
+        axes, labels, points = plot.panels[0], [], []
+        groups = [own for _, own in places.groupby("label", sort=False)]
+        for own in sorted(groups, key=lambda each: (bool(each["own_gates"].iloc[0]), bool(each["is_full"].iloc[0]))):
+            first, course = own.iloc[0], own.groupby(axis)["value"].mean()
+            color = _color(first, DIM)
+            (line,) = axes.plot(course.index, course, color=color, linewidth=1.0 if color == DIM else 1.6)
+            plot.tip(line, first["method"], f"{first['label']}: {metric} {course.iloc[-1]:.4g} at the end")
+            spots = list(course.items())
+            points += _along(spots, steps=6)
+            if color != DIM or len(groups) <= MOST_NAMES:
+                labels.append((*spots[-1], first["label"], color))
+        begin, end = axes.dataLim.intervalx
+        axes.set_xlim(begin - 0.05 * (end - begin), end + 0.5 * (end - begin))
+        _finish_plane(axes, axis, metric, labels, points)
+    return plot
+
+
+def _finish_plane(axes: Axes, x: str, y: str, labels: list[Any], points: list[Spot], from_zero: bool = False) -> None:
+    axes.set(xlabel=x, ylabel=y, **({"xlim": (0, None), "ylim": (0, None)} if from_zero else {}))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.grid(True)
+    _place_labels(axes, labels, points)
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Numbers over two axes, of one method at one budget; the first row is the top."""
+
+    name: str
+    method: str
+    title: str
+    values: pandas.DataFrame
+
+
+def draw_heatmaps(title: str, caption: str, heatmaps: Sequence[Heatmap], logarithmic: bool = False) -> list[Plot]:
+    """Draw sheets of small heatmaps in one scale: two of the same shape where one would be long."""
+    known = numpy.concatenate([each.values.to_numpy(dtype=float).ravel() for each in heatmaps])
+    known = known[~numpy.isnan(known)]
+    norm = LogNorm(min(1.0, *known), max(2.0, *known)) if logarithmic else Normalize(min(0.0, *known), max(1.0, *known))
+    lines = list(_sheet_lines(heatmaps))
+    most = len(lines) if len(lines) < 4 else -(-len(lines) // 2)
+    return [_draw_sheet(title, caption, lines[start : start + most], norm) for start in range(0, len(lines), most)]
+
+
+def _sheet_lines(heatmaps: Sequence[Heatmap]) -> Iterator[list[Heatmap]]:
+    """Give every method with several budgets lines of its own; the others share theirs."""
+    single: list[Heatmap] = []
+    for name in dict.fromkeys(each.name for each in heatmaps):
+        own = [each for each in heatmaps if each.name == name]
+        if len(own) == 1:
+            single += own
+        else:
+            yield from (own[start : start + MOST_COLUMNS] for start in range(0, len(own), MOST_COLUMNS))
+    yield from (single[start : start + MOST_COLUMNS - 1] for start in range(0, len(single), MOST_COLUMNS - 1))
+
+
+def _draw_sheet(title: str, caption: str, lines: list[list[Heatmap]], norm: Normalize) -> Plot:
+    columns, rows = max(map(len, lines)), len(lines[0][0].values)
+    height = 0.75 + (0.93 + 0.06 * min(24, rows)) * len(lines)
+    with _plot(title, caption, height, (len(lines), columns)) as plot:
+        padded = (line[place] if place < len(line) else None for line in lines for place in range(columns))
+        for axes, heatmap in zip(plot.panels, padded, strict=True):
+            if heatmap is None:
+                axes.set_axis_off()
+            else:
+                _draw_heatmap(plot, axes, heatmap, norm)
+        ticks = LogLocator(base=2) if isinstance(norm, LogNorm) else None
+        first: Any = plot.panels[0].collections[0]
+        place: Any = {"fraction": 0.3 / height, "pad": 0.1 / height}
+        bar: Any = plot.figure.colorbar(first, ax=plot.panels, location="top", ticks=ticks, aspect=50, **place)
+        bar.solids.set(rasterized=False, edgecolor="face")  # shapes, not pixels
+        bar.ax.tick_params(labelsize=7)
+        bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.ax.xaxis.set_minor_formatter(NullFormatter())
+        bar.outline.set_visible(False)
+    return plot
+
+
+def _draw_heatmap(plot: Plot, axes: Axes, heatmap: Heatmap, norm: Normalize) -> None:
+    values = heatmap.values.to_numpy(dtype=float)
+    mesh = axes.pcolormesh(values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
+    mesh.set_rasterized(values.size > MOST_SHAPES)
+    words = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}, highest {numpy.nanmax(values):.3g}"
+    plot.tip(mesh, heatmap.method, f"{heatmap.title}: {words}")
+    axes.invert_yaxis()
+    axes.set_title(heatmap.title, fontsize=7, color=MUTED, pad=3)
+    axes.spines[:].set_visible(False)
+    for axis, names in ((axes.xaxis, heatmap.values.columns), (axes.yaxis, heatmap.values.index)):
+        ends = sorted({0, len(names) - 1})
+        axis.set_ticks([end + 0.5 for end in ends], [f"{names[end]:,g}" for end in ends], fontsize=6)
+    axes.tick_params(pad=1.5)
+
+
+HEADS = "Compression ratio: dark is little, light is much. Across: KV heads. Down: layers."
+
+
+def draw_analysis(kind: str, table: pandas.DataFrame, name: str) -> Plot:
+    """Draw one CSV of analyse.py.
+
+    Args:
+        kind: its name without the ending.
+        table: what it holds.
+        name: of model, policy and budget, or of a training run.
+    """
+    if kind in ("ratio_by_head", "entries_by_head"):
+        title = f"{name}: {'CR' if kind == 'ratio_by_head' else 'entries held'} of layers and heads"
+        value = table.columns[-1]
+        values = table.pivot(index="layer", columns="head", values=value)
+        caption = HEADS if value == "ratio" else HEADS.replace("Compression ratio", "Entries held")
+        return draw_heatmaps(
+            title, caption, [Heatmap(name, name, f"mean {values.mean(axis=None):.3g}", values)], value == "ratio"
+        )[0]
+    if kind == "survivors":
+        heads = table.set_index(["layer", "position"]).mean(axis=1).unstack()
+        caption = "Share of heads and sequences that still hold a token: light is all. Across: position. Down: layers."
+        return draw_heatmaps(
+            f"{name}: share still held by position", caption, [Heatmap(name, name, "all heads", heads)]
+        )[0]
+    if kind == "segment_lengths":
+        return _draw_segments(table, name)
+    if kind == "ratio_over_training":
+        held = (1 / table.set_index(["step", "layer", "head"])["ratio"]).groupby(["step", "layer"]).mean().unstack()
+        table = (1 / held).add_prefix("layer_").reset_index()
+        table.insert(1, "all", 1 / held.mean(axis=1).to_numpy())
+    measure = "share merged or dropped" if kind == "decision_over_position" else "compression ratio"
+    return _draw_layers(table, measure, name)
+
+
+def _draw_layers(table: pandas.DataFrame, measure: str, name: str) -> Plot:
+    """Draw a thin line for each layer and a thick one for all, over the first column."""
+    axis, width = table.columns[0], max(1, len(table) // MOST_PLACES)
+    table = table[: len(table) // width * width]
+    courses = table.groupby(numpy.arange(len(table)) // width).mean().assign(**{axis: table[axis].to_numpy()[::width]})
+    caption = "Orange: all layers. Grey: each layer. Point at a line to see which it is."
+    with _plot(f"{name}: {measure} by {axis}", caption, 3.2) as plot:
+        axes = plot.panels[0]
+        for column in [*table.columns[2:], "all"]:
+            style: Any = {"color": GATES, "linewidth": 2.2} if column == "all" else {"color": DIM, "linewidth": 0.9}
+            (line,) = axes.plot(courses[axis], courses[column], **style)
+            told = f"{column.replace('_', ' ')}: {courses[column].iloc[-1]:.3g} at the end"
+            plot.tip(line, name if column == "all" else f"{name}, {column}", told)
+        axes.set(xlabel=axis, ylabel=measure)
+        axes.grid(True)
+    return plot
+
+
+def _draw_segments(table: pandas.DataFrame, name: str) -> Plot:
+    caption = "A segment is a token that is kept and those merged into it, or dropped behind it; all layers and heads."
+    with _plot(f"{name}: lengths of segments", caption, 3.2) as plot:
+        axes, counts, lengths = plot.panels[0], table["all"], table["tokens"]
+        steps = axes.stairs(counts, [*(lengths - 0.5), lengths.iloc[-1] + 0.5], baseline=0.5, fill=True, color=FRONT)
+        mean = float((counts * lengths).sum() / max(1, counts.sum()))
+        plot.tip(steps, name, f"{int(counts.sum()):,} segments, {mean:.2f} tokens each on average")
+        axes.set(yscale="log", ylim=(0.7, None), xlabel="tokens of a segment", ylabel="segments")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True, axis="y")
+    return plot
+
+
+PLACES = [
+    *((6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top")),
+    *((5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top")),
+    *((0, 13, "center", "bottom"), (0, -13, "center", "top")),
+    *((14, 13, "left", "bottom"), (-14, 13, "right", "bottom"), (14, -13, "left", "top"), (-14, -13, "right", "top")),
+]
+"""Where a name may stand beside its point, in points, the best first."""
+
+
+def _along(spots: Sequence[Spot], steps: int = 24) -> list[Spot]:
+    """Return points on the line through `spots`, so that labels can keep clear of it."""
+    return [
+        (before[0] + (after[0] - before[0]) * step / steps, before[1] + (after[1] - before[1]) * step / steps)
+        for before, after in itertools.pairwise(spots)
+        for step in range(steps + 1)
+    ]
+
+
+def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], points: Sequence[Spot]) -> None:
+    """Label points (x, y, text, colour), each where it covers least; the first choose first."""
+    canvas = FigureCanvasAgg(axes.figure)  # type: ignore[arg-type]
+    canvas.draw()
+    renderer, taken = canvas.get_renderer(), list[Bbox]()
+    marks, frame = (
+        axes.transData.transform(numpy.array(points, dtype=float).reshape(-1, 2)),
+        axes.get_window_extent(renderer),
+    )
+
+    def price(box: Bbox) -> float:
+        inside = Bbox.intersection(box, frame)
+        outside = 1 - (inside.width * inside.height / (box.width * box.height) if inside else 0)
+        covered = ((marks > numpy.array(box.min) - 3) & (marks < numpy.array(box.max) + 3)).all(axis=1).sum()
+        return 8 * outside + 6 * sum(box.padded(1).overlaps(other) for other in taken) + covered
+
+    for x, y, text, color in labels:
+        label, found = (
+            axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color),
+            [],
+        )
+        for number, (right, up, horizontal, vertical) in enumerate(PLACES):
+            label.set(position=(right, up), ha=horizontal, va=vertical)
+            box = label.get_window_extent(renderer)
+            found.append((price(box) + 0.05 * number, number, box))
+        _, number, box = min(found, key=lambda each: each[:2])
+        right, up, horizontal, vertical = PLACES[number]
+        label.set(position=(right, up), ha=horizontal, va=vertical)
+        taken.append(box)
