@@ -209,7 +209,7 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
 
 
 def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
-    """Evict at most one slot of each head, in place: what lies in the last one moves there.
+    """Evict at most one slot of each head, in place: what lies in the last one moves there; nothing waits.
 
     Args:
         cache: pages, free list and lengths are updated.
@@ -217,26 +217,32 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
         slots: which one goes; negative: none; int64 [S, H].
     """
     old, tables = cache.lengths[rows].long(), cache.block_tables[rows].long()
-    chosen = slots >= 0
-    hole, last = (
-        places(tables, each.clamp_min(0)[..., None], cache.block_size)[chosen].flatten() for each in (slots, old - 1)
+    last, chosen = (old - 1).clamp_min(0), (slots >= 0).flatten()
+    source, target = (
+        places(tables, each[..., None], cache.block_size).flatten() for each in (last, slots.where(slots >= 0, last))
     )
+    first = chosen.byte().argmax(0, keepdim=True)  # a head that loses nothing repeats the move of one that does
+    source, target = (each.where(chosen, each.gather(0, first)) for each in (source, target))
     for pages in cache.slot_pages:
         flat = pages.flatten(0, 1)
-        flat[hole] = flat[last]
-    new = old - chosen.long()
+        flat[target] = flat[source]
+    new = old - (slots >= 0).long()
     cache.lengths[rows] = new.to(cache.lengths.dtype)
     _give_back_blocks(cache, tables, old, new)
 
 
 def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tensor) -> None:
-    """Push the blocks that lengths `new` [S, H] need no more onto the free stack."""
+    """Push the blocks that lengths `new` [S, H] need no more onto the free stack, in their order."""
     place = torch.arange(tables.shape[-1], device=tables.device)
     first, end = _blocks_of(new, cache.block_size), _blocks_of(old, cache.block_size)
-    blocks = tables[(place >= first[..., None]) & (place < end[..., None])]
-    top = cache.num_free + torch.arange(blocks.numel(), device=tables.device)
-    cache.free_blocks[top] = blocks.to(cache.free_blocks.dtype)
-    cache.num_free += blocks.numel()
+    is_free = ((place >= first[..., None]) & (place < end[..., None])).flatten()
+    count = is_free.sum()
+    rank = (is_free.cumsum(0) - 1).where(is_free, is_free.numel())  # what is not free goes where nobody looks
+    blocks = tables.new_zeros(is_free.numel() + 1).scatter_(0, rank, tables.flatten())
+    height = torch.arange(len(cache.free_blocks), device=tables.device) - cache.num_free
+    pushed = blocks[height.clamp(0, is_free.numel())].to(cache.free_blocks.dtype)
+    cache.free_blocks.copy_(torch.where((height >= 0) & (height < count), pushed, cache.free_blocks))
+    cache.num_free += count.to(cache.num_free.dtype)
 
 
 def write_notes(cache: LayerCache, rows: Tensor, notes: dict[str, Tensor]) -> None:
@@ -276,9 +282,9 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
     lengths, tables = cache.lengths[rows], cache.block_tables[rows]
     held = slots_below(lengths, num_slots)
     attention = scores.view(*lengths.shape, -1, scores.shape[-1]).mean(2)[..., :num_slots] * held
-    place = places(tables, torch.arange(num_slots, device=rows.device)[None, None], cache.block_size)[held]
-    for name, power in powers.items():
-        cache.notes[name].flatten()[place] += attention[held] ** power
+    place = places(tables, torch.arange(num_slots, device=rows.device)[None, None], cache.block_size).flatten()
+    for name, power in powers.items():  # 0 beyond the length, wherever that leads
+        cache.notes[name].view(-1).index_add_(0, place, (attention**power).flatten())
     return attention
 
 

@@ -1,0 +1,184 @@
+"""What a step asks of a GPU, counted and not timed: launches and waits for each layer, on a GPU that is none.
+
+Operations of torch that only change how memory is seen are no launches. Backend functions that Triton has kernels for
+count as those; others run as the reference's torch code, as they do on a GPU. The figures are those of today: a change
+that needs more must say why, one that needs fewer lowers them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from claimed_gpu import GPU, ClaimedTensor, claim_model, claimed_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+from dmc.kernels import reference
+
+SHALLOW, DEEP = 2, 4
+ONE_LENGTH, RAGGED = [40] * 8, [5, 9, 14, 20, 27, 35, 44, 54]
+DATA_DEPENDENT = ("nonzero", "_local_scalar_dense", "masked_select", "unique2", "_unique2")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched on the GPU, and what the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.is_paused = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        out = function(*arguments, **(keywords or {}))
+        if self.is_paused:
+            return out
+        given, made = (
+            [each for each in tree_leaves(item) if isinstance(each, torch.Tensor)] for item in (arguments, out)
+        )
+        name = function.overloadpacket.__name__
+        on_gpu = [any(each.device.type == "cuda" for each in tensors) for tensors in (given, made)]
+        by_mask = name.startswith(("index", "_index_put")) and any(each.dtype == torch.bool for each in given[1:])
+        leaves = on_gpu[0] and bool(made) and not on_gpu[1]  # copied to the host
+        self.counts["waits"] += (on_gpu[0] and name in DATA_DEPENDENT) or by_mask or leaves
+        self.counts["operations"] += any(on_gpu) and not function.is_view
+        return out
+
+    @contextmanager
+    def kernels(self, count: int) -> Iterator[None]:
+        """Count so many kernels in place of what runs inside."""
+        self.counts["kernels"] += count
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+
+class CountedBackend:
+    """The reference, whose functions count as Triton's kernels where there are any."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.launches = launches
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(reference, name)
+        if name not in ("append_or_merge", "paged_attention", "prefill_attention", "compact"):
+            return function
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            kernels = 1
+            if name == "append_or_merge":
+                _, tokens, config = arguments
+                if tokens.positions.shape[-1] > 1:  # Triton's has no kernel for several tokens
+                    return function(*arguments, **options)
+                kernels = 2 + (config is not None and config.delay > 0)
+            elif name == "paged_attention":
+                kernels = 2 + bool(options.get("return_scores"))
+            elif name == "compact":
+                kernels = 2
+            with self.launches.kernels(kernels):
+                return function(*arguments, **options)
+
+        return counted
+
+
+def counts_of(model: Any, policy: Any, lengths: list[int], decodes: bool) -> Counter[str]:
+    """Count the first step, which feeds prompts of these lengths, or one of decoding after it."""
+    launches = Launches()
+    with claimed_gpu(), pytest.MonkeyPatch.context() as patch:
+        engine = Engine(claim_model(copy.deepcopy(model)), policy=policy, kernels="reference", token_budget=None)
+        engine._runner._attention.backend = CountedBackend(launches)  # type: ignore[assignment]
+        generator = torch.Generator().manual_seed(0)
+        for length in lengths:
+            prompt = torch.randint(80, (length,), generator=generator).tolist()
+            engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
+        for _ in range(2 if decodes else 0):
+            engine.step()
+        launches.counts.clear()
+        read = ClaimedTensor.tolist
+
+        def counted_read(tensor: ClaimedTensor) -> Any:
+            launches.counts["waits"] += not launches.is_paused
+            return read(tensor)
+
+        patch.setattr(ClaimedTensor, "tolist", counted_read)
+        with launches:
+            engine.step()
+        assert engine.cache.key_pages.device == GPU
+    return launches.counts
+
+
+@pytest.fixture
+def per_layer(make_stock: Any, make_compressed: Any) -> Callable[..., tuple[tuple[float, ...], int]]:
+    """Return what counts (operations, kernels, waits) of one layer of a step, and all waits of the shallow model's."""
+
+    def count(gates: dict | None, policy: Any, lengths: list[int], decodes: bool) -> tuple[tuple[float, ...], int]:
+        found = []
+        for layers in (SHALLOW, DEEP):
+            model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
+            found.append(counts_of(model, policy, lengths, decodes))
+        shallow, deep = found
+        each = ((deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels", "waits"))
+        return tuple(each), shallow["waits"]
+
+    return count
+
+
+def assert_within(found: tuple[float, ...], budget: tuple[int, ...]) -> None:
+    assert all(count <= most for count, most in zip(found, budget, strict=True)), f"{found} where {budget} are allowed"
+
+
+HALF = Budget(ratio=2)
+
+
+@pytest.mark.parametrize(
+    ("gates", "policy", "operations", "kernels", "waits", "waits_in_all"),
+    [
+        (None, None, 41, 4, 0, 2),
+        ({}, None, 54, 4, 0, 2),
+        ({"delay": 4}, None, 54, 5, 0, 2),
+        (None, policies.H2O(budget=HALF), 199, 5, 0, 3),
+        (None, policies.TOVA(budget=HALF), 162, 5, 0, 3),
+    ],
+    ids=["full cache", "gates", "delayed gates", "H2O", "TOVA"],
+)
+def test_a_decode_step_stays_within_its_budget(
+    gates: dict | None,
+    policy: Any,
+    operations: int,
+    kernels: int,
+    waits: int,
+    waits_in_all: int,
+    per_layer: Callable[..., tuple[tuple[float, ...], int]],
+) -> None:
+    each, in_all = per_layer(gates, policy, RAGGED, decodes=True)
+    assert_within((*each, in_all), (operations, kernels, waits, waits_in_all))
+
+
+@pytest.mark.parametrize(
+    ("gates", "lengths", "operations", "kernels", "waits"),
+    [
+        (None, ONE_LENGTH, 93, 1, 2),
+        (None, RAGGED, 457, 8, 16),
+        ({}, ONE_LENGTH, 176, 1, 3),
+        ({}, RAGGED, 1076, 8, 24),
+    ],
+    ids=["full cache, one length", "full cache, ragged", "gates, one length", "gates, ragged"],
+)
+def test_prompts_stay_within_their_budget(
+    gates: dict | None,
+    lengths: list[int],
+    operations: int,
+    kernels: int,
+    waits: int,
+    per_layer: Callable[..., tuple[tuple[float, ...], int]],
+) -> None:
+    assert_within(per_layer(gates, None, lengths, decodes=False)[0], (operations, kernels, waits))
