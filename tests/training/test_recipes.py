@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from launching import Ranks, logged, logged_losses
 
 from dmc.config import RatioControlConfig, RunConfig, build_config
@@ -71,7 +70,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
     means = []
     for item in items:
         ids, learned = item["input_ids"], item["loss_mask"][1:]
-        means.append(F.cross_entropy(model(ids[None]).logits[0, :-1][learned], ids[1:][learned]))
+        means.append(torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1][learned], ids[1:][learned]))
     assert loss == pytest.approx(float(torch.stack(means).mean().detach()), rel=1e-5)
 
 
