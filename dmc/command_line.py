@@ -62,7 +62,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     Wrong input ends the process with one line on stderr and status 1; HYDRA_FULL_ERROR=1 shows the stack.
 
     Args:
-        name: of its file in `configs/`, which lies beside the script's folder.
+        name: of its file in `configs/`, which lies beside the script's folder, in a checkout as in a wheel.
     """
 
     def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
@@ -79,11 +79,12 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                 check_flags(settings)
                 function(settings)
 
-        run = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(task)
+        run = hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(task)
 
         @functools.wraps(function)
         def main() -> None:
             flush_denormals()
+            sys.path.insert(0, str(Path.cwd()))  # where a user's own sources, policies and callbacks lie
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
             with told(), _raised_by_hydra():
                 run()

@@ -42,5 +42,4 @@ def main(settings: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # where a user's own policies and tasks lie
     main()

@@ -45,5 +45,4 @@ def main(settings: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # a user's own policies
     main()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from omegaconf import DictConfig
-from train import run_config
 
 from dmc.command_line import script
+from dmc.config import run_config
 
 
 @script("prepare_data")

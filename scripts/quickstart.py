@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize
-from train import run_config
+from hydra import compose, initialize_config_dir
 
 from dmc.command_line import errors_in_one_line, flush_denormals, plain_settings
-from dmc.config import RunConfig
+from dmc.config import RunConfig, run_config
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError
 
@@ -25,17 +24,17 @@ def experiment(name: str, overrides: list[str]) -> RunConfig:
     return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *settings]))
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     flush_denormals()
     overrides: dict[str, list[str]] = {"--base": [], "--retrofit": []}
     chosen = "--retrofit"
-    for argument in arguments:
+    for argument in sys.argv[1:]:
         if argument in overrides:
             chosen = argument
         else:
             overrides[chosen].append(argument)
     with errors_in_one_line():
-        with initialize(version_base="1.3", config_path="../configs"):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
         try:
@@ -46,4 +45,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,30 +6,10 @@ import sys
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from dmc.command_line import script
-from dmc.config import PlannerConfig, RunConfig, build_config
-
-
-def run_config(settings: DictConfig) -> RunConfig:
-    """Validate composed settings.
-
-    Raises:
-        ValueError: a setting is unknown, missing or out of range.
-    """
-    missing = sorted(OmegaConf.missing_keys(settings))
-    if missing:
-        raise ValueError(f"give a value for {', '.join(missing)}")
-    try:
-        values = OmegaConf.to_container(settings, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(str(error).splitlines()[0]) from error
-    assert isinstance(values, dict)
-    values["compression"] = values.get("compression") or None
-    del values["plan"], values["planner"]
-    return build_config(RunConfig, values)
+from dmc.config import PlannerConfig, build_config, run_config
 
 
 @script("train")

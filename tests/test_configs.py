@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,11 @@ from hydra.utils import instantiate
 from scripts_here import run_script
 
 from dmc.command_line import plain_settings
-from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config
+from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config, run_config
 from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-sys.path.insert(0, str(CONFIGS.parent / "scripts"))
-from train import run_config  # noqa: E402
 
 
 def names(group: str) -> list[str]:

@@ -3,7 +3,7 @@
 from dmc.config.build import build_config
 from dmc.config.data import DataConfig, TokenizerConfig
 from dmc.config.model import ModelConfig
-from dmc.config.run import RunConfig
+from dmc.config.run import RunConfig, run_config
 from dmc.config.trainer import PlannerConfig, Precision, Strategy, TrainerConfig
 from dmc.config.training import (
     DistillationConfig,
@@ -30,4 +30,5 @@ __all__ = [
     "TrainerConfig",
     "TrainingConfig",
     "build_config",
+    "run_config",
 ]

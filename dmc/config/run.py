@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from dmc.bounds import Bounds, check_fields
 from dmc.compression import CompressionConfig
+from dmc.config.build import build_config
 from dmc.config.data import DataConfig
 from dmc.config.model import ModelConfig
 from dmc.config.trainer import TrainerConfig
@@ -154,3 +155,24 @@ class RunConfig:
     def target_ratio(self) -> float:
         """Compression ratio the stages lead to; 1 for a base."""
         return 1.0 if self.compression is None else self.compression.target_ratio
+
+
+def run_config(settings: Any) -> RunConfig:
+    """Validate settings that Hydra has composed.
+
+    Raises:
+        ValueError: a setting is unknown, missing or out of range.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    missing = sorted(OmegaConf.missing_keys(settings))
+    if missing:
+        raise ValueError(f"give a value for {', '.join(missing)}")
+    try:
+        values: Any = OmegaConf.to_container(settings, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    values["compression"] = values.get("compression") or None
+    del values["plan"], values["planner"]
+    return build_config(RunConfig, values)

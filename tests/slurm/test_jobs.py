@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from launching import logged_losses, logged_parts, train_ranks
 from scripts_here import run_script
 
+from dmc.config import run_config
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from train import run_config  # noqa: E402
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

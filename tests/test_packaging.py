@@ -1,0 +1,59 @@
+"""What `pip install` brings: every script as a command, with its settings, without a checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = {"dmc", "configs", "scripts", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
+KINDS = (".py", ".yaml")
+
+
+def test_every_script_is_a_command():
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    names = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert commands == {f"dmc-{name.replace('_', '-')}": f"dmc.scripts.{name}:main" for name in names}
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
+    def run(*command):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200"}
+        done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    (tmp_path / "empty").mkdir()
+    source = tmp_path / "source"  # a build writes beside what it builds
+    shutil.copytree(ROOT, source, ignore=lambda folder, names: {*names} - KEPT if Path(folder) == ROOT else set())
+    offline = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    run(*pip, "install", *offline, "--target", str(tmp_path / "site"), str(wheel))
+    shutil.rmtree(source)
+    installed = tmp_path / "site" / "dmc"
+    for folder in ("configs", "scripts"):
+        kept = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*") if path.suffix in KINDS}
+        assert {path.relative_to(installed / folder) for path in (installed / folder).rglob("*.*")} >= kept
+    binaries = tmp_path / "site" / "bin"
+    assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-evaluate", "dmc-compare", "dmc-export"}
+    modules = [f"dmc.scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py")]
+    code = f"import importlib; print(*[importlib.import_module(each).main.__name__ for each in {modules}])"
+    assert run(sys.executable, "-c", code).split() == ["main"] * len(modules)
+    shown = run(str(binaries / "dmc-train"), "--help")
+    assert "training: pretrain, retrofit" in shown and "callbacks: device_stats, profile" in shown
+    plan = run(str(binaries / "dmc-train"), "experiment=quickstart_base", "plan=true")
+    assert re.search(r"pretrain +1,050 steps", plan)
+    assert "h2o" in run(str(binaries / "dmc-compare"), "models={base: nowhere}", "policies=full,h2o", "--cfg", "job")
+    assert not [*(tmp_path / "empty").iterdir()]
