@@ -1,0 +1,95 @@
+"""Runs on chats, on prompts with completions, and on indexed tokens learn what they should, cached and streaming."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from dmc.config import RunConfig, build_config
+from dmc.data import train_tokenizer
+from dmc.training import train
+from dmc.training.callbacks.validation import Validation
+from dmc.training.exporter import Exporter
+from dmc.training.module import RetrofitModule
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def values(run_values, tmp_path, monkeypatch):
+    """Settings of a short run with the tokenizer of an instruct model, and its text in three forms."""
+    train_tokenizer([f"question {i} <user> <assistant> answer {i}" for i in range(50)], 280, tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    pairs = [(f"question {i} ", f"answer {i} is so and so") for i in range(60)]
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": q, "completion": a}) for q, a in pairs))
+    lengths = [5 + number % 9 for number in range(60)]
+    np.random.default_rng(0).integers(1, 280, sum(lengths)).astype(np.uint16).tofile(tmp_path / "indexed.bin")
+    index = b"MMIDIDX\x00\x00" + np.int64(1).tobytes() + b"\x08" + np.array([60, 61]).astype(np.int64).tobytes()
+    index += (
+        np.array(lengths, dtype=np.int32).tobytes() + (2 * np.cumsum([0, *lengths[:-1]])).astype(np.int64).tobytes()
+    )
+    (tmp_path / "indexed.idx").write_bytes(index + np.arange(61, dtype=np.int64).tobytes())
+    run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    run_values["training"] |= {
+        "stages": {"retrofit": {"steps": 2}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
+        "snapshot_ratios": [], "validate_every_steps": 100, "reset_at_documents": True,
+    }  # fmt: skip
+    run_values["data"]["tokenizer"] = {"path": str(tmp_path / "tokenizer")}
+    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
+    monkeypatch.setattr(Validation, "log_score", lambda *_: None)
+    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
+    return run_values
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """What the training steps were given."""
+    plain, seen = RetrofitModule.training_step, []
+
+    def training_step(module, batch, batch_idx):
+        seen.append(batch)
+        return plain(module, batch, batch_idx)
+
+    monkeypatch.setattr(RetrofitModule, "training_step", training_step)
+    return seen
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("chats", {"messages": "messages"}), ("pairs", {"prompt": "prompt", "completion": "completion"})],
+)
+def test_run_learns_the_answers_alone(values, batches, tmp_path, name, columns, streaming):
+    values["data"] |= {
+        "train": {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}},
+        "streaming": streaming, "streaming_lanes": 2,
+    }  # fmt: skip
+    train(build_config(RunConfig, values))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert len(batches) == 4
+    for batch in batches:
+        learned = tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
+        assert "answer" in learned and "question" not in learned and not batch["loss_mask"].all()
+        ends = batch["input_ids"][:, :-1] == tokenizer.eos_token_id
+        assert torch.equal(batch["documents"].starts[:, 1:], ends) and batch["documents"].starts[:, 0].all()
+
+
+def test_run_resets_where_the_index_ends_documents(values, batches, tmp_path):
+    values["data"]["train"] = {"own": {"_target_": "dmc.data.MegatronSource", "prefix": str(tmp_path / "indexed")}}
+    train(build_config(RunConfig, values))
+    tokens = np.fromfile(tmp_path / "indexed.bin", dtype=np.uint16)
+    bounds = set(np.cumsum([0, *(5 + number % 9 for number in range(60))]).tolist())
+    for batch in batches:
+        assert "loss_mask" not in batch and "document_starts" not in batch
+        for row, starts in zip(batch["input_ids"], batch["documents"].starts, strict=True):
+            (begin,) = (i for i in range(0, len(tokens) - 31, 32) if (tokens[i : i + 32] == row.numpy()).all())
+            assert starts.tolist() == [place == 0 or begin + place in bounds for place in range(32)]
