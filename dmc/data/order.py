@@ -72,7 +72,6 @@ class ResumableOrder(Sampler[int]):
         start: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        shuffle: bool = True,
     ) -> None:
         """Check the numbers.
 
@@ -84,7 +83,6 @@ class ResumableOrder(Sampler[int]):
             start: first position drawn, 0 <= start <= num_draws.
             rank: this process, 0 <= rank < world_size.
             world_size: processes that share the draws.
-            shuffle: False reads the dataset in its own order, epoch after epoch.
         Raises:
             ValueError: a number is outside its range.
         """
@@ -104,7 +102,6 @@ class ResumableOrder(Sampler[int]):
         self.start = start
         self.rank = rank
         self.world_size = world_size
-        self.shuffle = shuffle
 
     @classmethod
     def over(cls, dataset: Dataset[dict[str, Any]], seed: int, **options: Any) -> ResumableOrder:
@@ -116,7 +113,7 @@ class ResumableOrder(Sampler[int]):
         if self.num_samples is None:
             return position
         epoch, offset = divmod(position, self.num_samples)
-        return shuffled_index(offset, self.num_samples, self.seed, epoch) if self.shuffle else offset
+        return shuffled_index(offset, self.num_samples, self.seed, epoch)
 
     def __iter__(self) -> Iterator[int]:
         num_rounds = (self.num_draws - self.start) // self.world_size
