@@ -19,8 +19,8 @@ def allow_cpu() -> None:
     sys.modules[TorchBackend.__module__].build_shm_op = lambda: None
 
     class CpuZeroStrategy(zero.ZeroStrategy):
-        def __init__(self, **options):
-            super().__init__(process_group_backend="gloo", **options)
+        def __init__(self, config):
+            super().__init__(config, process_group_backend="gloo")
 
         @property
         def root_device(self):

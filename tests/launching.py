@@ -22,7 +22,7 @@ from cpu_deepspeed import allow_cpu
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["dmc.training", "dmc.training.strategies.fsdp2", "dmc.training.strategies.zero", "launching"]
+    ["dmc.training", "dmc.training.strategies.mesh", "dmc.training.strategies.zero", "launching"]
 )
 
 

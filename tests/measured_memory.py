@@ -72,13 +72,15 @@ def sharded_bytes(config: RunConfig, shape: PretrainedConfig, rank: int, port: i
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
+        "cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor")
     )
     parts = []
 
     def work() -> Any:
         def spread(model: Any) -> None:
-            build_strategy(config).spread(SimpleNamespace(device_mesh=mesh, model=model))
+            strategy = build_strategy(config)
+            strategy._device_mesh = mesh
+            strategy.parallelize(SimpleNamespace(model=model))
 
         model, optimizer = train_steps(config, shape, spread=spread)
         parts.append([parameter.to_local() for parameter in model.parameters()])

@@ -42,6 +42,8 @@ TABLE: dict[str, list[Any]] = {
     "training.validation_sequences": COUNT,
     "training.validate_every_steps": COUNT,
     "training.checkpoint_every_steps": COUNT,
+    "training.milestones.every_steps": COUNT,
+    "training.milestones.ratios": [[0], [0.5], [-2], [math.nan], [math.inf], [True], ["2"], 2],
     "training.log_every_steps": COUNT,
     "training.max_nonfinite_steps": COUNT,
     "training.hang_timeout_minutes": [-1, 1e30],
@@ -70,16 +72,18 @@ TABLE: dict[str, list[Any]] = {
     "trainer.devices": [0, -1, 1.5, "0", "-1", "0,1", "all"],
     "trainer.num_nodes": COUNT,
     "trainer.tensor_parallel_size": COUNT,
+    "trainer.shard_size": COUNT,
     "trainer.peak_teraflops": [0, -1, 1e30],
     "planner.device_memory_gib": [0, -1, 1e30],
     "planner.utilisation": [0, -1, 1.5],
     "seed": [-1, 1.5, 2**32],
 }
+LISTS = ("training.delays", "training.milestones.ratios", "training.snapshot_ratios")
 CASES = [
     (path, value)
     for path, values in TABLE.items()
     for value in [*(each for each in NO_NUMBERS if not (path == "trainer.devices" and each == "7")), *values]
-    if not (isinstance(value, list) and value == [3] and path in ("training.delays", "training.snapshot_ratios"))
+    if not (isinstance(value, list) and value == [3] and path in LISTS)
 ]
 VALID: dict[str, Any] = {
     "model": {"path": "somewhere"},
@@ -93,6 +97,7 @@ VALID: dict[str, Any] = {
         "ratio_control": {},
         "distillation": {},
         "measured_start": {},
+        "milestones": {},
     },
     "compression": {"delay": 4, "gate_input": "hidden"},
     "planner": {},

@@ -8,6 +8,7 @@ from dmc.config.trainer import PlannerConfig, Precision, Strategy, TrainerConfig
 from dmc.config.training import (
     DistillationConfig,
     MeasuredStartConfig,
+    MilestonesConfig,
     RatioControlConfig,
     StageConfig,
     StageName,
@@ -18,6 +19,7 @@ __all__ = [
     "DataConfig",
     "DistillationConfig",
     "MeasuredStartConfig",
+    "MilestonesConfig",
     "ModelConfig",
     "PlannerConfig",
     "Precision",

@@ -37,7 +37,7 @@ class RunConfig:
     """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
     output_dir: str = "outputs/run"
     use_previous_checkpoint: bool = False
-    """Go on from `previous.ckpt` where `last.ckpt` is damaged; False: refuse."""
+    """Go on from the checkpoint before the last one where that is damaged; False: refuse."""
     seed: Annotated[int, Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")] = 0
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class RunConfig:
             )
         if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
             raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
-        if self.training.gates_only and self.trainer.strategy not in ("auto", "ddp"):
+        if self.training.gates_only and self.trainer.uses_deepspeed:
             raise ValueError(
-                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight are frozen "
-                "where each rank has it whole; use ddp"
+                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight cannot be "
+                "frozen in DeepSpeed's flat gradients; use ddp, fsdp2 or hsdp"
             )
         if self.training.overfit_sequences is not None and self.data.streaming:
             raise ValueError("training.overfit_sequences reads cached text again and again: set data.streaming=false")
@@ -61,13 +61,22 @@ class RunConfig:
         self._check_measured_start()
         self._check_delays()
         self._check_variants()
-        if self.compression is not None and self.compression.target_ratio == 1 and self.training.snapshot_ratios:
-            raise ValueError("compression.target_ratio=1 has no snapshots on the way: empty training.snapshot_ratios")
-        if self.compression is not None:
-            high = [ratio for ratio in self.training.snapshot_ratios if ratio > self.compression.target_ratio]
+        self._check_ratios_on_the_way()
+
+    def _check_ratios_on_the_way(self) -> None:
+        for name in ("snapshot_ratios", "milestones.ratios"):
+            ratios = self.training.milestones.ratios if "." in name else self.training.snapshot_ratios
+            if not ratios or self.compression is None:
+                continue
+            if self.target_ratio == 1:
+                raise ValueError(f"compression.target_ratio=1 has no snapshots on the way: empty training.{name}")
+            high = [ratio for ratio in ratios if ratio > self.target_ratio]
             if high:
+                raise ValueError(f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}")
+            if not self._climbs:
                 raise ValueError(
-                    f"training.snapshot_ratios={high} lie above compression.target_ratio={self.target_ratio}"
+                    f"training.{name}={ratios} need a target that climbs through them: empty them, or give the "
+                    "retrofit stage a ramp_fraction > 0"
                 )
 
     def _check_reach(self) -> None:
@@ -124,11 +133,6 @@ class RunConfig:
             for name in ("gates_only", "ratio_control"):
                 if getattr(self.training, name):
                     raise ValueError(f"training.{name} with compression.decisions=fixed: there are no gates to train")
-        if self.training.snapshot_ratios and self.compression is not None and not self._climbs:
-            raise ValueError(
-                f"training.snapshot_ratios={self.training.snapshot_ratios} need a target that climbs through them: "
-                "empty them, or give the retrofit stage a ramp_fraction > 0"
-            )
 
     @property
     def has_gates(self) -> bool:

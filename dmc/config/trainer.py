@@ -10,7 +10,7 @@ from dmc.bounds import Bounds, Count, check_fields
 from dmc.target import suggest
 
 Precision = Literal["32-true", "bf16-mixed"]
-Strategy = Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
+Strategy = Literal["auto", "ddp", "fsdp2", "hsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
 
 ELSEWHERE = {
     "training.stages": ("max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "limit_train_batches"),
@@ -50,7 +50,12 @@ class TrainerConfig:
     strategy: Strategy = "auto"
     """auto: one device, or ddp on several."""
     tensor_parallel_size: Count = 1
-    """Devices that share each layer's heads and neurons; fsdp2 only."""
+    """Devices that share each layer's heads and neurons; fsdp2 and hsdp only."""
+    shard_size: Count | None = None
+    """Devices that divide weights, gradients and optimizer state; hsdp only. None: those of a node."""
+    accumulate_locally: bool = False
+    """Each device sums whole gradients over a step's micro-batches, and they are communicated once; False: they are
+    divided after each micro-batch. fsdp2 and hsdp only."""
     offload_optimizer: bool = False
     """Optimizer state in CPU memory; deepspeed only."""
     offload_parameters: bool = False
@@ -78,10 +83,17 @@ class TrainerConfig:
                 f"trainer.compile=true with trainer.strategy={self.strategy}: DeepSpeed gathers weights by hooks "
                 "within what would be compiled; use fsdp2"
             )
-        if self.tensor_parallel_size > 1 and self.strategy != "fsdp2":
+        shards = self.strategy in ("fsdp2", "hsdp")
+        if self.tensor_parallel_size > 1 and not shards:
             raise ValueError(
-                f"trainer.tensor_parallel_size={self.tensor_parallel_size} needs trainer.strategy=fsdp2, "
+                f"trainer.tensor_parallel_size={self.tensor_parallel_size} needs trainer.strategy=fsdp2 or hsdp, "
                 f"not {self.strategy}"
+            )
+        if self.shard_size is not None and self.strategy != "hsdp":
+            raise ValueError(f"trainer.shard_size={self.shard_size} needs trainer.strategy=hsdp, not {self.strategy}")
+        if self.accumulate_locally and not shards:
+            raise ValueError(
+                f"trainer.accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not {self.strategy}"
             )
         if self.offload_optimizer and not self.uses_deepspeed:
             raise ValueError(
@@ -110,6 +122,26 @@ class TrainerConfig:
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed owns the optimizer."""
         return self.strategy.startswith("deepspeed_")
+
+    def mesh(self, devices_per_node: int) -> tuple[int, int, int]:
+        """Return how the devices are arranged: (copies of the weights, devices that divide one, tensor parallel size).
+
+        Raises:
+            ValueError: they cannot be divided so.
+        """
+        num_devices, tensor = devices_per_node * self.num_nodes, self.tensor_parallel_size
+        if num_devices % tensor:
+            raise ValueError(
+                f"trainer.tensor_parallel_size={tensor} does not divide the {num_devices} devices of the run"
+            )
+        num_ranks = num_devices // tensor
+        of_node = max(1, devices_per_node // tensor)
+        shard = {"fsdp2": num_ranks, "hsdp": self.shard_size or of_node}.get(self.strategy, 1)
+        if num_ranks % shard:
+            raise ValueError(
+                f"trainer.shard_size={shard} does not divide the {num_ranks} data parallel ranks of the run"
+            )
+        return num_ranks // shard, shard, tensor
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,25 @@ class MeasuredStartConfig:
 
 
 @dataclass(frozen=True)
+class MilestonesConfig:
+    """Checkpoints that are kept for good, in the run's folder `milestones`: to branch from, or to look at later.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    every_steps: Count | None = None
+    """Optimizer steps between two, `step_0001000`; None: none."""
+    ratios: list[float] = field(default_factory=list)
+    """Target CRs on the ramp, the last one too, `cr4`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "training.milestones.")
+        for ratio in self.ratios:
+            check_ratio(ratio, "training.milestones.ratios")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
 
@@ -193,6 +212,8 @@ class TrainingConfig:
     """Held-out sequences in each validation."""
     validate_every_steps: Count = 1000
     checkpoint_every_steps: Count = 100
+    milestones: MilestonesConfig = field(default_factory=MilestonesConfig)
+    """What is kept of them for good."""
     log_every_steps: Count = 10
     max_nonfinite_steps: Count = 10
     """Steps in a row skipped for a loss or gradient that is not finite, after which the run ends."""

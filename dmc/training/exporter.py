@@ -21,11 +21,12 @@ from dmc.models import CompressedCausalLM
 from dmc.models.attention import Documents
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
-from dmc.training.checkpoints.generations import LAST_CHECKPOINT
-from dmc.training.checkpoints.reading import check_whole, choose, load_checkpoint_model, read_header
+from dmc.training.checkpoints.folder import check_whole, read_header
+from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
+from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
-from dmc.training.strategies import WholeModel
+from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer
 
 RATIO_TOLERANCE = 0.05
@@ -42,7 +43,7 @@ class Exporter:
         strategy: how the weights lie over the ranks.
     """
 
-    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any, strategy: WholeModel) -> None:
+    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any, strategy: Parallelism) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self._num_written = 0
 
@@ -155,7 +156,7 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
-        use_previous_checkpoint: take `previous.ckpt` where `last.ckpt` is damaged.
+        use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
     Raises:
@@ -167,15 +168,13 @@ def export_checkpoint(
         check_device(device)
     config = read_foreign_config(run_folder, trust_run)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
-    checkpoint = choose(run_folder / "checkpoints", check_whole, use_previous_checkpoint)
+    checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous_checkpoint)
     if checkpoint is None:
-        raise FileNotFoundError(f"{run_folder / 'checkpoints' / LAST_CHECKPOINT} does not exist: nothing is saved yet")
+        raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     step = read_header(checkpoint).global_step
     model = load_checkpoint_model(checkpoint)
-    if read_header(checkpoint).global_step != step:
-        raise ValueError(f"{checkpoint} was replaced while it was read, by a run that goes on: start the export again")
     tokenizer = build_tokenizer(config.data, config.model.path)
-    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, WholeModel(config))
+    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
     model.to(roomy_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)
     return output

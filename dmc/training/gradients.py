@@ -1,4 +1,4 @@
-"""Gradients of all parameters, wherever a strategy keeps them."""
+"""Gradients of parameters, wherever a strategy keeps them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 
@@ -34,3 +35,21 @@ def clip_gradients(module: nn.Module, norm: Tensor, largest: float) -> None:
         if parameter.grad is not None:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             local.mul_(scale.to(local.device))
+
+
+def keep_rows(parameter: nn.Parameter, rows: slice) -> None:
+    """Set a gradient to 0, in place, but for some rows, counted over all ranks that divide the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    first = 0
+    local = gradient
+    if isinstance(gradient, DTensor):
+        local = gradient.to_local()
+        _, (first, *_) = compute_local_shape_and_global_offset(
+            gradient.shape, gradient.device_mesh, gradient.placements
+        )
+    start, stop, step = rows.indices(gradient.shape[0])
+    row = torch.arange(first, first + local.shape[0], device=local.device)
+    frozen = (row < start) | (row >= stop) | ((row - start) % step != 0)
+    local.masked_fill_(frozen.view(-1, *[1] * (local.dim() - 1)), 0)

@@ -18,8 +18,9 @@ from dmc.models.modeling import for_unpadded
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.ratio_control import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
+from dmc.training.gradients import keep_rows
 from dmc.training.stages import Plan, StepState
-from dmc.training.strategies import WholeModel
+from dmc.training.strategies import Parallelism
 from dmc.training.teacher import Teacher
 
 
@@ -29,12 +30,12 @@ def noise_seeds(seed: int, positions: list[int]) -> list[int]:
 
 
 def train_gates_only(model: CompressedCausalLM) -> None:
-    """Freeze all weights but the adapters and the rows of W_q and W_k that produce the borrowed neuron."""
+    """Freeze all weights but the adapters, and W_q and W_k for the rows of the borrowed neuron: see `keep_rows`."""
     model.requires_grad_(False)
     for adapter in model.adapters():
         adapter.requires_grad_(True)
-    for parameter, rows in model.neuron_rows():
-        parameter.requires_grad_(True).register_hook(lambda gradient, rows=rows: _of_rows(gradient, rows))
+    for parameter, _ in model.neuron_rows():
+        parameter.requires_grad_(True)
 
 
 def compile_regions(model: Any) -> None:
@@ -42,13 +43,6 @@ def compile_regions(model: Any) -> None:
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
-
-
-def _of_rows(gradient: Tensor, rows: slice) -> Tensor:
-    """Keep some rows of a gradient, wherever it is by then, and set the others to 0."""
-    kept = torch.zeros_like(gradient)
-    kept[rows] = gradient[rows]
-    return kept
 
 
 class RetrofitModule(LightningModule):
@@ -66,14 +60,14 @@ class RetrofitModule(LightningModule):
         strategy: how the weights lie over the ranks.
     """
 
-    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int, strategy: WholeModel) -> None:
+    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int, strategy: Parallelism) -> None:
         super().__init__()
         self.model, self.config, self.plan, self.separator_id = with_token_losses(model), config, plan, separator_id
         self.strategy = strategy
         self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
         self.teacher: Teacher | None = None
         """Given before training where the run distils."""
-        self._is_spread = False
+        self._is_parallel = False
         self.noted: list[dict[str, Tensor]] = []
         """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
@@ -94,17 +88,23 @@ class RetrofitModule(LightningModule):
 
     def configure_model(self) -> None:
         """Lay the model over the ranks, once; Lightning may call this several times."""
-        if not self._is_spread:
-            self._is_spread = True
+        if not self._is_parallel:
+            self._is_parallel = True
             if self.config.trainer.compile:
                 compile_regions(self.model)
-            self.strategy.spread(self)
+            self.strategy.parallelize(self)
             if self.teacher is not None:
-                self.strategy.spread_teacher(self.teacher.model, self.teacher.path, self)
+                self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path, self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the model ready for the step."""
         self.prepare(self.global_step)
+
+    def on_after_backward(self) -> None:
+        """Train no other rows than those of the borrowed neuron where gates alone are trained."""
+        if self.config.training.gates_only and self.has_gates:
+            for parameter, rows in self.model.neuron_rows():
+                keep_rows(parameter, rows)
 
     def prepare(self, step: int) -> None:
         """Zero the borrowed neuron's rows where the zero-out stage has ended, and set the delay that the plan says."""

@@ -24,15 +24,15 @@ PACKAGES_NAME = "packages.txt"
 """Every package installed at the last start."""
 OWN_SOURCES = (MegatronSource, PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
-SAVED = ("checkpoints", "final", "snapshots")
+SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of what a run has saved."""
 PLACES = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
     "data.num_processes", "model.architecture",
-    "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps",
+    "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
-    "trainer.lightning", "trainer.offload",
-    "trainer.peak_teraflops", "trainer.strategy", "trainer.tensor_parallel_size",
+    "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
+    "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
 """Settings that may change between the parts of one run: none of them changes what is computed."""
 MEASURED = (

@@ -13,12 +13,13 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
-from dmc.training.checkpoints.generations import latest
-from dmc.training.checkpoints.reading import check_whole, load_checkpoint_model
+from dmc.training.checkpoints.folder import check_whole
+from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
+from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
-from dmc.training.strategies import WholeModel
+from dmc.training.strategies import Parallelism
 from dmc.training.text_data import build_tokenizer, document_framing
 
 
@@ -56,12 +57,14 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     """
     config = read_foreign_config(run_folder, trust_run)
     kept = _read_kept(file, run_folder)
-    checkpoint = latest(run_folder / "checkpoints")
+    checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous=False)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
     framing = document_framing(config.data, build_tokenizer(config.data, config.model.path))
     plan = Plan(config.training, config.target_ratio, config.compression)
-    module = RetrofitModule(model, config, plan, framing.end, WholeModel(config))
+    module = RetrofitModule(model, config, plan, framing.end, Parallelism(config))
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     module.to("cuda" if cuda else "cpu").train()
     nonfinite = _watch_outputs(model)

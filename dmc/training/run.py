@@ -26,7 +26,8 @@ from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
-from dmc.training.checkpoints.reading import find_checkpoint, read_header
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
 from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
@@ -82,6 +83,7 @@ def _keep_quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
     transformers.utils.logging.disable_progress_bar()
@@ -141,7 +143,7 @@ def train(config: RunConfig) -> TrainedRun:
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     is_finished = run.is_finished
     if not is_finished:
-        check_start(config, devices_per_node(config) * config.trainer.num_nodes)
+        check_start(config, devices_per_node(config))
     with nullcontext() if is_finished else _alone_in(folder) as displaced:
         check_same_run(folder, config)
         if run.is_finished:
@@ -149,7 +151,14 @@ def train(config: RunConfig) -> TrainedRun:
             return run
         check_same_text(folder, config)
         _keep_quiet()
-        preempted = Preemption(SaveLast(folder / "checkpoints", config.training.checkpoint_every_steps), displaced)
+        milestones = config.training.milestones
+        save_last = SaveLast(
+            folder / FOLDER_NAME,
+            config.training.checkpoint_every_steps,
+            {step: f"cr{ratio:g}" for step, ratio in plan.ratio_steps(milestones.ratios).items()},
+            milestones.every_steps,
+        )
+        preempted = Preemption(save_last, displaced)
         with open_loggers(config) as loggers, preempted as preemption:
             _fit(config, plan, run, preemption, loggers)
     return run

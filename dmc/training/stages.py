@@ -109,10 +109,14 @@ class Plan:
 
     def snapshot_steps(self, ratios: Sequence[float]) -> dict[int, float]:
         """Return the steps after which the ramp has reached each ratio; the final target is no snapshot."""
+        return self.ratio_steps([ratio for ratio in ratios if ratio < self.target_ratio])
+
+    def ratio_steps(self, ratios: Sequence[float]) -> dict[int, float]:
+        """Return the steps after which the ramp has reached each ratio."""
         ramp = next((stage for stage in self._stages if stage.name == "retrofit"), None)
         if ramp is None or self.target_ratio == 1:
             return {}
-        return {ramp.reaches(ratio): ratio for ratio in ratios if ratio < self.target_ratio}
+        return {ramp.reaches(ratio): ratio for ratio in ratios}
 
 
 def _learning_rate(planned: _PlannedStage, inside: int) -> float:

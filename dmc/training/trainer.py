@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning import Trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -21,7 +21,6 @@ from dmc.training.callbacks.step_progress import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
-from dmc.training.checkpoints.saving import AtomicCheckpointIO
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
 
@@ -44,7 +43,7 @@ def build_trainer(
     Raises:
         ValueError: the batch cannot be divided among the devices, or this machine has no such devices.
     """
-    config, strategy = module.config, module.strategy
+    config, strategy = module.config, cast(Any, module.strategy)
     training, settings = config.training, config.trainer
     throughput = Throughput(config)
     own = [build_target(each, f"callbacks.{name}") for name, each in config.callbacks.items()]
@@ -52,7 +51,7 @@ def build_trainer(
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks.{name} is {type(callback).__name__}: expected a lightning.pytorch Callback")
     watching = [*_watching_callbacks(module, exporter, snapshots, preemption), *own]
-    plugins: list[Any] = [AtomicCheckpointIO()]  # for checkpoints that are one file
+    plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
         plugins.append(SLURMEnvironment(auto_requeue=False))
@@ -61,7 +60,7 @@ def build_trainer(
             accelerator=settings.accelerator,
             devices=settings.devices,
             num_nodes=settings.num_nodes,
-            strategy=strategy.lightning_strategy(),
+            strategy=strategy,
             precision=strategy.precision,
             max_steps=module.plan.total_steps,
             max_epochs=1,

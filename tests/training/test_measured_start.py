@@ -107,7 +107,7 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
     def unread() -> list[torch.Tensor]:
         raise AssertionError("a run that goes on read the text again")
 
-    resumed = SimpleNamespace(ckpt_path=str(tmp_path / "last.ckpt"))
+    resumed = SimpleNamespace(ckpt_path=str(tmp_path / "step_0000002"))
     MeasuredStart(unread, settings, tmp_path).on_fit_start(resumed, None)
 
 

@@ -12,7 +12,8 @@ from launching import Ranks, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
-from dmc.training.checkpoints.reading import read_header
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import saved_checkpoints, step_name
 
 
 @pytest.fixture
@@ -24,10 +25,8 @@ def two_ranks(run_values):
 
 def saved_step(folder: Path) -> int:
     """Step of the checkpoint that the next start will take; 0 where there is none."""
-    for name in ("last.ckpt", "previous.ckpt"):
-        if (folder / "checkpoints" / name).exists():
-            return read_header(folder / "checkpoints" / name).global_step
-    return 0
+    saved = saved_checkpoints(folder / "checkpoints")
+    return read_header(saved[0]).global_step if saved else 0
 
 
 def starts(folder: Path) -> list[int]:
@@ -73,7 +72,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
         with Ranks(values, 2, log) as ranks:
             wait_until(lambda: len(logged_parts(killed)) > parts and goal in logged_parts(killed)[-1], ranks)
             if what == "while writing":
-                wait_until((killed / "checkpoints" / "last.ckpt.partial").exists, ranks)
+                wait_until(lambda: list((killed / "checkpoints").glob("*.partial")), ranks)
             ranks.send(signal.SIGKILL if what == "while writing" else getattr(signal, what), *targets)
             codes = ranks.join(grace=20 if what in ("SIGTERM", "SIGUSR1") else 1)
         if what in ("SIGTERM", "SIGUSR1"):
@@ -113,7 +112,7 @@ def test_rank_zero_alone_writes(two_ranks, tmp_path):
     train_ranks(two_ranks, 2, tmp_path / "ranks.log")
     folder = Path(two_ranks["output_dir"])
     assert len(starts(folder)) == len(logged_parts(folder)) == 1
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [step_name(7), step_name(8)]
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints", "data.json", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
 
 def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
     folder = tmp_path / "run"
-    for name in ("checkpoints/last.ckpt.partial", "snapshots/.cr2.partial"):
+    for name in ("checkpoints/step_0000002.partial", "snapshots/.cr2.partial"):
         (folder / name).mkdir(parents=True)
     record_run(folder, build_config(RunConfig, run_values))
     run_values["training"]["learning_rate"] = 5e-4
@@ -102,7 +102,7 @@ def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
     check_same_run(folder, other)
     record_run(folder, other)
     assert read_config(folder) == other
-    (folder / "checkpoints" / "last.ckpt").touch()
+    (folder / "checkpoints" / "step_0000002").touch()
     run_values["training"]["learning_rate"] = 1e-4
     with pytest.raises(ValueError, match=r"learning_rate: 0.0005 then, 0.0001 now"):
         check_same_run(folder, build_config(RunConfig, run_values))
@@ -114,7 +114,7 @@ def test_a_run_does_not_go_on_with_its_parts_in_another_order(section, name, run
     run_values["compression"] = None
     record_run(tmp_path, build_config(RunConfig, run_values))
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "checkpoints" / "step_0000002").touch()
     check_same_run(tmp_path, build_config(RunConfig, run_values))
     run_values[section][name] = dict(reversed(run_values[section][name].items()))
     with pytest.raises(ValueError, match=f"{section}.{name}: .* then, .* now"):
@@ -126,7 +126,7 @@ def test_a_run_that_framed_documents_otherwise_is_refused(run_values, tmp_path):
     config = build_config(RunConfig, run_values)
     record_run(tmp_path, config)
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "checkpoints" / "step_0000002").touch()
     check_same_text(tmp_path, config)
     content = json.loads((tmp_path / "run.json").read_text())
     del content["config"]["data"]["tokenizer"]["bos"]

@@ -14,8 +14,11 @@ from dmc.config import RunConfig, build_config
 from dmc.data import ResumableOrder
 from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 from dmc.training.callbacks.validation import Validation
+from dmc.training.checkpoints.rotation import saved_checkpoints
+from dmc.training.checkpoints.weights import read_tensors
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
+from dmc.training.strategies.mesh import TRAINER_STATE
 
 STEPS, BATCH = 7, 8
 WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]
@@ -96,8 +99,10 @@ def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path
 
 def contents(run):
     """Return a run's last checkpoint but for Lightning's counters, and the place of its text."""
-    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    return checkpoint, checkpoint.pop("loops")["fit_loop"]["state_dict"].get("combined_loader")
+    last = saved_checkpoints(run / "checkpoints")[0]
+    checkpoint = torch.load(last / TRAINER_STATE, weights_only=True)
+    loader = checkpoint.pop("loops")["fit_loop"]["state_dict"].get("combined_loader")
+    return checkpoint, loader, read_tensors(last, "")
 
 
 def assert_equal(one, other):

@@ -13,13 +13,14 @@ from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.study.plan import StudyRun
 from dmc.training import PreemptedError, export_checkpoint, train
-from dmc.training.checkpoints.reading import read_header
+from dmc.training.checkpoints.folder import check_whole
+from dmc.training.checkpoints.rotation import saved_checkpoints
 from dmc.training.collect import collect
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
 from dmc.training.stages import Plan
-from dmc.training.strategies import WholeModel
+from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text
 
 
@@ -203,7 +204,7 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [{"input_ids": ids, "position": torch.arange(len(ids))} for ids in data.validation_batches()]
-    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, WholeModel(config))
+    module = RetrofitModule(model, config, plan, tokenizer.eos_token_id, Parallelism(config))
     return module, [module.on_before_batch_transfer(batch, 0) for batch in batches]
 
 
@@ -232,16 +233,16 @@ def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_pat
     whole = train(build_config(RunConfig, uninterrupted))
 
     values, log = dict(run_values, output_dir=str(tmp_path / "killed")), tmp_path / "log"
-    checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    checkpoints = tmp_path / "killed" / "checkpoints"
     for target in sorted(random.Random(0).sample(range(4, 24), 2)):
         with Ranks(values, 1, log) as ranks:
             deadline = time.monotonic() + 120
-            while not (checkpoint.exists() and read_header(checkpoint).global_step >= target):
+            while not any(int(path.name.removeprefix("step_")) >= target for path in saved_checkpoints(checkpoints)):
                 assert ranks.alive and time.monotonic() < deadline, log.read_text()[-4000:]
                 time.sleep(0.01)
             ranks.send(signal.SIGKILL, 0)
             assert ranks.join() == [-signal.SIGKILL]
-        read_header(checkpoint)  # whole, whenever the kill came
+        check_whole(saved_checkpoints(checkpoints)[0])  # whenever the kill came
     train_ranks(values, 1, log)
     assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
     one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")

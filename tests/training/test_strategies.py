@@ -2,23 +2,35 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, expect_exact_angles, logged_losses, note_positions, train_ranks
+import torch.distributed as dist
+from launching import (
+    Processes,
+    Ranks,
+    expect_exact_angles,
+    logged_losses,
+    note_positions,
+    noted_positions,
+    train_ranks,
+)
+from laying import compare_tensors, lay_out, write_tensors
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dmc.config import ModelConfig, RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED, train
-from dmc.training.checkpoints.generations import remove
-from dmc.training.checkpoints.reading import check_fits, find_checkpoint, read_header
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import find_checkpoint, remove, saved_checkpoints, step_name
 from dmc.training.exporter import export_checkpoint
 from dmc.training.run import fresh_model
 
 STEPS = 20
-STRATEGIES = ("ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 
 
 @pytest.fixture
@@ -48,7 +60,7 @@ def on_ranks(values, count, folder, trainer, check=None, **training):
 
 def forget_the_end(folder: Path) -> None:
     """Leave a run as if it had been killed between its two checkpoints."""
-    for path in (folder / "checkpoints" / "last.ckpt", folder / "final"):
+    for path in (saved_checkpoints(folder / "checkpoints")[0], folder / "final"):
         remove(path)
 
 
@@ -76,8 +88,75 @@ def assert_same_folder(one: Path, other: Path) -> None:
         torch.testing.assert_close(value, same.state_dict()[name], atol=1e-6, rtol=0)
 
 
+LAYOUTS = {
+    "auto": (1, {"strategy": "auto"}),
+    "ddp on 2": (2, {"strategy": "ddp"}),
+    "fsdp2 on 2": (2, {"strategy": "fsdp2"}),
+    "fsdp2 on 3": (3, {"strategy": "fsdp2"}),
+    "hsdp on 4": (4, {"strategy": "hsdp", "shard_size": 2}),
+    "tp on 2": (2, {"strategy": "fsdp2", "tensor_parallel_size": 2}),
+}
+"""Devices and settings of every way to lay a model over them but DeepSpeed's."""
+
+
+def trainer_of(values: dict, layout: str) -> dict:
+    count, trainer = LAYOUTS[layout]
+    return values["trainer"] | {"devices": count} | trainer
+
+
+@pytest.mark.parametrize(("locally", "expected"), [(False, [(3, 0), (3, 0), (3, 3)]), (True, [(0, 0), (0, 0), (3, 3)])])
+def test_hsdp_divides_gradients_of_each_micro_batch_and_sums_its_copies_once_a_step(values, locally, expected):
+    values["trainer"] = trainer_of(values, "hsdp on 4") | {"accumulate_locally": locally}
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        strategy, found = lay_out(build_config(RunConfig, values), seed=0, backend="fake"), []
+        for is_last in (False, False, True):
+            with CommDebugMode() as calls, nullcontext() if is_last else strategy.block_backward_sync():
+                logits = strategy.lightning_module.model(torch.arange(8).view(1, 8), use_cache=False).logits
+                logits.square().mean().backward()
+            counts = calls.get_comm_counts()
+            found.append((counts[torch.ops.c10d._reduce_scatter_base_], counts[torch.ops.c10d.allreduce_]))
+    finally:
+        dist.destroy_process_group()
+    assert found == expected  # one of each for both layers and for what is outside
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_goes_on_at_every_mesh_with_the_same_samples(values, tmp_path):
+    """Each layout once resumes what another one has saved, and once saves what another one resumes."""
+    values["training"] |= {"batch_size": 12, "checkpoint_every_steps": 1000}
+    whole = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "whole")))).folder
+    sizes, stops = (12, 3, 6, 1, 1, 4, 2), [(3, 0), (6, 1), (9, 0), (11, 2), (14, 1), (17, 0), None]
+    begin, folder, log = 0, tmp_path / "run", tmp_path / "log"
+    for layout, micro_batch_size, stop in zip([*LAYOUTS, "auto"], sizes, stops, strict=True):
+        values["training"]["micro_batch_size"] = micro_batch_size
+        part = dict(values, output_dir=str(folder), trainer=trainer_of(values, layout))
+        count, cuts = LAYOUTS[layout][0], part["trainer"].get("tensor_parallel_size", 1)
+        positions = tmp_path / f"positions {layout} from {begin} of rank "
+        with Ranks(part, count, log, partial(note_positions, log=positions, stop=stop, on_rank=count - 1)) as ranks:
+            code = EXIT_PREEMPTED if stop else 0
+            assert ranks.join() == [code] * count, f"{layout}\n{log.read_text()[-4000:]}"
+        end = stop[0] if stop else STEPS
+        expected = [(step, list(range(12 * step, 12 * step + 12))) for step in range(begin, end)]
+        assert noted_positions(positions, count // cuts) == expected
+        begin = end
+    assert_same_losses(whole, folder)
+    assert_same_folder(whole / "final", folder / "final")
+
+
+@pytest.mark.slow
+def test_every_mesh_reads_the_tensors_of_every_other_one(values, tmp_path):
+    configs = {layout: build_config(RunConfig, dict(values, trainer=trainer_of(values, layout))) for layout in LAYOUTS}
+    for act in (write_tensors, compare_tensors):
+        for layout, config in configs.items():
+            folders = [tmp_path / (layout if act is write_tensors else other) for other in LAYOUTS]
+            arguments = (config, folders[:1] if act is write_tensors else folders)
+            with Processes(act, arguments, LAYOUTS[layout][0], log := tmp_path / "log") as ranks:
+                assert set(ranks.join()) == {0}, f"{layout}\n{log.read_text()[-4000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [f"deepspeed_zero{stage}" for stage in (1, 2, 3)])
 def test_two_ranks_learn_what_one_does_and_their_checkpoints_resume_on_one_and_three(values, alone, strategy, tmp_path):
     accumulating = {"micro_batch_size": 1, "activation_checkpointing": True}
     folder = on_ranks(values, 2, tmp_path / strategy, strategy, **accumulating)
@@ -133,21 +212,20 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
     sabotage = partial(note_positions, log=tmp_path / "positions", stop=(4, 2), on_rank=1)  # within the fifth step
     with Ranks(values, 2, log := tmp_path / "ranks.log", sabotage) as ranks:
         assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
-    checkpoint = folder / "checkpoints" / "last.ckpt"
-    assert (read_header(checkpoint).global_step, read_header(checkpoint).num_ranks) == (4, 2)
+    header = read_header(folder / "checkpoints" / step_name(4))
+    assert (header.global_step, header.num_ranks) == (4, 2)
     values["training"]["micro_batch_size"] = 3
     train_ranks(values, 2, log)
     assert_same_losses(alone, folder)
     assert_same_folder(alone / "final", folder / "final")
+    checkpoint = saved_checkpoints(folder / "checkpoints")[0]
     shard = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match=rf"last.ckpt is cut off: .*{shard.name} has 100 bytes"):
+    with pytest.raises(ValueError, match=rf"{checkpoint.name} is cut off: .*{shard.name} has 100 bytes"):
         export_checkpoint(folder, tmp_path / "damaged")
     model = load_model(folder / "final")
     with pytest.raises(ValueError, match="use_previous_checkpoint=true to go on from step 10"):
-        find_checkpoint(checkpoint.parent, model, strategy)
-    with pytest.raises(ValueError, match=f"was written as '{strategy}', this run reads 'file'"):
-        check_fits(checkpoint.with_name("previous.ckpt"), model, "file")
+        find_checkpoint(checkpoint.parent, model, header.format)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor
 
 from dmc.training.callbacks.after_step import AfterStep
-from dmc.training.checkpoints.saving import AtomicCheckpointIO, SaveLast
+from dmc.training.checkpoints.saving import SaveLast, write_aside
 
 FOLDER_NAME = "nonfinite"
 """Folder of the kept batches, in a run's output folder."""
@@ -95,7 +95,7 @@ class NonFiniteGuard(AfterStep):
         kept = [_kept(batch, loss) for batch, loss in zip(micro_batches, losses, strict=True)]
         content = {"step": step, "rank": trainer.global_rank, "micro_batches": kept}
         try:
-            AtomicCheckpointIO().save_checkpoint(content, path)
+            write_aside(content, path)
             outcome = f"its batch is kept in {path}"
         except OSError as error:  # one rank that ended here would leave the others waiting
             outcome = f"its batch could not be kept: {error}"

@@ -1,72 +1,161 @@
-"""Checkpoints written beside their place and renamed, and when they are written."""
+"""How a checkpoint is written, beside its place and in the background, and when."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dmc.training.callbacks.after_step import AfterStep
-from dmc.training.checkpoints.folder import could_not_be_written
-from dmc.training.checkpoints.generations import LAST_CHECKPOINT, Generations
+from dmc.training.checkpoints.folder import Header, gathered, write_header
+from dmc.training.checkpoints.rotation import MILESTONES_NAME, CheckpointRotation, remove, step_name
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it, so that a kill or a full disk leaves the one before."""
+class CheckpointSaver:
+    """Writes checkpoints one after the other; whoever wants to know that the last one is there waits for it."""
 
     def __init__(self) -> None:
-        self._generations = Generations()
+        self.rotation = CheckpointRotation()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`.
+    def save(self, target: Path, header: Header, write: Callable[[Path], Future | None], group: Any = None) -> None:
+        """Begin to write a checkpoint; called by all ranks.
+
+        Args:
+            target: a folder that all ranks can see.
+            header: what it will hold.
+            write: called with the folder to write into; what it returns, if anything, is done when all is written.
+            group: process group in which nobody else talks meanwhile.
+        Raises:
+            OSError: this one, or the one before, could not be written; what was there still is.
+        """
+        self.wait()
+        target = Path(gathered(str(target), group)[0])
+        partial = target.with_name(f"{target.name}.partial")
+        problem = None
+        if header.num_ranks == 1 or torch.distributed.get_rank() == 0:
+            remove(partial)
+            try:
+                partial.mkdir(parents=True)
+            except OSError as error:  # a rank that ended here would leave the others waiting
+                problem = str(error)
+        if (problem := gathered(problem, group)[0]) is not None:
+            raise _could_not_be_written(target, problem)
+        try:
+            writing = write(partial)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise _could_not_be_written(target, _reason(error)) from error
+        if writing is None:
+            self._finish(None, target, partial, header, group)
+        else:
+            self._pending = self._thread.submit(self._finish, writing, target, partial, header, group)
+
+    def wait(self) -> None:
+        """Wait until what was begun is on the disk.
 
         Raises:
-            OSError: it could not be written; what was at `path` is still there.
+            OSError: it could not be written.
         """
-        target = Path(str(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            self._generations.promote(partial, target)
-        except (OSError, RuntimeError) as error:
-            raise could_not_be_written(target, error) from error
-        finally:
-            partial.unlink(missing_ok=True)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint as Lightning does."""
-        checkpoint = super().load_checkpoint(path, *arguments, **options)
-        self._generations.known(Path(str(path)))
-        return checkpoint
+    def _finish(self, writing: Future | None, target: Path, partial: Path, header: Header, group: Any) -> None:
+        problem: BaseException | None = None
+        try:
+            if writing is not None:
+                writing.result()
+            write_header(partial, header, group)
+            if header.num_ranks == 1 or torch.distributed.get_rank() == 0:
+                self.rotation.commit(partial, target)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            problem = error
+        if problem is None:  # the first rank alone renames
+            self.rotation.mark_valid(target)
+        reason = None if problem is None else _reason(problem)
+        failed = next((each for each in gathered(reason, group) if each is not None), None)
+        if failed is not None:
+            raise _could_not_be_written(target, failed) from problem
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line what went wrong, on the first rank where torch collects it from all."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error).split("\n")[0]
+
+
+def _could_not_be_written(target: Path, reason: str) -> OSError:
+    """Say that the checkpoint before stays."""
+    return OSError(
+        f"{target} could not be written ({reason}): the checkpoint before it stays; make room on the disk and start "
+        "the same command again"
+    )
+
+
+def write_aside(content: Any, path: Path) -> None:
+    """Write a file beside its place and rename it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        torch.save(content, partial)
+        os.replace(partial, path)
+    except RuntimeError as error:  # what torch raises on a full disk
+        raise OSError(str(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class SaveLast(AfterStep):
-    """Saves `last.ckpt` every so many optimizer steps, and at the last one.
+    """Saves every so many optimizer steps and at the last one, and what is kept for good.
 
     Args:
-        folder: where the checkpoint lies.
+        folder: of the last checkpoints; milestones lie beside it.
         every_steps: optimizer steps between two.
+        milestones: step -> name of the milestone after it.
+        milestones_every: optimizer steps between two more milestones, which have the names of their steps; None: none.
     """
 
-    def __init__(self, folder: Path, every_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        every_steps: int,
+        milestones: dict[int, str] | None = None,
+        milestones_every: int | None = None,
+    ) -> None:
         self.folder, self.every_steps = folder, every_steps
+        self.milestones, self.milestones_every = milestones or {}, milestones_every
         self._saved_step = -1
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Save after a step whose turn it is."""
+        """Begin to save after a step whose turn it is."""
+        names = [self.milestones[step]] if step in self.milestones else []
+        names += [step_name(step)] if self.milestones_every and step % self.milestones_every == 0 else []
+        for name in names:
+            milestone = self.folder.with_name(MILESTONES_NAME) / name
+            if not trainer.strategy.broadcast(milestone.exists()):  # a step that was done twice
+                trainer.save_checkpoint(milestone, weights_only=False)
         if step % self.every_steps == 0 or step == trainer.max_steps:
-            self.save(trainer, step)
+            self._begin(trainer, step)
 
     def save(self, trainer: Trainer, step: int) -> None:
-        """Save now, unless this step is saved; rank 0 writes and all wait."""
+        """Save now, unless this step is saved, and wait until it is on the disk."""
+        strategy: Any = trainer.strategy
+        self._begin(trainer, step)
+        strategy.saver.wait()
+
+    def _begin(self, trainer: Trainer, step: int) -> None:
         if step != self._saved_step:
             self._saved_step = step
-            trainer.save_checkpoint(self.folder / LAST_CHECKPOINT, weights_only=False)
+            trainer.save_checkpoint(self.folder / step_name(step), weights_only=False)

@@ -1,19 +1,18 @@
-"""What the files of a checkpoint's folder may name: the classes that FSDP2 and DeepSpeed write, no code, no way out."""
+"""What the files of a checkpoint may name: the classes that torch and DeepSpeed write, no code, no way out."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 TAG = "checkpoint"
 """Folder that Lightning's DeepSpeed checkpoints lie in."""
 METADATA = ".metadata"
-"""File in which FSDP2 says where each weight lies."""
+"""File in which torch says where each tensor lies."""
 CLASSES_OF_METADATA = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -40,8 +39,8 @@ def refuse_code(folder: Path, format: str) -> None:
     Raises:
         ValueError: a file names something else than these libraries write.
     """
-    if format == "fsdp2":
-        _check_metadata(folder)
+    if not format.startswith("deepspeed_"):
+        read_metadata(folder)
         return
     latest = folder / "latest"  # names the folder that DeepSpeed reads
     if latest.is_file() and latest.read_text().strip() != TAG:
@@ -55,23 +54,27 @@ def refuse_code(folder: Path, format: str) -> None:
             raise ValueError(f"{path} would run {', '.join(sorted(named))}: only what DeepSpeed writes is read")
 
 
-def _check_metadata(folder: Path) -> None:
+def read_metadata(folder: Path) -> Metadata:
+    """Read which tensors a folder holds, and where: no other values, for torch would unpickle them.
+
+    Raises:
+        ValueError: it is damaged, or names code, a file outside of the folder, or another value.
+    """
     path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        for index, place in metadata.storage_data.items():
-            shard = folder / place.relative_path
+        for name, each in metadata.state_dict_metadata.items():
+            if not isinstance(each, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+        for place in metadata.storage_data.values():
             if Path(place.relative_path).name != place.relative_path:
                 raise ValueError(f"it names {place.relative_path}, outside of the folder")
-            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                with shard.open("rb") as file:  # options of the optimizer, each a small pickle in the shard
-                    file.seek(place.offset)
-                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
     except Exception as error:  # whatever unpickling a foreign file comes to
         raise ValueError(f"{path} is damaged or no training checkpoint ({error})") from error
+    return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

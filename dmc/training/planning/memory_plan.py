@@ -2,7 +2,7 @@
 
 P weights of a rank (after tensor parallelism) of which R lie outside the decoder layers and B are one layer; N data
 parallel ranks; s bytes of a stored weight (4, or 2 with model.dtype=bfloat16), c bytes of a weight that computes (2 in
-bf16-mixed, else s).
+bf16-mixed, else s). hsdp is fsdp2 with N the ranks that divide one copy; fsdp2 of one rank is auto.
 """
 
 from __future__ import annotations
@@ -123,11 +123,23 @@ class MemoryModel:
         model: configuration of its model.
         num_ranks: data parallel ranks.
         on_gpu: whether the device is a GPU.
+        num_shards: ranks that divide one copy of the weights; None: all.
     """
 
-    def __init__(self, config: RunConfig, model: PretrainedConfig, num_ranks: int, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: PretrainedConfig,
+        num_ranks: int,
+        on_gpu: bool,
+        num_shards: int | None = None,
+    ) -> None:
         self.config, self.model, self.num_ranks, self.on_gpu = config, model, num_ranks, on_gpu
+        self.num_shards = num_ranks if num_shards is None else num_shards
         self.strategy = config.trainer.strategy
+        self.is_sharded = (
+            self.strategy in ("fsdp2", "hsdp") and self.num_shards * config.trainer.tensor_parallel_size > 1
+        )
         self.mixed = config.trainer.precision == "bf16-mixed"
         self.counts = WeightCounts.of(model, config.trainer.tensor_parallel_size)
         self.stored = 2 if config.model.dtype == "bfloat16" else 4
@@ -142,19 +154,20 @@ class MemoryModel:
         """auto, ddp: s P. fsdp2: s P / N. ZeRO-1, 2: c P. ZeRO-3: c P / N; their float32 copy is the optimizer's."""
         if self.zero_stage:
             return self.computed * self._share(self.counts.total, self.zero_stage == 3)
-        return self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
+        return self.stored * self._share(self.counts.total, self.is_sharded)
 
     def gradients(self) -> int:
-        """auto, ddp: s P. fsdp2: s P / N. ZeRO-1: c P. ZeRO-2, 3: c P / N."""
+        """auto, ddp: s P. fsdp2: s P / N, and 4 P where they are summed whole. ZeRO-1: c P. ZeRO-2, 3: c P / N."""
         if self.zero_stage:
             return self.computed * self._share(self.counts.total, self.zero_stage > 1)
-        return self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
+        summed_whole = 4 * self.counts.total if self.config.trainer.accumulate_locally else 0
+        return summed_whole + self.stored * self._share(self.counts.total, self.is_sharded)
 
     def optimizer(self) -> int:
         """Adam's two states. auto, ddp: 2 s P. fsdp2: 2 s P / N. ZeRO: 12 P / N, float32 copies of the weights too."""
         if self.zero_stage:
             return 12 * self._share(self.counts.total, True)
-        return 2 * self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
+        return 2 * self.stored * self._share(self.counts.total, self.is_sharded)
 
     def teacher(self) -> int:
         """auto, ddp: s P. fsdp2: s P / N. ZeRO: c P."""
@@ -162,7 +175,7 @@ class MemoryModel:
             return 0
         if self.zero_stage:
             return self.computed * self.counts.total
-        return self.stored * self._share(self.counts.total, self.strategy == "fsdp2")
+        return self.stored * self._share(self.counts.total, self.is_sharded)
 
     def communication(self, moment: str) -> int:
         """Count buffers between ranks at a moment of the step.
@@ -173,7 +186,7 @@ class MemoryModel:
         ZeRO: 2 buckets of 2e8 weights, c bytes each; ZeRO-3 also c bytes of at most 1e9 gathered weights.
         """
         counts, computed = self.counts, self.computed
-        if self.strategy == "fsdp2":
+        if self.is_sharded:
             root = 2 * computed * counts.outside
             return {
                 LOSS: root,
@@ -195,7 +208,7 @@ class MemoryModel:
     def trace(self, gates: bool) -> StepBytes:
         """Trace a micro-batch, with or without gates."""
         training = self.config.training
-        computes_whole = self.zero_stage or self.strategy == "fsdp2"
+        computes_whole = self.zero_stage or self.is_sharded
         dtype = self.computed if computes_whole else self.stored
         shape = StepShape(
             training.micro_batch_size,
@@ -249,4 +262,4 @@ class MemoryModel:
         }
 
     def _share(self, count: int, is_sharded: bool) -> int:
-        return -(-count // self.num_ranks) if is_sharded else count
+        return -(-count // self.num_shards) if is_sharded else count

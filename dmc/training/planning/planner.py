@@ -111,7 +111,7 @@ class TrainingPlan:
 
     def _advice(self, largest: str) -> str:
         if largest in ("weights", "gradients", "optimizer states"):
-            if self.strategy in ("fsdp2", "deepspeed_zero3"):
+            if self.strategy in ("fsdp2", "hsdp", "deepspeed_zero3"):
                 return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
             return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
         if largest == "communication":
@@ -136,15 +136,16 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     trainer, training = config.trainer, config.training
     num_local = devices_per_node(config)
     num_devices, cuts = num_local * trainer.num_nodes, trainer.tensor_parallel_size
-    check_start(config, num_devices)
+    check_start(config, num_local)
     model = model_shape(config)
     micro_batches = training.accumulation(num_devices // cuts)
     lengths = Plan(training, config.target_ratio, config.compression).lengths
     device = Device.of(config, planner)
-    memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu)
+    num_shards = trainer.mesh(num_local)[1] if trainer.strategy == "hsdp" else None
+    memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu, num_shards)
     memory, num_weights = memory_model.memory(), memory_model.counts.whole
     stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
-    reads_parts = trainer.strategy in ("fsdp2", "deepspeed_zero3") and config.model.path is not None
+    reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model.path is not None
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if memory_model.computed == 2 else "32")
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)

@@ -18,8 +18,8 @@ from dmc.training.text_data import build_sources
 logger = logging.getLogger(__name__)
 
 
-def check_start(config: RunConfig, num_devices: int) -> None:
-    """Refuse a run that could not start on so many devices.
+def check_start(config: RunConfig, num_local: int) -> None:
+    """Refuse a run that could not start on so many devices of each node.
 
     What depends on the machine is left to the start: GPUs that are there, installed libraries, a login, the text.
 
@@ -28,12 +28,8 @@ def check_start(config: RunConfig, num_devices: int) -> None:
             cannot have these gates, there is no tokenizer, a source is none, or the stages contradict each other.
     """
     trainer, training, data = config.trainer, config.training, config.data
-    if num_devices % trainer.tensor_parallel_size:
-        raise ValueError(
-            f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide the {num_devices} devices of "
-            "the run"
-        )
-    num_ranks = num_devices // trainer.tensor_parallel_size
+    num_copies, shard_size, tensor_size = trainer.mesh(num_local)
+    num_ranks = num_copies * shard_size
     training.accumulation(num_ranks)
     Plan(training, config.target_ratio, config.compression)
     if data.tokenizer.train_vocab_size is None and data.tokenizer.path is None and config.model.path is None:
@@ -53,8 +49,8 @@ def check_start(config: RunConfig, num_devices: int) -> None:
     model = model_shape(config, with_vocabulary=False)
     if config.compression is not None and config.has_gates:
         check_retrofit(model, config.compression)
-    if trainer.tensor_parallel_size > 1:
-        check_divides(model, trainer.tensor_parallel_size)
+    if tensor_size > 1:
+        check_divides(model, tensor_size)
     if training.sequence_length > model.max_position_embeddings:
         logger.warning(
             "training.sequence_length=%d is beyond the %d positions that the model knows (max_position_embeddings)",

@@ -1,30 +1,29 @@
-"""How the weights of a run lie over its ranks: `whole.py` (one device, ddp), `fsdp2.py`, `zero.py` (DeepSpeed)."""
+"""How the weights of a run lie over its ranks: `mesh.py` (one device, ddp, fsdp2, hsdp), `zero.py` (DeepSpeed)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from dmc.config import RunConfig
-from dmc.training.strategies.whole import WholeModel
+from dmc.training.strategies.parallelism import Parallelism
 
-__all__ = ["WholeModel", "build_strategy"]
+__all__ = ["Parallelism", "build_strategy"]
 
 
-def build_strategy(config: RunConfig) -> WholeModel:
-    """Make what `config.trainer.strategy` names.
+def build_strategy(config: RunConfig) -> Any:
+    """Make the strategy that `config.trainer.strategy` names: Lightning's, and a `Parallelism`.
 
     Raises:
-        ValueError: the strategy's library is not installed.
+        ValueError: the strategy's library is not installed, or the devices cannot be divided as asked.
     """
-    if config.trainer.strategy == "fsdp2":
-        from dmc.training.strategies.fsdp2 import Fsdp2
+    if not config.trainer.uses_deepspeed:
+        from dmc.training.strategies.mesh import MeshStrategy
 
-        return Fsdp2(config)
-    if config.trainer.uses_deepspeed:
-        try:
-            from dmc.training.strategies.zero import Zero
-        except ImportError as error:
-            raise ValueError(
-                f"trainer.strategy={config.trainer.strategy} needs DeepSpeed ({error}): "
-                "pip install dmc-retrofit[deepspeed]"
-            ) from error
-        return Zero(config)
-    return WholeModel(config)
+        return MeshStrategy(config)
+    try:
+        from dmc.training.strategies.zero import ZeroStrategy
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.strategy={config.trainer.strategy} needs DeepSpeed ({error}): pip install dmc-retrofit[deepspeed]"
+        ) from error
+    return ZeroStrategy(config)

@@ -17,53 +17,54 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
+from dmc.models import load_model
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
-from dmc.models.weights import empty_model, local_folder, read_header, weight_files
-from dmc.training.checkpoints.folder import CheckpointFolders
+from dmc.models.weights import local_folder, read_header, weight_files
+from dmc.training.checkpoints.folder import Header, check_whole_together
+from dmc.training.checkpoints.rotation import offer_previous
 from dmc.training.checkpoints.trust import TAG
-from dmc.training.strategies.whole import WholeModel
+from dmc.training.strategies.parallelism import Parallelism
 
 
-class Zero(WholeModel):
+class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     """DeepSpeed's ZeRO; weights and gradients are bfloat16 in bf16-mixed, the optimizer's copy is float32.
 
-    DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice.
+    DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice. Its
+    checkpoints resume at any number of ranks.
     """
 
     owns_gradients = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.format = config.trainer.strategy
-        self.stage = int(self.format[-1])
-
-    def lightning_strategy(self) -> Any:
-        """See `WholeModel`."""
-        trainer = self.config.trainer
-        return ZeroStrategy(
-            stage=self.stage,
+    def __init__(self, config: RunConfig, **options: Any) -> None:
+        trainer = config.trainer
+        self.format, self.zero_stage = trainer.strategy, int(trainer.strategy[-1])
+        DeepSpeedStrategy.__init__(
+            self,
+            stage=self.zero_stage,
             offload_optimizer=trainer.offload_optimizer,
             offload_parameters=trainer.offload_parameters,
             pin_memory=trainer.offload_optimizer and torch.cuda.is_available(),
-            logging_batch_size_per_gpu=self.config.training.micro_batch_size,
+            logging_batch_size_per_gpu=config.training.micro_batch_size,
+            **options,
         )
+        Parallelism.__init__(self, config)
+        self.holds_parts = self.zero_stage == 3
+        assert isinstance(self.config, dict)  # DeepSpeed's
+        self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
 
-    def load(self) -> Any:
-        """See `WholeModel`: in stage 3 no rank ever holds the whole model."""
-        settings = self.config.model
-        if self.stage < 3:
-            return super().load()
-        return self.with_merged_heads(empty_model(settings.path, getattr(torch, settings.dtype), settings.revision))
+    def load_teacher(self, path: str) -> Any:
+        """See `Parallelism`: whole on each rank, for DeepSpeed's engine holds one model only."""
+        return load_model(path, dtype=getattr(torch, self.run_config.model.dtype), revision=self.revision_of(path))
 
-    def spread(self, module: LightningModule) -> None:
+    def parallelize(self, module: LightningModule) -> None:
         """Read and divide one layer after the other; what has its weights already is divided by the engine."""
         model: Any = module.model
         if not next(model.parameters()).is_meta:
             return
-        strategy: Any = module.trainer.strategy
-        settings = self.config.model
+        settings = self.run_config.model
         folder = local_folder(str(settings.path), settings.revision)
         owners = {name: file for file in weight_files(folder) for name in read_header(file)}
         head_dim = model.model.layers[0].self_attn.head_dim
@@ -72,57 +73,46 @@ class Zero(WholeModel):
                 weight = f"{name}.{key}"
                 if weight in owners:
                     with safe_open(owners[weight], framework="pt") as tensors:
-                        value = tensors.get_tensor(weight).to(strategy.root_device, parameter.dtype)
+                        value = tensors.get_tensor(weight).to(self.root_device, parameter.dtype)
                     setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
             if isinstance(part, GateAdapter) and f"{name}.weight" not in owners:
-                part.to_empty(device=strategy.root_device)
+                part.to_empty(device=self.root_device)
                 part.reset_parameters()
             if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
-                Init(module=part, config_dict_or_path=strategy.config)
+                Init(module=part, config_dict_or_path=self.config)
         model.tie_weights()
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(strategy.root_device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
 
-    def spread_teacher(self, model: Any, path: str, module: LightningModule) -> None:
-        """See `WholeModel`: whole on each rank, for DeepSpeed's engine holds one model only."""
-        super().spread_teacher(model, path, module)
+    def parallelize_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """See `Parallelism`."""
+        super().parallelize_teacher(model, path, module)
         if self.precision == "bf16-mixed":
             model.to(torch.bfloat16)
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
 
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
-        """See `WholeModel`."""
+        """See `Parallelism`."""
         master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
         if master is not None:
             master[rows] = torch.as_tensor(values).to(master)
             safe_set_full_fp32_param(parameter, master)
-        with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
+        with GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_stage == 3):
             parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
-        """See `WholeModel`."""
+        """See `Parallelism`."""
         engine: Any = module.trainer.model
         return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
 
     def gather(self, model: Any) -> Any:
-        """See `WholeModel`: the optimizer's float32 weights, not the copies of bf16-mixed."""
+        """See `Parallelism`: the optimizer's float32 weights, not the copies of bf16-mixed."""
         state = {}
         for name, parameter in model.state_dict(keep_vars=True).items():
             master = safe_get_full_fp32_param(parameter)
-            with GatheredParameters([parameter], enabled=self.stage == 3 and master is None):
+            with GatheredParameters([parameter], enabled=self.zero_stage == 3 and master is None):
                 if torch.distributed.get_rank() == 0:
                     state[name] = (parameter if master is None else master).detach().cpu().clone()
         return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
-
-
-class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's strategy, with checkpoints that are never torn and resume at any number of ranks."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        assert isinstance(self.config, dict)
-        self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
-        self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
-        self._folders = CheckpointFolders(f"deepspeed_zero{options['stage']}")
 
     def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -139,16 +129,27 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's shards."""
-        self._folders.save(self, checkpoint, filepath, super().save_checkpoint)
+        assert self.lightning_module is not None
+        header = Header.of(self.format, checkpoint, self.lightning_module.model)
+        write = super().save_checkpoint
+        self.saver.save(Path(filepath), header, lambda folder: write(checkpoint, folder))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks."""
+        """Read a checkpoint of any number of ranks.
+
+        Raises:
+            ValueError: it is damaged; on all ranks.
+        """
         folder = Path(checkpoint_path)
-        if self._folders.check(self, folder).num_ranks == self.world_size:
+        try:
+            header = check_whole_together(folder)
+        except ValueError as error:
+            raise ValueError(f"{error}{offer_previous(folder)}") from error
+        if header.num_ranks == self.world_size:
             checkpoint = super().load_checkpoint(folder, weights_only)
         else:
             checkpoint = self._load_resharded(folder)
-        self._folders.generations.known(folder)
+        self.saver.rotation.mark_valid(folder)
         return checkpoint
 
     def _load_resharded(self, folder: Path) -> dict[str, Any]:

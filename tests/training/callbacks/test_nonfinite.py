@@ -10,7 +10,9 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
-from dmc.training.checkpoints.reading import read_header, read_weights
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import saved_checkpoints
+from dmc.training.checkpoints.weights import load_checkpoint_model, read_weights
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
 
@@ -54,7 +56,7 @@ def same(one, other) -> bool:
 
 
 def checkpoint_step(folder: Path) -> int:
-    return read_header(folder / "checkpoints" / "last.ckpt").global_step
+    return read_header(saved_checkpoints(folder / "checkpoints")[0]).global_step
 
 
 def test_skipped_step_changes_neither_weights_nor_optimizer_but_counts(run_config, spoil_gradients, caplog):
@@ -83,14 +85,20 @@ def test_too_many_in_a_row_end_the_run_with_its_state_saved_and_it_can_go_on(run
     with pytest.raises(NonFiniteError, match=r"last 2 steps up to step 5 .* file=.*step_0000004_rank0.pt"):
         train(config)
     assert checkpoint_step(folder) == 6  # the host hears of step 4 when step 5 is queued: that one is skipped too
-    saved = read_weights(folder / "checkpoints" / "last.ckpt")
+    saved = read_weights(saved_checkpoints(folder / "checkpoints")[0])
     assert all(torch.equal(saved[name], value) for name, value in seen[3][0].items())
     spoil_gradients()
     train(config)
     assert list(logged(folder, "train/skipped_steps").values()) == [0, 1, 1, 2, 3, 4, 4, 4]
 
 
-def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_path, spoil_gradients):
+def infinite_weight(checkpoint):
+    model = load_checkpoint_model(checkpoint)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
+    return model
+
+
+def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_path, spoil_gradients, monkeypatch):
     run_values["training"] |= {"max_nonfinite_steps": 1}
     whole = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole")))).folder
     config = build_config(RunConfig, run_values)
@@ -109,10 +117,7 @@ def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_pat
     assert loss == pytest.approx(logged(whole, "train/loss")[3], rel=1e-6)
     assert {"model.layers.0", "model.layers.1", "model.norm"} <= set(found.gradient_norms)
 
-    checkpoint = folder / "checkpoints" / "last.ckpt"
-    content = torch.load(checkpoint, weights_only=True)
-    content["state_dict"]["model.model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
-    torch.save(content, checkpoint)
+    monkeypatch.setattr("dmc.training.replay.load_checkpoint_model", infinite_weight)
     assert replay(folder, file).first_nonfinite == "model.layers.1.mlp.up_proj"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="is cut off"):

@@ -15,7 +15,8 @@ from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
 from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
-from dmc.training.checkpoints.reading import read_header
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import step_name
 from dmc.training.checkpoints.saving import SaveLast
 
 
@@ -61,7 +62,7 @@ def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
     with pytest.raises(PreemptedError, match="after step 4 of 8"):
         train(config)
     assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
-    assert read_header(Path(config.output_dir) / "checkpoints" / "last.ckpt").global_step == 4
+    assert read_header(Path(config.output_dir) / "checkpoints" / step_name(4)).global_step == 4
     run = train(config)
     assert logged_losses(run.folder) == logged_losses(whole.folder)
     assert [json.loads(line)["step"] for line in (run.folder / "starts.jsonl").read_text().splitlines()] == [0, 4]

@@ -1,170 +1,221 @@
-import io
 import json
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
-from types import SimpleNamespace
+import threading
 
 import pytest
 import torch
+from launching import logged_losses
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import export_checkpoint, train
-from dmc.training.checkpoints.folder import CheckpointFolders
-from dmc.training.checkpoints.reading import (
+from dmc.training.checkpoints.folder import (
+    Header,
     check_fits,
     check_whole,
+    check_whole_together,
+    read_header,
+)
+from dmc.training.checkpoints.rotation import (
     choose,
     find_checkpoint,
-    load_checkpoint_model,
-    read_header,
-    read_weights,
+    offer_previous,
+    saved_checkpoints,
+    step_name,
 )
-from dmc.training.checkpoints.saving import AtomicCheckpointIO
+from dmc.training.checkpoints.saving import CheckpointSaver
+from dmc.training.checkpoints.weights import load_checkpoint_model, read_tensors, read_weights
+
+WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
 
 
 @pytest.fixture
-def checkpoint_path(run_config):
-    return train(run_config).folder / "checkpoints" / "last.ckpt"
+def run_folder(run_config):
+    return train(run_config).folder
 
 
-def test_model_comes_back_from_a_checkpoint_alone(checkpoint_path):
-    model = load_checkpoint_model(checkpoint_path)
-    exported = load_model(checkpoint_path.parent.parent / "final")
+def last_of(run):
+    return saved_checkpoints(run / "checkpoints")[0]
+
+
+class Model(torch.nn.Module):
+    """What a header says of a model; its output is tied."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def state_dict(self, *, keep_vars=False):
+        return self.weights
+
+
+MODEL = Model({**WEIGHTS, "tied.weight": WEIGHTS["head.weight"]})
+
+
+@pytest.fixture
+def saver(tmp_path):
+    return CheckpointSaver()
+
+
+def save(saver, folder, step=1, format="sharded", model=MODEL, weights=None):
+    """Write a checkpoint as a strategy of one rank does, and wait for it."""
+
+    def write(partial):
+        if format != "sharded":
+            (partial / "checkpoint").mkdir(parents=True)
+            (partial / "latest").write_text("checkpoint")
+            torch.save({"module": WEIGHTS}, partial / "checkpoint" / "mp_rank_00_model_states.pt")
+            return None
+        tensors = {f"model.{name}": weight for name, weight in (weights or WEIGHTS).items() if name != "tied.weight"}
+        tensors["optimizer.norm.weight.exp_avg"] = torch.ones(200)
+        return distributed_checkpoint.async_save(tensors, checkpoint_id=partial, no_dist=True)
+
+    header = Header.of(format, {"global_step": step, "model_config": {}}, model)
+    saver.save(folder / step_name(step), header, write)
+    saver.wait()
+    return folder / step_name(step)
+
+
+def test_model_comes_back_from_a_checkpoint_alone(run_folder):
+    model = load_checkpoint_model(last_of(run_folder))
+    exported = load_model(run_folder / "final")
     for name, value in exported.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-def test_truncated_checkpoint_says_so(checkpoint_path):
-    content = checkpoint_path.read_bytes()
-    for size in (0, 100, len(content) // 2, len(content) - 1):
-        checkpoint_path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match="cut off or is no training checkpoint"):
-            read_header(checkpoint_path)
+def test_weights_alone_are_read_tied_ones_are_stored_once_and_a_bar_counts_their_bytes(saver, tmp_path, capsys):
+    weights = read_weights(save(saver, tmp_path))
+    assert set(weights) == set(WEIGHTS) and weights["tied.weight"] is weights["head.weight"]
+    for name in ("norm.weight", "head.weight"):
+        torch.testing.assert_close(weights[name], WEIGHTS[name], rtol=0, atol=0)
+    size = sum(WEIGHTS[name].nbytes for name in ("norm.weight", "head.weight"))
+    assert f"{size / 1000:.2f}k/{size / 1000:.2f}k" in capsys.readouterr().err
 
 
-def test_foreign_files_are_refused(tmp_path):
-    foreign = tmp_path / "foreign.ckpt"
-    torch.save({"weights": torch.zeros(2)}, foreign)
-    with pytest.raises(ValueError, match="are expected in it"):
-        read_header(foreign)
-    with pytest.raises(FileNotFoundError, match=r"last.ckpt"):
-        read_header(tmp_path / "absent.ckpt")
+def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
+    weights = {name: value.clone() for name, value in WEIGHTS.items()}
+
+    def write(partial):
+        writing = distributed_checkpoint.async_save(dict(weights), checkpoint_id=partial, no_dist=True)
+        for weight in weights.values():
+            weight.zero_()  # as the next optimizer step changes it in place
+        return writing
+
+    saver.save(tmp_path / step_name(1), Header.of("sharded", {"global_step": 1, "model_config": {}}, MODEL), write)
+    saver.wait()
+    assert torch.equal(read_tensors(tmp_path / step_name(1), "")["norm.weight"], WEIGHTS["norm.weight"])
 
 
-def test_checkpoint_with_code_is_refused(tmp_path):
-    class Harmful:
-        def __reduce__(self):
-            return (print, ("executed",))
-
-    path = tmp_path / "harmful.ckpt"
-    with path.open("wb") as file:
-        pickle.dump({"state_dict": Harmful()}, file)
+def test_foreign_folders_are_refused(tmp_path):
+    (tmp_path / "foreign").mkdir()
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "foreign" / "model.pt")
     with pytest.raises(ValueError, match="is no training checkpoint"):
-        read_header(path)
+        read_header(tmp_path / "foreign")
+    with pytest.raises(FileNotFoundError, match="does not exist: expected a checkpoint"):
+        read_header(tmp_path / "absent")
 
 
-def test_checkpoint_of_another_model_says_what_differs(checkpoint_path):
-    checkpoint, model = torch.load(checkpoint_path), load_checkpoint_model(checkpoint_path)
-    name = next(iter(checkpoint["state_dict"]))
-    other = checkpoint_path.with_name("other.ckpt")
-    torch.save(dict(checkpoint, state_dict={**checkpoint["state_dict"], name: torch.zeros(3)}), other)
-    with pytest.raises(ValueError, match=r"has shape \(3,\) in the checkpoint"):
-        check_fits(other, model, "file")
-    torch.save(dict(checkpoint, state_dict={k: v for k, v in checkpoint["state_dict"].items() if k != name}), other)
+@pytest.mark.parametrize("name", ["last.ckpt", "previous.ckpt"])
+def test_checkpoints_of_an_earlier_version_are_refused_in_one_line(run_values, tmp_path, name):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / name).touch()
+    with pytest.raises(ValueError, match=r"run/checkpoints holds checkpoints of an earlier version.*choose another"):
+        train(build_config(RunConfig, run_values))
+
+
+def test_checkpoint_of_another_model_or_format_says_what_differs(saver, tmp_path):
+    folder = save(saver, tmp_path)
+    assert check_fits(folder, MODEL).tied == {"tied.weight": "head.weight"}
+    with pytest.raises(ValueError, match=r"norm.weight has shape \(200,\) in the checkpoint and \(3,\)"):
+        check_fits(folder, Model(MODEL.weights | {"norm.weight": torch.zeros(3)}))
     with pytest.raises(ValueError, match="1 weights missing"):
-        check_fits(other, model, "file")
+        check_fits(folder, Model(MODEL.weights | {"new.weight": torch.zeros(3)}))
+    with pytest.raises(ValueError, match="was written as 'sharded', this run reads 'deepspeed_zero1'"):
+        check_fits(folder, MODEL, "deepspeed_zero1")
 
 
-def test_failed_write_leaves_the_checkpoint_before(tmp_path):
-    path = tmp_path / "last.ckpt"
-    writer = AtomicCheckpointIO()
-    writer.save_checkpoint({"a": 1}, path)
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        writer.save_checkpoint({"a": lambda: None}, path)
-    assert torch.load(path, weights_only=True) == {"a": 1}
-    assert [item.name for item in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_full_disk_leaves_the_checkpoint_before(tmp_path):
-    path = tmp_path / "last.ckpt"
-    writer = AtomicCheckpointIO()
-    writer.save_checkpoint({"step": 1, "weights": torch.zeros(10)}, path)
+def test_failed_write_leaves_the_checkpoint_before(saver, tmp_path):
+    save(saver, tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"last.ckpt could not be written .*the checkpoint before it stays"):
-            writer.save_checkpoint({"step": 2, "weights": torch.zeros(100_000)}, path)
+        with pytest.raises(OSError, match=r"step_0000002 could not be written .*the checkpoint before it stays"):
+            save(saver, tmp_path, 2, weights={"norm.weight": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert torch.load(path)["step"] == 1
-    assert [item.name for item in tmp_path.iterdir()] == ["last.ckpt"]
+    assert check_whole(saved_checkpoints(tmp_path)[0]).global_step == 1
+    save(saver, tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(3)]
 
 
-def save_and_die(path, when):
-    """Write a second checkpoint and be killed on the way."""
-    writer = AtomicCheckpointIO()
-    writer.save_checkpoint({"step": 1}, path)
-    replace, calls = os.replace, []
+def save_and_die(folder, when):
+    """Write a third checkpoint and be killed on the way."""
+    saver = CheckpointSaver()
+    for step in (1, 2):
+        save(saver, folder, step)
+    plain = {"rename": os.replace, "header": distributed_checkpoint.async_save}
 
-    def kill_after(*places):
-        replace(*places)
-        calls.append(places)
-        if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def write_half(checkpoint, file):
-        file.write(b"half a checkpoint")
-        file.flush()
+    def kill_after_rename(*places):
+        plain["rename"](*places)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if when == "between the renames":
-        os.replace = kill_after
+    def kill_after_tensors(*tensors, **options):
+        plain["header"](*tensors, **options).result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "after the rename":
+        os.replace = kill_after_rename
     else:
-        torch.save = write_half
-    writer.save_checkpoint({"step": 2}, path)
+        distributed_checkpoint.async_save = kill_after_tensors
+    save(saver, folder, 3)
 
 
-@pytest.mark.parametrize(("when", "left"), [("in mid-write", "last.ckpt"), ("between the renames", "previous.ckpt")])
-def test_kill_while_saving_leaves_a_whole_checkpoint_that_is_found(tmp_path, when, left):
-    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path / "last.ckpt", when))
+@pytest.mark.parametrize(("when", "left"), [("before the header", [1, 2, 3]), ("after the rename", [1, 2, 3])])
+def test_kill_while_saving_leaves_a_whole_checkpoint_that_is_found(tmp_path, saver, when, left):
+    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, when))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left, "last.ckpt.partial"])
-    assert torch.load(tmp_path / left) == {"step": 1}
+    names = [step_name(step) for step in left]
+    if when == "before the header":
+        names[-1] += ".partial"
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    step = check_whole(saved_checkpoints(tmp_path)[0]).global_step
+    assert step == (2 if when == "before the header" else 3)
+    saver.rotation.mark_valid(tmp_path / step_name(step))
+    save(saver, tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(step), step_name(4)]
 
 
-def test_absent_last_checkpoint_is_the_previous_one(checkpoint_path):
-    folder, model = checkpoint_path.parent, load_checkpoint_model(checkpoint_path)
-    assert find_checkpoint(folder, model) == checkpoint_path
-    checkpoint_path.unlink()
-    assert find_checkpoint(folder, model) == folder / "previous.ckpt"
-    (folder / "previous.ckpt").unlink()
-    assert find_checkpoint(folder, model) is None
+def test_a_whole_checkpoint_is_found_at_every_moment(saver, tmp_path):
+    seen, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            found = saved_checkpoints(tmp_path)
+            seen.append(json.loads((found[0] / "header.json").read_text())["global_step"] if found else 0)
+
+    save(saver, tmp_path, 1)
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(2, 30):
+        save(saver, tmp_path, step)
+    done.set()
+    reader.join()
+    assert seen == sorted(seen) and 0 not in seen
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(28), step_name(29)]
 
 
-def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values):
-    run_values["training"] |= {"checkpoint_every_steps": 3}
-    run = train(build_config(RunConfig, run_values))
-    (run.final / "retrofit.json").unlink()  # as if killed before the export
-    folder = run.folder / "checkpoints"
-    last, previous = folder / "last.ckpt", folder / "previous.ckpt"
-    whole = last.read_bytes()
-    last.write_bytes(whole[: len(whole) // 2])
-    offer = rf"last.ckpt is cut off.*use_previous_checkpoint=true to go on from step 6, which {previous} holds"
-    with pytest.raises(ValueError, match=offer):
-        train(build_config(RunConfig, run_values))
-    model, good = load_model(run.final).state_dict(), previous.read_bytes()
-    train(build_config(RunConfig, dict(run_values, use_previous_checkpoint=True)))
-    assert previous.read_bytes() == good  # the damaged one never took its place
-    assert read_header(last).global_step == 8
-    for name, value in load_model(run.final).state_dict().items():
-        assert torch.equal(value, model[name]), name
+def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
+    for path in [save(saver, tmp_path, step) for step in (1, 2)][::-1]:
+        assert find_checkpoint(tmp_path, MODEL) == path
+        path.rename(path.with_name(f"{path.name}.partial"))
+    assert find_checkpoint(tmp_path, MODEL) is None
 
 
 def flip_bytes(path, count, start=0.3):
@@ -175,14 +226,23 @@ def flip_bytes(path, count, start=0.3):
     path.write_bytes(content)
 
 
-def test_flipped_bytes_are_found_before_a_run_goes_on_or_is_exported(run_values, tmp_path):
+def largest_file(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "damaged"])
+def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values, tmp_path, damage):
     run_values["training"] |= {"checkpoint_every_steps": 3, "snapshot_ratios": []}
     config = build_config(RunConfig, run_values)
     run = train(config)
     (run.final / "retrofit.json").unlink()  # as if killed before the export
-    last, previous = (run.folder / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt"))
-    flip_bytes(last, 15_000)
-    offer = rf"last.ckpt is damaged: .* has a wrong checksum.*use_previous_checkpoint=true.* step 6, which {previous}"
+    last, previous = saved_checkpoints(run.folder / "checkpoints")
+    shard = largest_file(last)
+    if damage == "cut off":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        flip_bytes(shard, 1)
+    offer = rf"{last.name} is {damage}: .*use_previous_checkpoint=true to go on from step 6, which {previous} holds"
     with pytest.raises(ValueError, match=offer):
         train(config)
     with pytest.raises(ValueError, match=offer):
@@ -192,95 +252,39 @@ def test_flipped_bytes_are_found_before_a_run_goes_on_or_is_exported(run_values,
     model = load_checkpoint_model(previous).state_dict()
     for name, value in load_model(tmp_path / "out").state_dict().items():
         assert torch.equal(value, model[name]), name
+    model, losses = load_model(run.final).state_dict(), logged_losses(run.folder)
     train(build_config(RunConfig, dict(run_values, use_previous_checkpoint=True)))
-    assert read_header(last).global_step == 8
+    assert check_whole(last).global_step == 8 and check_whole(previous).global_step == 6
+    assert logged_losses(run.folder) == losses
+    for name, value in load_model(run.final).state_dict().items():
+        assert torch.equal(value, model[name]), name
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.99])
-def test_any_flipped_byte_of_a_tensor_is_found(tmp_path, share):
-    path = tmp_path / "last.ckpt"
-    content = {"global_step": 1, "state_dict": {f"w{i}": torch.randn(100) for i in range(10)}, "model_config": {}}
-    AtomicCheckpointIO().save_checkpoint(content, path)
-    check_whole(path)
-    flip_bytes(path, 100, share)
-    with pytest.raises(ValueError, match=r"is damaged|is cut off"):
-        check_whole(path)
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(saver, tmp_path):
+    for step in (6, 8):
+        save(saver, tmp_path, step)
+    flip_bytes(largest_file(tmp_path / step_name(8)), 1)
+    resumed = CheckpointSaver()
+    resumed.rotation.mark_valid(choose(tmp_path, check_whole, use_previous=True))
+    save(resumed, tmp_path, 7)
+    assert [check_whole(path).global_step for path in saved_checkpoints(tmp_path)] == [7, 6]
 
 
-class OneRank:
-    """What `CheckpointFolders` asks of Lightning's strategy."""
-
-    world_size, global_rank, is_global_zero = 1, 0, True
-
-    def __init__(self, weights):
-        self.lightning_module = SimpleNamespace(model=SimpleNamespace(state_dict=lambda keep_vars: weights))
-
-    def broadcast(self, value):
-        return value
-
-    def barrier(self):
-        pass
-
-
-@pytest.fixture
-def save_folder(tmp_path):
-    """Return a function that writes a sharded checkpoint as a strategy of one rank does."""
-    weights = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20)}
-
-    def write(checkpoint, folder):
-        if checkpoint["format"] == "fsdp2":
-            prefixed = {f"model.{name}": weight for name, weight in weights.items()}
-            state = {"state_dict": prefixed, "optimizer_0": {"lr": 1e-3}}
-            distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
-            torch.save({"epoch": 0}, folder / "meta.pt")
-        else:
-            (folder / "checkpoint").mkdir(parents=True)
-            (folder / "latest").write_text("checkpoint")
-            torch.save({"module": weights}, folder / "checkpoint" / "mp_rank_00_model_states.pt")
-
-    def save(format, step=1):
-        target = tmp_path / "last.ckpt"
-        folders.setdefault(format, CheckpointFolders(format)).save(
-            OneRank(weights), {"format": format, "global_step": step, "model_config": {}}, target, write
-        )
-        return target
-
-    folders = {}
-    return save
-
-
-@pytest.mark.parametrize("format", ["fsdp2", "deepspeed_zero2"])
-def test_flipped_bytes_of_any_file_of_a_folder_are_found(save_folder, format):
-    folder = save_folder(format)
+@pytest.mark.parametrize("format", ["sharded", "deepspeed_zero2"])
+def test_flipped_bytes_of_any_file_of_a_folder_are_found(saver, tmp_path, format):
+    folder = save(saver, tmp_path, 1, format)
+    save(saver, tmp_path, 2, format)
     check_whole(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = path.read_bytes()
-        flip_bytes(path, 1, 0.5)
-        with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
-            check_whole(folder)
-        with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
-            CheckpointFolders(format).check(OneRank({}), folder)
-        path.write_bytes(whole)
+        for share in (0.05, 0.5, 0.99):
+            flip_bytes(path, 1, share)
+            for check in (check_whole, check_whole_together):
+                with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
+                    check(folder)
+            path.write_bytes(whole)
     check_whole(folder)
-
-
-def test_a_damaged_folder_offers_the_previous_one_and_an_old_one_loads(save_folder, caplog):
-    for step in (5, 6):
-        folder = save_folder("fsdp2", step)
-    shard = max((path for path in folder.rglob("*.distcp")), key=lambda path: path.stat().st_size)
-    flip_bytes(shard, 1, 0.5)
-    offer = rf"last.ckpt is damaged: {shard.name} has a wrong checksum; .*use_previous_checkpoint=true .* step 5, which"
-    with pytest.raises(ValueError, match=offer):
-        CheckpointFolders("fsdp2").check(OneRank({}), folder)
-    with pytest.raises(ValueError, match=offer):
-        choose(folder.parent, check_whole, False)
-    assert choose(folder.parent, check_whole, True) == folder.with_name("previous.ckpt")
-    header = json.loads((folder / "header.json").read_text())
-    del header["checksums"], header["checksum"]
-    (folder / "header.json").write_text(json.dumps(header))
-    check_whole(folder)
-    CheckpointFolders("fsdp2").check(OneRank({}), folder)
-    assert caplog.text.count("has no checksums, an earlier version wrote it") == 2
+    assert "on from step 1" in offer_previous(tmp_path / step_name(2)) and offer_previous(folder) == ""
 
 
 class Harmful:
@@ -294,16 +298,9 @@ def spoil_metadata(folder):
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
 
 
-def spoil_option(folder):
-    """Put code where the optimizer's options lie in a shard."""
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "optimizer_0.lr")
-    content = io.BytesIO()
-    torch.save(Harmful(), content)
-    (folder / "options.distcp").write_bytes(content.getvalue())
-    place.relative_path, place.offset, place.length = "options.distcp", 0, len(content.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+def name_a_pickle(folder):
+    """Say that an entry is a pickled value, which torch would read without asking."""
+    distributed_checkpoint.save({"model.norm.weight": Harmful()}, checkpoint_id=folder, no_dist=True)
 
 
 def lead_outside(folder):
@@ -329,38 +326,53 @@ def name_another_folder(folder):
 @pytest.mark.parametrize(
     ("format", "spoil"),
     [
-        ("fsdp2", spoil_metadata), ("fsdp2", spoil_option), ("fsdp2", lead_outside), ("deepspeed_zero2", spoil_states),
-        ("deepspeed_zero2", spoil_old_states), ("deepspeed_zero2", name_another_folder),
+        ("sharded", spoil_metadata), ("sharded", name_a_pickle), ("sharded", lead_outside),
+        ("deepspeed_zero2", spoil_states), ("deepspeed_zero2", spoil_old_states),
+        ("deepspeed_zero2", name_another_folder),
     ],
 )  # fmt: skip
-def test_a_folder_with_code_or_a_way_out_is_refused(save_folder, format, spoil, capsys):
-    folder = save_folder(format)
+def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, monkeypatch, format, spoil, capsys):
+    folder = save(saver, tmp_path, 1, format)
     spoil(folder)
-    header = json.loads((folder / "header.json").read_text())  # as one would that means harm
-    del header["checksums"], header["checksum"], header["files"]
-    (folder / "header.json").write_text(json.dumps(header))
+    monkeypatch.setattr("dmc.training.checkpoints.folder.file_damage", lambda *_: None)  # sizes as who means harm says
     for read in (read_header, check_whole, read_weights):
         with pytest.raises(ValueError, match=r"no training checkpoint|would run builtins.print"):
             read(folder)
     assert "executed" not in capsys.readouterr().out
 
 
-def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(checkpoint_path):
-    folder, model = checkpoint_path.parent, load_checkpoint_model(checkpoint_path)
-    foreign = torch.load(checkpoint_path)
-    foreign["state_dict"] = {name: torch.zeros(3) for name in foreign["state_dict"]}
-    torch.save(foreign, checkpoint_path)
+def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver, tmp_path):
+    save(saver, tmp_path, 1)
+    save(saver, tmp_path, 2, model=Model({name: torch.zeros(3) for name in MODEL.weights}))
     with pytest.raises(ValueError, match=r"does not fit the model.*use_previous_checkpoint=true"):
-        find_checkpoint(folder, model)
-    assert find_checkpoint(folder, model, use_previous=True) == folder / "previous.ckpt"
-    (folder / "previous.ckpt").write_bytes(b"damaged as well")
-    with pytest.raises(ValueError, match=r"last.ckpt does not fit the model: .* has shape"):
-        find_checkpoint(folder, model, use_previous=True)
+        find_checkpoint(tmp_path, MODEL)
+    assert find_checkpoint(tmp_path, MODEL, use_previous=True) == tmp_path / step_name(1)
+    (tmp_path / step_name(1) / "header.json").write_bytes(b"damaged as well")
+    with pytest.raises(ValueError, match=r"step_0000002 does not fit the model: .* has shape"):
+        find_checkpoint(tmp_path, MODEL, use_previous=True)
 
 
-def test_run_killed_before_its_export_exports_what_it_has_saved(run_config):
-    run = train(run_config)
-    before = (run.final / "model.safetensors").read_bytes()
-    (run.final / "retrofit.json").unlink()
+def test_run_killed_before_its_export_exports_what_it_has_saved(run_config, run_folder):
+    weights, record = (run_folder / "final" / name for name in ("model.safetensors", "retrofit.json"))
+    before = weights.read_bytes()
+    record.unlink()
     train(run_config)
-    assert (run.final / "model.safetensors").read_bytes() == before
+    assert weights.read_bytes() == before
+
+
+def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer(run_values):
+    run_values["training"] |= {"milestones": {"every_steps": 3, "ratios": [2.0, 4.0]}, "snapshot_ratios": []}
+    run = train(build_config(RunConfig, run_values))
+    steps = {path.name: check_whole(path).global_step for path in (run.folder / "milestones").iterdir()}
+    assert steps == {"cr2": 4, "cr4": 6, "step_0000003": 3, "step_0000006": 6}
+    one, other = (read_tensors(run.folder / "milestones" / name, "") for name in ("cr4", "step_0000006"))
+    assert any(name.endswith(".exp_avg_sq") for name in one)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert [path.name for path in saved_checkpoints(run.folder / "checkpoints")] == [step_name(8), step_name(7)]
+
+
+@pytest.mark.parametrize(("ratios", "message"), [([8.0], "lie above"), ([0.5], "is not a compression ratio")])
+def test_milestones_off_the_ramp_are_refused(run_values, ratios, message):
+    run_values["training"]["milestones"] = {"ratios": ratios}
+    with pytest.raises(ValueError, match=rf"milestones.ratios.*{message}"):
+        build_config(RunConfig, run_values)

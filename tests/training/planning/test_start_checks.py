@@ -33,7 +33,7 @@ def shipped(name: str) -> RunConfig:
 @pytest.mark.parametrize("name", names("experiment"))
 def test_every_experiment_passes_the_checks_of_its_start_at_its_own_ranks(name, caplog):
     config = shipped(name)
-    check_start(config, devices_per_node(config) * config.trainer.num_nodes)
+    check_start(config, devices_per_node(config))
     assert not caplog.records
 
 
@@ -78,6 +78,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.calibration": {"x": {}}}, "data.calibration.x has no _target_"),
     ({"data.tokenizer": {}}, "no tokenizer: set data.tokenizer.path"),
     ({"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2}, "does not divide the 1 devices"),
+    (
+        {"trainer.strategy": "hsdp", "trainer.shard_size": 3, "trainer.devices": 4, "training.batch_size": 8},
+        "shard_size=3 does not divide the 4 data parallel ranks",
+    ),
     (
         {
             "trainer.strategy": "fsdp2",

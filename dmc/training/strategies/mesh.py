@@ -1,0 +1,295 @@
+"""One mesh of devices, (replicate, shard, tensor), for one device, data parallelism, FSDP2, HSDP and cut heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from dmc.config import RunConfig
+from dmc.models.adapter import GateAdapter
+from dmc.models.build import assemble
+from dmc.models.gqa import merge_rows
+from dmc.models.tensor_parallel import check_divides
+from dmc.models.weights import local_folder, stored_shapes, weight_files
+from dmc.ranks import Ranks
+from dmc.training.checkpoints.folder import Header, check_whole_together
+from dmc.training.checkpoints.rotation import offer_previous
+from dmc.training.checkpoints.weights import OPTIMIZER, WEIGHTS
+from dmc.training.planning.start_checks import devices_per_node
+from dmc.training.strategies.parallelism import Parallelism
+
+MESH_NAMES = ("replicate", "shard", "tensor")
+TRAINER_STATE = "trainer.pt"
+"""File of a checkpoint with all that is no tensor: counters, callbacks, the place in the text."""
+HEADS = 2
+"""Dimension of the heads in projected queries and keys, [B, T, H, D]."""
+WHOLE = StateDictOptions(full_state_dict=True)
+_TIMEOUT = timedelta(minutes=30)
+
+
+class MeshStrategy(Parallelism, ModelParallelStrategy):
+    """Copies of the model, each divided among the ranks that share it; checkpoints in the background.
+
+    Copies alone are DistributedDataParallel, with autocast in bf16-mixed; one device is neither wrapped nor joined to a
+    process group. Else each decoder layer is gathered for its own forward and backward pass only: then gathered weights
+    and gradients on their way are bfloat16 in bf16-mixed, the parts, the sums of gradients and the optimizer float32.
+    Gradients are divided among the ranks of a copy after each micro-batch, and summed over the copies once a step.
+
+    Raises:
+        ValueError: the devices cannot be divided as asked.
+    """
+
+    def __init__(self, config: RunConfig, process_group_backend: str | None = None) -> None:
+        ModelParallelStrategy.__init__(self, process_group_backend=process_group_backend)
+        Parallelism.__init__(self, config)
+        self.mesh_shape = config.trainer.mesh(devices_per_node(config))
+        self.num_copies, shard_size, tensor_size = self.mesh_shape
+        self.holds_parts = shard_size * tensor_size > 1
+        if self.holds_parts:
+            self.precision = "32-true"  # what is bfloat16 is said by the policy of `fully_shard`, not by autocast
+        elif self.num_copies > 1:
+            self._forward_redirection = _DDPForwardRedirection()
+        self._group: Any = None
+        """Gloo, for checkpoints alone: they are written while the step communicates."""
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Let the ranks meet and make the mesh; one device stays alone."""
+        if self.num_nodes * self.num_processes == 1:
+            self.set_world_ranks()
+            ParallelStrategy.setup_environment(self)
+            return
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(self.root_device.type, self.mesh_shape, mesh_dim_names=MESH_NAMES)
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap copies, where each rank has one."""
+        super().setup(trainer)
+        if not self.holds_parts and self.num_copies > 1:
+            on_gpu = self.root_device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+                self.model = DistributedDataParallel(
+                    self.lightning_module, device_ids=[self.root_device.index] if on_gpu else None
+                )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Communicate no more than has to be for a micro-batch that is not the last of its step."""
+        model: Any = getattr(self.lightning_module, "model", None)
+        if not isinstance(model, FSDPModule):
+            with super().block_backward_sync():
+                yield
+            return
+        set_sync = (
+            model.set_requires_gradient_sync
+            if self.run_config.trainer.accumulate_locally
+            else model.set_requires_all_reduce
+        )
+        set_sync(False)
+        model.set_is_last_backward(False)
+        yield
+        set_sync(True)
+        model.set_is_last_backward(True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the checkpoint that is being written be finished, if it can be."""
+        with suppress(OSError, RuntimeError):  # RuntimeError: another rank is gone
+            self.saver.wait()
+
+    def teardown(self) -> None:
+        """Wait for the last checkpoint."""
+        self.saver.wait()
+        super().teardown()
+
+    def parallelize(self, module: LightningModule) -> None:
+        """See `Parallelism`: cut the heads, then shard each decoder layer, then the rest."""
+        if self.holds_parts:
+            self.shard(module.model, str(self.run_config.model.path))
+
+    def parallelize_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+        """Shard it as the model."""
+        if self.holds_parts:
+            self.shard(model, path)
+        else:
+            super().parallelize_teacher(model, path, module)
+
+    def shard(self, model: Any, path: str) -> None:
+        """Divide a model among the ranks; one without weights reads each rank's part of those at `path`."""
+        mesh = self.device_mesh
+        if mesh["tensor"].size() > 1:
+            cut_heads(model, mesh["tensor"])
+        policy = MixedPrecisionPolicy()
+        if self.run_config.trainer.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        parts = mesh["replicate", "shard"] if self.num_copies > 1 else mesh["shard"]
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=parts, mp_policy=policy)
+        fully_shard(model, mesh=parts, mp_policy=policy)
+        if next(model.parameters()).is_meta:
+            self._read_parts(model, path)
+
+    def _read_parts(self, model: Any, path: str) -> None:
+        folder = local_folder(path, self.revision_of(path))
+        model.to_empty(device=self.root_device)
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
+        stored = stored_shapes(folder)
+        state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
+        merged = {name for name, value in state.items() if tuple(value.shape) != stored[name]}
+        parts = {name: value for name, value in state.items() if name not in merged}
+        reader = distributed_checkpoint.HuggingFaceStorageReader(str(folder))
+        distributed_checkpoint.load(parts, storage_reader=reader)
+        for file in weight_files(folder) if merged else ():
+            with safe_open(file, framework="pt") as tensors:
+                for name in merged.intersection(tensors.keys()):
+                    parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
+                    weight = tensors.get_tensor(name).to(self.root_device, parameter.dtype)
+                    _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+        for name, part in model.named_modules():
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
+                part.reset_parameters()
+
+    def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
+        """See `Parallelism`."""
+        if not isinstance(parameter, DTensor):
+            return super().set_rows(parameter, rows, values)
+        whole = parameter.full_tensor().detach()
+        whole[rows] = torch.as_tensor(values).to(whole)
+        _set_whole(parameter, whole)
+
+    def gather(self, model: Any) -> Any:
+        """See `Parallelism`."""
+        if not self.holds_parts:
+            return model
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = get_model_state_dict(model, options=options)
+        return assemble(model.config, state) if self.is_global_zero else None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Leave the weights to `save_checkpoint`."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Leave its states to `save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Begin to write a checkpoint: tensors are copied now, and written while the run goes on."""
+        assert self.lightning_module is not None
+        header = Header.of(self.format, checkpoint, self.lightning_module.model)
+
+        def write(folder: Path) -> Future:
+            if self.is_global_zero:
+                torch.save(checkpoint, folder / TRAINER_STATE)
+            writing = distributed_checkpoint.async_save(
+                self._tensors(),
+                storage_writer=distributed_checkpoint.FileSystemWriter(folder),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+            assert isinstance(writing, Future)
+            return writing
+
+        self.saver.save(Path(filepath), header, write, self._group)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any mesh into model and optimizer.
+
+        Raises:
+            ValueError: it is damaged; on all ranks.
+        """
+        folder = Path(checkpoint_path)
+        try:
+            check_whole_together(folder, self._group)
+        except ValueError as error:
+            raise ValueError(f"{error}{offer_previous(folder)}") from error
+        distributed_checkpoint.load(
+            self._tensors(make=True),
+            checkpoint_id=folder,
+            planner=distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True),  # weights never updated
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        checkpoint = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+        for optimizer, scheduler in zip(self.optimizers, checkpoint["lr_schedulers"], strict=True):
+            for group, rate in zip(optimizer.param_groups, scheduler["_last_lr"], strict=True):
+                group["lr"] = rate
+        self.saver.rotation.mark_valid(folder)
+        return checkpoint
+
+    def _tensors(self, make: bool = False) -> dict[str, Any]:
+        """Name every weight once, and every state of the optimizer by its weight.
+
+        Args:
+            make: states as before the first step, where the optimizer has none.
+        """
+        module: Any = self.lightning_module
+        names: dict[Any, str] = {}
+        for name, value in module.model.state_dict(keep_vars=True).items():
+            names.setdefault(value, name)
+        tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value.detach() for value, name in names.items()}
+        for optimizer in self.optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                states = optimizer.state[parameter] if make or parameter in optimizer.state else {}
+                if make:
+                    states["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    states["exp_avg"], states["exp_avg_sq"] = (torch.zeros_like(parameter.detach()) for _ in range(2))
+                for key, value in states.items():
+                    tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+        return tensors
+
+
+def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a sharded parameter a value that every rank has whole."""
+    holder = nn.Module()
+    holder.weight = parameter
+    set_model_state_dict(holder, {"weight": value}, options=WHOLE)
+
+
+def cut_heads(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, as transformers' own plan for the model says.
+
+    Raises:
+        ValueError: they cannot be divided evenly.
+    """
+    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    check_divides(model.config, ranks.size)
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    }
+    for pattern, name in model.config.base_model_tp_plan.items():
+        if name in styles:
+            parallelize_module(model.model, mesh, {pattern: styles[name]})
+    model.ranks = ranks
