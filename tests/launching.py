@@ -273,6 +273,25 @@ def crowd_steps(rank: int, seconds: float) -> None:
     RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
 
 
+def leave_time_to_kill(rank: int, seconds: float) -> None:
+    """Make micro-batches slow, and what follows the writing of a checkpoint's tensors."""
+    from dmc.training.checkpoints.saving import CheckpointSaver
+    from dmc.training.module import RetrofitModule
+
+    plain_loss, plain_finish = RetrofitModule.loss_at, CheckpointSaver._finish
+
+    def loss_at(self: Any, at: int, batch: Any) -> Any:
+        time.sleep(seconds)
+        return plain_loss(self, at, batch)
+
+    def finish(self: Any, *arguments: Any) -> None:
+        time.sleep(3 * seconds)
+        plain_finish(self, *arguments)
+
+    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    CheckpointSaver._finish = finish  # type: ignore[method-assign]
+
+
 def logged(folder: Path, name: str) -> dict[int, float]:
     """Return a figure of every step that has one, over all starts of a run."""
     return {step: value for part in logged_parts(folder, name) for step, value in part.items()}

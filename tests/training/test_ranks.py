@@ -4,11 +4,12 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged_losses, logged_parts, train_ranks
+from launching import Ranks, leave_time_to_kill, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
@@ -69,7 +70,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     expected = [0]
     for what, *targets in chooser.sample(KILLS, len(KILLS)):
         parts, goal = len(logged_parts(killed)), expected[-1] + chooser.randint(1, 8)
-        with Ranks(values, 2, log) as ranks:
+        with Ranks(values, 2, log, partial(leave_time_to_kill, seconds=0.03)) as ranks:
             wait_until(lambda: len(logged_parts(killed)) > parts and goal in logged_parts(killed)[-1], ranks)
             if what == "while writing":
                 wait_until(lambda: list((killed / "checkpoints").glob("*.partial")), ranks)
