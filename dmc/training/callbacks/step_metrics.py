@@ -126,6 +126,7 @@ class StepMetrics(AfterStep):
         if (step + 1) % self.log_every_steps == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
+                logger.save()  # a kill loses no line
 
 
 class StepProgressBar(TQDMProgressBar):
