@@ -1,7 +1,7 @@
 """Every plot of results: figures over tables, as SVG for the page, whose colours follow light and dark, and as PNG.
 
-Results are lines of `statistics.summarize` with two more columns: `name`, the method as labels say it, and `label`, the
-name with its budget. Blue is what no other point beats, orange a model with gates of its own, green the full cache.
+Results are lines of `statistics.summarize`, named by `name_methods`. Blue is what no other point beats, orange a model
+with gates of its own, green the full cache.
 """
 
 from __future__ import annotations
@@ -115,6 +115,26 @@ def _plot(
         yield plot
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # it has done its work, and would do it again at every save
+
+
+def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
+    """Add `name`, the method as labels say it, with its model where there are several, and `label`, with its budget.
+
+    Args:
+        lines: of a summary, or of a frame of measurements with the column `asked`.
+        several: whether there are several stock models.
+    """
+
+    def name(line: Any) -> str:
+        if line.own_gates and pandas.isna(line.budget):
+            return f"{line.variant} (own gates)"
+        own = "full cache" if line.is_full else str(line.policy)
+        return f"{line.variant} {own}" if several or line.own_gates else own
+
+    names = [name(line) for line in lines.itertuples()]
+    asked = lines["asked"] if len(lines) else []
+    label = [each if told == "full cache" else f"{each} at {told}" for each, told in zip(names, asked, strict=True)]
+    return lines.assign(name=names, label=label)
 
 
 def draw_quality(tasks: Sequence[pandas.DataFrame], over: str = "bytes_per_token") -> Plot:
@@ -393,19 +413,21 @@ def draw_analysis(kind: str, table: pandas.DataFrame, name: str) -> Plot:
         name: of model, policy and budget, or of a training run.
     """
     if kind in ("ratio_by_head", "entries_by_head"):
-        title = f"{name}: {'CR' if kind == 'ratio_by_head' else 'entries held'} of layers and heads"
-        value = table.columns[-1]
-        values = table.pivot(index="layer", columns="head", values=value)
-        caption = HEADS if value == "ratio" else HEADS.replace("Compression ratio", "Entries held")
-        return draw_heatmaps(
-            title, caption, [Heatmap(name, name, f"mean {values.mean(axis=None):.3g}", values)], value == "ratio"
-        )[0]
+        values = table.pivot(index="layer", columns="head", values=table.columns[-1])
+        words = f"CR {1 / (1 / values).mean(axis=None):.2f}", "CR", HEADS
+        if kind == "entries_by_head":
+            words = (
+                f"mean {values.mean(axis=None):.4g}",
+                "entries held",
+                HEADS.replace("Compression ratio", "Entries held"),
+            )
+        sheet, title = [Heatmap(name, name, words[0], values)], f"{name}: {words[1]} of layers and heads"
+        return draw_heatmaps(title, words[2], sheet, logarithmic=kind == "ratio_by_head")[0]
     if kind == "survivors":
-        heads = table.set_index(["layer", "position"]).mean(axis=1).unstack()
+        values = table.set_index(["layer", "position"]).mean(axis=1).unstack()
         caption = "Share of heads and sequences that still hold a token: light is all. Across: position. Down: layers."
-        return draw_heatmaps(
-            f"{name}: share still held by position", caption, [Heatmap(name, name, "all heads", heads)]
-        )[0]
+        sheet = [Heatmap(name, name, "all heads", values)]
+        return draw_heatmaps(f"{name}: share still held by position", caption, sheet)[0]
     if kind == "segment_lengths":
         return _draw_segments(table, name)
     if kind == "ratio_over_training":

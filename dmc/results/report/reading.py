@@ -13,6 +13,7 @@ import pandas
 
 from dmc.results.compare_report import reason
 from dmc.results.measurement import COORDINATES
+from dmc.results.plots import name_methods
 from dmc.results.row_names import label_settings, told_apart
 from dmc.results.statistics import MARGIN, Estimate, asked_of, beside_rivals, rank_at_bytes, summarize
 from dmc.results.store import DONE, NOT_FINITE, Row, Store, read_frame
@@ -107,11 +108,11 @@ def _read(folder: Path, findings: Findings) -> None:
 
 def _add_cells(stores: Sequence[Store], findings: Findings, reference: str | None) -> None:
     rows = told_apart([row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()])
-    several = len({(row["model"], row["model_key"]) for row in rows if not row["own_gates"]}) > 1
     sources = {row["key"]: _source(row, findings) for row in rows}
     frame = read_frame(stores)
     frame = frame[~frame.duplicated(["key", "metric", "by", *COORDINATES], keep="last")]  # of a cell in two folders
-    summary = _named(summarize(frame, reference), several)
+    several = frame[~frame["own_gates"].astype(bool)]["variant"].nunique() > 1
+    summary = name_methods(summarize(frame, reference), several)
     if len(summary):
         summary["source"] = [sources[keys[-1]] for keys in summary["keys"]]
     findings.summary = pandas.concat([findings.summary, summary], ignore_index=True)
@@ -119,7 +120,7 @@ def _add_cells(stores: Sequence[Store], findings: Findings, reference: str | Non
     findings.ranks = pandas.concat([rank_at_bytes(frame, share, reference).assign(share=share) for share in SHARES])
     places = frame[(frame["by"] != "") & (frame["is_main"] | (frame["metric"] == "compression_ratio"))]
     if len(places):
-        findings.places = _named(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
+        findings.places = name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     failed = [row for row in rows if row["status"] != DONE]
     findings.failures = pandas.DataFrame([_failure(row, sources[row["key"]]) for row in failed], columns=FAILURE)
 
@@ -132,21 +133,6 @@ def _failure(row: Row, source: int) -> tuple[Any, ...]:
     error = f"not finite: {reason(row)}" if row["status"] == NOT_FINITE else reason(row)
     asked = asked_of(row | {"is_full": row["budget"] is None and not row["own_gates"]})
     return row["method"], asked, row["task"], error, source
-
-
-def _named(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
-    """Add short names: without the model where there is one stock model only."""
-
-    def name(line: Any) -> str:
-        if line.own_gates and pandas.isna(line.budget):
-            return f"{line.variant} (own gates)"
-        own = "full cache" if line.is_full else str(line.policy)
-        return f"{line.variant} {own}" if several or line.own_gates else own
-
-    names = [name(line) for line in lines.itertuples()]
-    asked = lines["asked"] if len(lines) else []
-    label = [each if told == "full cache" else f"{each} at {told}" for each, told in zip(names, asked, strict=True)]
-    return lines.assign(name=names, label=label)
 
 
 def _add_speeds(path: Path, findings: Findings) -> None:
