@@ -32,6 +32,7 @@ from dmc.training.planning.memory_trace import with_values
 from dmc.training.planning.model_shape import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
+from dmc.training.strategies.mesh import MESH_NAMES
 
 SHARDED = sorted(name for name in names("experiment") if name.startswith("llama"))
 GPUS_OF_A_NODE = "trainer.devices=8"
@@ -76,15 +77,15 @@ def take_step(config: RunConfig, rank: int, num_layers: int, monkeypatch: Any, t
     monkeypatch.setattr(step_metrics, "LateNumbers", lambda numbers: None)
     with ExitStack() as modes:
         modes.enter_context(fake_rank(rank, num_ranks))
-        mesh = init_device_mesh("cpu", (num_ranks // cuts, cuts), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        strategy = build_strategy(config)
+        strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         collectives = modes.enter_context(Collectives())
         shape = with_values(model_shape(config), num_hidden_layers=num_layers)
         model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.model.dtype))
-        strategy = build_strategy(config)
         module = RetrofitModule(retrofit(model, config.compression).train(), config, plan, 2, strategy)
-        with unset_fake_temporarily() if cuts > 1 else nullcontext():  # meshes are cut by reading them
-            strategy.spread(SimpleNamespace(device_mesh=mesh, model=module.model))
+        with unset_fake_temporarily() if cuts > 1 or strategy.num_copies > 1 else nullcontext():  # reads the mesh
+            strategy.parallelize(SimpleNamespace(model=module.model))
         optimizer = module.configure_optimizers()["optimizer"]
         metrics = StepMetrics(NonFiniteGuard(None, tmp_path, 2), training.gradient_clip, 1)
         size = training.micro_batch_size
@@ -102,6 +103,7 @@ def take_step(config: RunConfig, rank: int, num_layers: int, monkeypatch: Any, t
     [
         *(pytest.param(name, [], id=name, marks=REPEATS.get(name, ())) for name in SHARDED),
         pytest.param("llama2_70b_cr2", ["trainer.tensor_parallel_size=8"], id="llama2_70b_cr2, cut heads"),
+        pytest.param("llama2_7b_cr2", ["trainer.strategy=hsdp"], id="llama2_7b_cr2, copies"),
     ],
 )
 def test_every_rank_of_an_experiment_enters_the_same_collectives(name, options, monkeypatch, tmp_path):
