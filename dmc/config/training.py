@@ -202,6 +202,8 @@ class TrainingConfig:
     """Train on so many sequences again and again, to see that the loss can fall; None: on all."""
     activation_checkpointing: bool = False
     """Recompute activations in backward (non-reentrant)."""
+    branch_from: str | None = None
+    """A milestone of another run's ramp that this one goes on from, such as RUN/milestones/cr4; None: from the base."""
     snapshot_ratios: list[float] = field(default_factory=list)
     """Target CRs at which a ready-to-use model is exported along the run."""
     calibrate: bool = True

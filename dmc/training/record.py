@@ -60,17 +60,30 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         return
     try:
         known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
-        compared = set(known) | set(values)
     except ValueError:  # a setting this version does not know: told with the others that were recorded
         known = _flat(_recorded(record)["config"])
-        compared = set(known)
-    differing = {key for key in compared if known.get(key) != values.get(key)}
-    changed = sorted(key for key in differing if not key.startswith((*PLACES, *MEASURED)))
-    if changed:
-        shown = ", ".join(f"{key}: {known.get(key)!r} then, {values.get(key)!r} now" for key in changed[:5])
+        values = {key: values.get(key) for key in known}
+    if changed := _changed(known, values):
         raise ValueError(
-            f"{folder} holds a run with other settings ({shown}): choose another output_dir, or delete the folder"
+            f"{folder} holds a run with other settings ({changed}): choose another output_dir, or delete the folder"
         )
+
+
+def changed_settings(known: RunConfig, config: RunConfig, apart_from: tuple[str, ...]) -> str:
+    """Say which settings of what is computed differ from those of another run; empty: none.
+
+    Args:
+        known: the other run.
+        config: this one.
+        apart_from: beginnings of names that may differ too.
+    """
+    return _changed(_plain(known), _plain(config), apart_from)
+
+
+def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[str, ...] = ()) -> str:
+    names = [name for name in {*known, *values} if not name.startswith((*PLACES, *MEASURED, *apart_from))]
+    changed = sorted(name for name in names if known.get(name) != values.get(name))
+    return ", ".join(f"{name}: {known.get(name)!r} then, {values.get(name)!r} now" for name in changed[:5])
 
 
 def check_same_text(folder: Path, config: RunConfig) -> None:

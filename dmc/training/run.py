@@ -25,9 +25,10 @@ from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
+from dmc.training.branch import check_branch
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
+from dmc.training.checkpoints.folder import check_fits, read_header
+from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint, saved_checkpoints
 from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
@@ -126,7 +127,8 @@ def train(config: RunConfig) -> TrainedRun:
     """Train, validate, snapshot, calibrate and export one run.
 
     A finished run is returned as it is; an unfinished one goes on at the step after its last checkpoint, with the same
-    data order and noise. With several processes all call this; rank 0 writes.
+    data order and noise, and one with `training.branch_from` begins at that milestone of another run. With several
+    processes all call this; rank 0 writes.
 
     Raises:
         ValueError, NotImplementedError: the run cannot start, see `check_start`; the output folder holds a run with
@@ -170,6 +172,9 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     Raises:
         ValueError, OSError, PreemptedError, NonFiniteError: see `train`.
     """
+    branches = config.training.branch_from is not None and not saved_checkpoints(preemption.save_last.folder)
+    if branches:
+        check_branch(config, plan)
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config.data, config.model.path)
     strategy = build_strategy(config)
@@ -187,6 +192,9 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     exporter = Exporter(config, data, tokenizer, strategy)
     trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)
+    if branches:
+        checkpoint = Path(str(config.training.branch_from))
+        check_fits(checkpoint, model, strategy.format)
     step = 0 if checkpoint is None else read_header(checkpoint).global_step
     ahead = plan.snapshot_steps(config.training.snapshot_ratios if config.has_gates else ())
     for place in (run.final, *(run.snapshots[ratio] for at, ratio in ahead.items() if at > step)):

@@ -81,7 +81,12 @@ class Plan:
     @property
     def lengths(self) -> list[tuple[str, int]]:
         """Name and optimizer steps of each stage."""
-        return [(stage.name, stage.steps) for stage in self._stages]
+        return self.lengths_after(0)
+
+    def lengths_after(self, step: int) -> list[tuple[str, int]]:
+        """Name and optimizer steps of each stage that is not over before a step."""
+        left = [(stage.name, min(stage.steps, stage.start + stage.steps - step)) for stage in self._stages]
+        return [(name, steps) for name, steps in left if steps > 0]
 
     def at(self, step: int) -> StepState:
         """Return the state of optimizer step `step` (0 is the first); steps past the end are the last."""

@@ -123,6 +123,24 @@ def test_array_sweep_trains_every_ratio_and_each_can_be_exported_again(slurm, se
     assert (output / "model.safetensors").read_bytes() == (folder / "cr2" / "final" / "model.safetensors").read_bytes()
 
 
+def test_one_command_trains_a_ramp_and_every_branch_of_it(slurm, settings, tmp_path):
+    folder = tmp_path / "ramp"
+    printed = slurm.call(
+        "slurm/branches.sh", "--ntasks-per-node=1", f"--output={tmp_path}/job-%j.log", *settings,
+        "training.milestones.ratios=[2.0,3.0]", "training.stages.retrofit.ramp_to=4", f"output_dir={folder}",
+        seconds=120,
+    )  # fmt: skip
+    jobs = dict(line.split() for line in printed.splitlines())
+    slurm.jobs += jobs
+    assert [Path(place) for place in jobs.values()] == [folder, folder / "branches/cr2", folder / "branches/cr3"]
+    assert {slurm.wait(job) for job in jobs} == {"COMPLETED"}, logs(tmp_path)
+    assert [(row["run"], float(row["target_ratio"])) for row in table_of(folder)] == [
+        ("branches/cr2", 2.0), ("branches/cr3", 3.0), (".", 4.0),
+    ]  # fmt: skip
+    first = [starts(Path(place))[0]["step"] for place in jobs.values()]
+    assert first[0] == 0 < first[1] < first[2]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
 def test_job_file_opens_with_its_use_and_asks_for_what_exists(slurm, path):
     lines = path.read_text().splitlines()

@@ -36,7 +36,7 @@ from dmc.training.strategies.mesh import MESH_NAMES
 
 SHARDED = sorted(name for name in names("experiment") if name.startswith("llama"))
 GPUS_OF_A_NODE = "trainer.devices=8"
-REPEATS = dict.fromkeys(("llama2_7b_cr4", "llama2_7b_cr8"), pytest.mark.slow)
+REPEATS = dict.fromkeys((f"llama2_7b_{each}" for each in ("branch", "cr4", "cr8", "ramp")), pytest.mark.slow)
 """Have the shapes and ranks of `llama2_7b_cr2`."""
 
 

@@ -139,7 +139,9 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     check_start(config, num_local)
     model = model_shape(config)
     micro_batches = training.accumulation(num_devices // cuts)
-    lengths = Plan(training, config.target_ratio, config.compression).lengths
+    plan = Plan(training, config.target_ratio, config.compression)
+    # A branch has the ramp behind it; its milestone may be yet to come.
+    lengths = plan.lengths_after(0 if training.branch_from is None else min(plan.ratio_steps([config.target_ratio])))
     device = Device.of(config, planner)
     num_shards = trainer.mesh(num_local)[1] if trainer.strategy == "hsdp" else None
     memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu, num_shards)
