@@ -122,7 +122,7 @@ class _Cache:
         template = str(encoder.tokenizer.chat_template) if source.has_loss_mask else None
         key = Hasher.hash(json.dumps([_FORMAT, source.description(), tokenizer, template], sort_keys=True))
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", source.label).strip("-.")[-64:]
-        self.folder = cache_folder / f"{name}-{key}"
+        self.folder = cache_folder.absolute() / f"{name}-{key}"  # as `datasets` names the files in it
 
     def open(self) -> None:
         """Open the tokens where they are there; else see to it that the source can be read."""
