@@ -10,10 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
 from dmc.config import build_config
-from dmc.results.store import FAILED
-from dmc.study.evaluation import check_measurements, evaluate_runs, write_results
-from dmc.study.plan import StudyConfig, plan_bases, plan_runs
-from dmc.study.training import log_of, train_runs
+from dmc.study import StudyConfig, check_measurements, evaluate_runs, log_of, plan_bases, plan_runs, train_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,11 +25,9 @@ def main(settings: DictConfig) -> None:
             sys.exit(f"error: {base.label} failed, see {log_of(base)}")
     runs = plan_runs(config)
     failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
-    rows = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
-    print(write_results(config, rows, runs))
-    names = [f"{run.label} ({log_of(run)})" for run in failed]
-    names += [f"{row['method']} on {row['task']}" for row in rows if row["status"] == FAILED]
-    if names:
+    table, wrong = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
+    print(table)
+    if names := [*(f"{run.label} ({log_of(run)})" for run in failed), *wrong]:
         sys.exit(f"error: failed: {', '.join(names)}")
 
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
 from dmc.provenance import provenance
-from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings
+from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings, plan_grid
+from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.speed import measure_speed
 from dmc.results.store import DONE, FAILED, FINISHED, NOT_FINITE, Row, Store, divide
+from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_place, split_of_text
 from dmc.runtime import Engine, GenerationStats
 
@@ -42,6 +45,33 @@ class Subject:
             vocab_size = self.model.get_input_embeddings().num_embeddings
             self.samples[name] = task.samples(self.tokenizer, vocab_size)
         return self.samples[name]
+
+
+def compare(config: CompareConfig, configs: Path, load: Callable[..., tuple[Any, Any]]) -> str:
+    """Measure what a grid lacks, and write what its folder holds; the same again goes on where it stopped.
+
+    Args:
+        config: the grid.
+        configs: folder of policies, tasks and selections.
+        load: gives a model and its tokenizer, called with path, dtype and revision.
+    Returns:
+        The tables, and which files hold all of it.
+    Raises:
+        ValueError, FileNotFoundError, ImportError: see `plan_grid`; nothing has been written.
+        ArithmeticError: cells failed, or have figures that are not finite; the tables are written and printed.
+    """
+    grid, folder = plan_grid(config, configs), Path(config.output)
+    store = Store(folder / "cells.jsonl")
+    cells = unfinished(grid.cells, store.rows())
+    print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
+    run_cells(cells, grid, config, store, lambda model: load(model.path, model.dtype, model.revision))
+    table = write_tables(store, folder, config.reference)
+    files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
+    table = f"\n{table}\n\n{store.path}, {files}"
+    if failed := failed_cells(grid.cells, store.rows()):
+        print(table)
+        raise ArithmeticError(failed)  # the other jobs of a sweep go on
+    return table
 
 
 def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
@@ -151,30 +181,38 @@ def checked(row: Row) -> Row:
 
 
 def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
-    """Say how many of the cells have failed; empty for none."""
-    failed = {row["key"] for row in rows if row["status"] == FAILED}
-    count = sum(cell.key in failed for cell in cells)
-    return f"{count} of {len(cells)} cells failed; start it again to try them again" if count else ""
+    """Say how many of the cells have no figures; empty for none."""
+    ends = {row["key"]: row["status"] for row in rows}
+    failed, wrong = (sum(ends.get(cell.key) == end for cell in cells) for end in (FAILED, NOT_FINITE))
+    told = [f"{failed} of {len(cells)} cells failed; start it again to try them again"] if failed else []
+    told += [f"{wrong} of {len(cells)} cells have figures that are not finite"] if wrong else []
+    return "; ".join(told)
 
 
 def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
     """Say what a row measures and with which settings."""
     task = grid.tasks[cell.task]
-    return cell.identity() | {
-        "main_metric": task.main_metric,
-        "higher_is_better": task.higher_is_better,
-        "split": split_of_text(task),
-        "question": getattr(task, "question", None),
+    shared = cell.identity() | {
         "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
         "settings": {
             "model": model_settings(grid.models[cell.model]),
             "policy": cell.method.options,
             "task": grid.task_settings[cell.task],
             "engine": asdict(config.engine),
-            "speed_tokens": config.speed_tokens,
             "seed": config.seed,
             "format": FORMAT,
         },
+    }
+    if isinstance(task, LMEvalTask):
+        names = {"benchmark": task.benchmark.name, "members": task.benchmark.tasks, "question": "known"}
+        shared["settings"] |= {"lm_eval": asdict(task.settings) | {"save_samples": None}}
+        return shared | names
+    shared["settings"] |= {"speed_tokens": config.speed_tokens}
+    return shared | {
+        "main_metric": task.main_metric,
+        "higher_is_better": task.higher_is_better,
+        "split": split_of_text(task),
+        "question": getattr(task, "question", None),
     }
 
 
@@ -185,17 +223,26 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
     torch.manual_seed(config.seed)
-    task = grid.tasks[cell.task]
-    samples = subject.samples_of(cell.task, task)
+    task, size = grid.tasks[cell.task], config.engine.max_batch_size
     engine = make_engine(subject.model, subject.tokenizer, policy=cell.method.build(), **asdict(config.engine))
-    size = config.engine.max_batch_size
+    if isinstance(task, LMEvalTask):
+        folder = Path(config.output) / "samples" / cell.key
+        row, stats = task.run(engine, grid.models[cell.model].path, size, config.seed, folder)
+        if (of := row.pop("samples_of", None)) is not None:
+            row["samples_key"] = digest(of)
+        return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
+    samples = subject.samples_of(cell.task, task)
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
+    values = {name: [each.metrics[name] for each in results] for name in results[0].metrics}
+    contexts = [[number] if each.context is None else each.context for number, each in enumerate(samples)]
     row = {
         "status": DONE,
-        "metrics": {name: statistics.fmean(each.metrics[name] for each in results) for name in results[0].metrics},
-        "sample_values": [each.metrics[task.main_metric] for each in results],
+        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
+        "sample_values": values.pop(task.main_metric),
+        "samples_by_metric": values,
+        "contexts": contexts if any(each.context is not None for each in samples) else [],
         "samples": len(results),
         "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
         **by_place(results),

@@ -21,13 +21,14 @@ from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.kernels import BACKENDS
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
+from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL
 from dmc.results.tasks import Task
 from dmc.target import build_target, suggest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 """Weights, configuration, tokenizer and its chat template, but no README."""
-FORMAT = 5
+FORMAT = 6
 """Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
 
 
@@ -40,6 +41,11 @@ class ComparedModel:
     dtype: str = "auto"
     revision: str | None = None
     """Hub revision."""
+    variant: str | None = None
+    """What several models are seeds of, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b: {path: B,
+    variant: cr4, seed: 1}}`; None: the model stands alone."""
+    seed: int | None = None
+    """Which of the variant's seeds it is: a compressed one is compared with the reference of its seed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,8 @@ class CompareConfig:
     policies: list[Any]
     """Names of `configs/policy/*.yaml`, or mappings: see `named_settings`."""
     tasks: list[Any]
-    """Names of `configs/task/*.yaml`, or mappings: see `named_settings`."""
+    """Names of `configs/task/*.yaml`, or mappings: see `named_settings`; names of `configs/evaluation` or of lm-eval's
+    tasks, or mappings: see `read_benchmarks`."""
     budgets: list[Any]
     """Compression ratios (4), or entries per KV head (tokens:128)."""
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -87,6 +94,8 @@ class CompareConfig:
     """Steps of decoding that are timed; 0: speed is not measured."""
     seed: int = 0
     """Of whatever draws without a seed of its own."""
+    lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
+    """How lm-eval's tasks are run."""
     reference: str | None = None
     """Stock model with whose full cache compressed models are compared; None: the first."""
     output: str = "outputs/compare"
@@ -95,11 +104,39 @@ class CompareConfig:
         if not self.models:
             raise ValueError("models is empty: name at least one, 'models={base: DIR}'")
         if not self.tasks:
-            raise ValueError("tasks is empty: give tasks=text_loss, names of files in configs/task")
+            raise ValueError(
+                "tasks is empty: give tasks=text_loss, names of configs/task, configs/evaluation or lm-eval"
+            )
         if self.speed_tokens < 0:
             raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
         if self.reference is not None and self.reference not in self.models:
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
+
+
+def grid_of_one(values: dict[str, Any], policy: str) -> CompareConfig:
+    """Read the settings of `configs/evaluate.yaml`: one model, one method.
+
+    Args:
+        values: the settings, with the policy's own under `policy`.
+        policy: its name.
+    Raises:
+        ValueError: a value is missing or out of range.
+    """
+    values = dict(values)
+    options, asked, model, name = (values.pop(key) for key in ("policy", "budget", "model", "name"))
+    if options and options.get("name", policy) == FULL:
+        raise ValueError(f"{options['_target_']} is not the full cache: give it a name, +policy.name=mine")
+    budget = None if asked["ratio"] is None and asked["tokens"] is None else Budget(**asked)
+    target = {key: value for key, value in options.items() if key != "name"}
+    policy_from_config(target, budget)  # refuses a budget that is missing or given in vain
+    name = name or (model["path"] if isinstance(model, dict) else model)
+    own = {key: values.pop(key) for key in LMEvalSettings.__dataclass_fields__ if key in values}
+    return build_config(
+        CompareConfig,
+        values
+        | {"models": {name: model}, "policies": [{"name": policy, **options} if options else policy]}
+        | {"budgets": [] if budget is None else [budget_name(budget)], "speed_tokens": 0, "lm_eval": own},
+    )
 
 
 @dataclass(frozen=True)
@@ -175,42 +212,87 @@ class Grid:
 
     cells: list[Cell]
     models: dict[str, ComparedModel]
-    tasks: dict[str, Task]
+    tasks: dict[str, Task | LMEvalTask]
     task_settings: dict[str, dict[str, Any]]
 
 
 def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     """Look up every name, construct every policy and task, and list the cells.
 
-    A compressed model has one cell for each task, whatever the policies and budgets; so has the full cache.
+    The full cache has one cell for each task, whatever the budgets; so has a compressed model with its own gates, and
+    others with the policies that can compress further what gates leave.
 
     Args:
         config: the grid.
-        configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
+        configs: folder that holds `policy/*.yaml`, `task/*.yaml` and `evaluation/*.yaml`.
     Raises:
         ValueError: a model, policy, task, option or budget is unknown or out of range.
         FileNotFoundError: a task's files are not there.
+        ImportError: tasks of lm-eval are asked for, and it is not installed.
     """
     models = {name: build_model(value, f"models.{name}") for name, value in config.models.items()}
     methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
-    task_settings = named_settings(config.tasks, configs / "task", "tasks")
-    tasks: dict[str, Task] = {name: build_target(each, f"tasks.{name}") for name, each in task_settings.items()}
-    task_settings = {name: complete(each, tasks[name]) for name, each in task_settings.items()}
-    shared = [FORMAT, asdict(config.engine), config.speed_tokens, config.seed]
-    task_keys = {name: digest([shared, task_settings[name], task.identity()]) for name, task in tasks.items()}
+    descriptions = {name: describe_model(model, f"models.{name}") for name, model in models.items()}
+    tasks, task_settings = plan_tasks(config, configs, next(iter(models.values())).path)
+    engine = [FORMAT, asdict(config.engine), config.seed]
+    task_keys = {}
+    for task, each in tasks.items():
+        own = [] if isinstance(each, LMEvalTask) else [config.speed_tokens, task_settings[task]]
+        task_keys[task] = digest([*engine, *own, each.identity()])
     cells = []
-    for name, model in models.items():
-        identity, values, target_ratio = describe_model(model, f"models.{name}")
-        own = [] if target_ratio is None else [Method(FULL, {}, None, target_ratio)]
-        for method in () if own else methods:
-            if (policy := method.build()) is not None:
-                check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{method.name} on {name}")
+    for name, (identity, values, target_ratio) in descriptions.items():
+        fitting = []
+        for method in methods:
+            policy = method.build()
+            if policy is not None and (target_ratio is None or policy.serves_compressed):
+                where = f"{method.name} on {name}"
+                check_fits(policy, values["num_hidden_layers"], config.engine.block_size, where)
+            if target_ratio is None or (policy is not None and policy.serves_compressed):
+                fitting.append(method)
+        if target_ratio is not None:
+            fitting.insert(0, Method(FULL, {}, None, target_ratio))
         cells += [
-            Cell(name, bool(own), method, task, digest(identity), task_keys[task])
-            for method in own or methods
+            Cell(name, target_ratio is not None, method, task, digest(identity), task_keys[task])
+            for method in fitting
             for task in tasks
         ]
     return Grid(cells, models, tasks, task_settings)
+
+
+def plan_tasks(
+    config: CompareConfig, configs: Path, model: str
+) -> tuple[dict[str, Task | LMEvalTask], dict[str, dict[str, Any]]]:
+    """Construct every task; `question: both` makes two of one.
+
+    Returns:
+        The tasks and their settings, by name.
+    """
+    ours = sorted(path.stem for path in (configs / "task").glob("*.yaml"))
+    selections = [path.stem for path in (configs / "evaluation").glob("*.yaml")]
+    own: list[Any] = []
+    theirs: list[Any] = []
+    for index, entry in enumerate(config.tasks):
+        is_own = bool({"like", "_target_"} & {*entry}) if isinstance(entry, dict) else entry in ours
+        if not isinstance(entry, (str, dict)):
+            is_own = True  # which `named_settings` refuses
+        elif not is_own and entry not in selections and difflib.get_close_matches(str(entry), ours, cutoff=0.8):
+            # at once: lm-eval's own list takes ten seconds
+            raise ValueError(f"tasks[{index}]={entry!r} is not in configs/task; {suggest(str(entry), ours)}")
+        (own if is_own else theirs).append(entry)
+    settings: dict[str, dict[str, Any]] = {}
+    for name, each in named_settings(own, configs / "task", "tasks").items():
+        both = each.get("question") == "both"
+        settings |= {f"{name}:{question}": each | {"question": question} for question in ("known", "hidden") if both}
+        settings |= {} if both else {name: each}
+    tasks: dict[str, Task | LMEvalTask] = {name: build_target(each, f"tasks.{name}") for name, each in settings.items()}
+    settings = {name: complete(each, tasks[name]) for name, each in settings.items()}
+    if theirs:
+        found = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, ours)
+        if twice := sorted(set(found) & set(tasks)):
+            raise ValueError(f"tasks: {twice[0]!r} is there twice; give one of them another name")
+        tasks |= found
+        settings |= {name: asdict(task.benchmark) for name, task in found.items()}
+    return tasks, settings
 
 
 def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
+from dmc.results.tasks.asking import answers
+from dmc.results.tasks.base import Sample
 from dmc.runtime import Engine, GenerationStats, SamplingParams
 
 MAX_GEN_TOKS = 256
@@ -40,8 +42,10 @@ class EngineLM(TemplateLM):
     """An engine as lm-eval knows models; with a full cache it gives the numbers of lm-eval's own HFLM.
 
     A likelihood is that of a continuation behind a prompt that the cache holds compressed; the continuation's own
-    tokens are then compressed as generated ones are. Rolling likelihoods have a prompt of one token. Results do not
-    depend on the batch; a sampled generation draws from a seed of its own.
+    tokens are then compressed as generated ones are. Under a policy the last token of a prompt, with which the answer
+    begins, is fed when the others have been compressed: no token of an answer comes from the prompt's own pass. Rolling
+    likelihoods have a prompt of one token. Results do not depend on the batch; a sampled generation has a seed of its
+    own.
 
     Args:
         engine: with a tokenizer.
@@ -130,14 +134,19 @@ class EngineLM(TemplateLM):
         with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as bar:
             for group in self._groups(list(askers)):
                 indices = [askers[feed] for feed in group]
-                prompts = [list(feed.prompt) for feed in group]
-                scorings = self.engine.score_with_stats(prompts, [requests[each[0]][2] for each in indices])
+                prompts, after = zip(*(self._parts(list(feed.prompt)) for feed in group), strict=True)
+                continuations = [requests[each[0]][2] for each in indices]
+                scorings = self.engine.score_with_stats(prompts, continuations, after=after)
                 for scoring, asking in zip(scorings, indices, strict=True):
                     self.stats.append(scoring.stats)
                     for index in asking:
                         answers[index] = likelihood_of(scoring.logprobs, requests[index][2])
                 bar.update(sum(map(len, indices)))
         return answers
+
+    def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """Cut a prompt into what is compressed, and what is fed after that."""
+        return (prompt, []) if self.engine.policy is None or len(prompt) < 2 else (prompt[:-1], prompt[-1:])
 
     def _feed(self, prompt: list[int], continuation: list[int]) -> Feed:
         """Cut what is too long from the left, as HFLM does: the last token is not fed and needs no room.
@@ -190,7 +199,15 @@ class EngineLM(TemplateLM):
                     f"{self.max_length} positions; give fewer"
                 )
             prompts.append(self._cut(self.tok_encode(context), room))
-        generations = self.engine.generate(prompts, params, progress=False if disable_tqdm else None)
+        if self.engine.policy is None:
+            generations = self.engine.generate(prompts, params, progress=False if disable_tqdm else None)
+        else:
+            parts = [self._parts(prompt) for prompt in prompts]
+            samples = [Sample(before if after else [], [], after=after or before) for before, after in parts]
+            generations, together = [], max(1, self.requests_at_once // 8)
+            for begin in tqdm(range(0, len(samples), together), "answers", disable=disable_tqdm or None):
+                some = slice(begin, begin + together)
+                generations += answers(self.engine, samples[some], params[some])
         self.stats += [generation.stats for generation in generations]
         # a stop string that is a special token is in no text: `_sampling` stops there
         return [

@@ -20,6 +20,8 @@ import pandas
 
 Row = dict[str, Any]
 """What the store holds of one cell: its identity, its memory, its settings, and its figures."""
+LOWER = ("loss", "perplexity", "bits_per_byte")
+"""Ends of the names of metrics that are better the lower they are, beside a main one that is not."""
 COORDINATES = ("length", "depth", "turn", "position", "entries", "layer", "head")
 """Columns that every frame has; others come with the measurements that have them."""
 FULL = "full"
@@ -50,7 +52,9 @@ class Measurement:
     """Of entries; for gates what they were trained for."""
     task: str
     benchmark: str | None = None
-    """The mean of several tasks that this one is a part of."""
+    """The figure that it is a part of, the mean of several tasks, or all of; None: the task itself."""
+    members: list[str] = field(default_factory=list)
+    """Tasks of the benchmark: there is no mean of fewer."""
     split: str | None = None
     """Of the text that the task is made of."""
     question: str | None = None
@@ -60,6 +64,8 @@ class Measurement:
     """Whether it is the task's own choice."""
     higher_is_better: bool
     value: float
+    error: float | None = None
+    """Standard error as the task gives it, where no samples are kept."""
     coordinates: dict[str, float] = field(default_factory=dict)
     samples: list[float] = field(default_factory=list)
     """Of each sample, in their order; empty: not kept."""
@@ -117,7 +123,14 @@ def measurements_of(row: Row) -> list[Measurement]:
     if main not in samples and "sample_values" in row:
         samples = samples | {main: row["sample_values"]}
     found = [
-        Measurement(**shared, metric=name, is_main=name == main, value=value, samples=samples.get(name, []))
+        Measurement(
+            **shared | {"higher_is_better": row["higher_is_better"] and not name.endswith(LOWER)},
+            metric=name,
+            is_main=name == main,
+            value=value,
+            samples=samples.get(name, []),
+            error=(row.get("errors") or {}).get(name),
+        )
         for name, value in sorted(row["metrics"].items(), key=lambda item: item[0] != main)
     ]
     for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
@@ -136,7 +149,18 @@ def measurements_of(row: Row) -> list[Measurement]:
 
 
 OPTIONAL = (
-    *("benchmark", "split", "question", "contexts", "samples_key", "mean_tokens", "device", "reference", "settings"),
+    *(
+        "benchmark",
+        "members",
+        "split",
+        "question",
+        "contexts",
+        "samples_key",
+        "mean_tokens",
+        "device",
+        "reference",
+        "settings",
+    ),
     "provenance",
 )
 
@@ -148,7 +172,8 @@ def _at_places(table: dict[str, list[Any]], shared: dict[str, Any], main: str) -
         place = {name: float(table[name][index]) for name, index in zip(names, indices, strict=True)}
         for metric in list(table)[len(names) + 1 :] if count else []:
             own = {"metric": metric, "is_main": metric == main, "value": _at(table[metric], indices)}
-            yield Measurement(**shared, **own, coordinates=place, num_samples=count)
+            own["higher_is_better"] = shared["higher_is_better"] and not metric.endswith(LOWER)
+            yield Measurement(**shared | own, coordinates=place, num_samples=count)
 
 
 def _at(nested: Any, indices: Sequence[int]) -> Any:
@@ -165,8 +190,10 @@ def to_frame(measurements: Iterable[Measurement]) -> pandas.DataFrame:
         lines.append(line | {"is_full": each.is_full, "by": " ".join(each.coordinates)} | each.coordinates)
     names = [name for name in Measurement.__dataclass_fields__ if name != "coordinates"]
     frame = pandas.DataFrame(lines, columns=None if lines else [*names, "is_full", "by"])
+    frame["error"] = pandas.Series([each["error"] for each in lines], dtype=float)
     for name in (*("budget", "benchmark", "split", "question", "samples_key", "reference"), "seed"):
         frame[name] = pandas.Series([each.get(name) for each in lines], dtype=object)  # None stays None
+    frame = frame.astype(dict.fromkeys(("own_gates", "is_main", "is_full", "higher_is_better"), bool))
     for name in COORDINATES:
         if name not in frame:
             frame[name] = float("nan")

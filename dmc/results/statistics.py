@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy
@@ -145,9 +145,6 @@ def margin_of(metric: str, full: float) -> float:
     return MARGIN if metric.endswith("loss") else MARGIN * max(1.0, abs(full))
 
 
-LINE = ["variant", "policy", "own_gates", "budget", "benchmark", "task", "metric", "task_key", "samples_key"]
-
-
 def summarize(
     frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
 ) -> pandas.DataFrame:
@@ -171,10 +168,11 @@ def summarize(
     lines = []
     if len(whole):
         tasks = whole["benchmark"].fillna(whole["task"])
-        by = ["variant", "policy", "own_gates", "budget", "metric"]
+        by = ["variant", "policy", "own_gates", "budget", *(["metric"] if metrics is not None else [])]
         for _, group in whole.assign(shown=tasks).groupby(["shown", *by], dropna=False, sort=False):
             for _, same in group.groupby("task_key", sort=False):
-                lines.append(_line(same, cells))
+                if set(same["members"].iloc[0]) <= set(same["task"]):
+                    lines.append(_line(same, cells))
     summary = pandas.DataFrame(lines)
     if len(summary):
         fails = summary["is_full"] & summary["higher_is_better"] & (summary["value"] <= FLOOR)
@@ -185,7 +183,7 @@ def summarize(
 
 def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     first, parts = group.iloc[0], [cells.seeds(part) for _, part in group.groupby("task", sort=False)]
-    values = [estimate(part.samples, part.contexts) if part.samples else part.plain() for part in parts]
+    values = [part.value for part in parts]
     value, lost = mean_of(values), [part.lost for part in parts]
     over = mean_of([each for each in lost if each is not None]) if None not in lost else None
     full = [part.full_value for part in parts if part.full_value is not None]
@@ -200,6 +198,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "title": method if first["is_full"] else f"{method}, {asked}",
         "method": method,
         **{name: first[name] for name in names},
+        "metric": first["metric"] if group["metric"].nunique() == 1 else "mean",
         "asked": asked,
         "task": first["benchmark"] or first["task"],
         "value": value.value,
@@ -280,9 +279,15 @@ class _Seeds:
             return Estimate(sign * sum(values) / len(values), None, by_seed=tuple(sign * each for each in values))
         return _signed(sign, self.samples, others, self.contexts)
 
-    def plain(self) -> Estimate:
-        """Return the value of a task that keeps none of its samples'."""
-        return Estimate(sum(self.values) / len(self.values), None, by_seed=tuple(self.values))
+    @property
+    def value(self) -> Estimate:
+        """The figure that the task gives; where no samples are kept, with the error that it gives itself."""
+        value = math.fsum(self.values) / len(self.values)
+        if self.samples:
+            return replace(estimate(self.samples, self.contexts), value=value, by_seed=tuple(self.values))
+        errors = [each for each in self.rows["error"] if each == each]
+        error = math.hypot(*errors) / len(errors) if len(errors) == len(self.values) else None
+        return Estimate(value, error, by_seed=tuple(self.values))
 
 
 class _Cells:
@@ -303,7 +308,8 @@ class _Cells:
         """Find the full cache of a row's model, or of the reference for a compressed model."""
         full = self.full
         same = full[(full["task"] == row["task"]) & (full["metric"] == row["metric"])]
-        same = same[(same["task_key"] == row["task_key"]) & (same["samples_key"].eq(row["samples_key"]))]
+        same = same[same["task_key"] == row["task_key"]]
+        same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
         if not row["own_gates"]:
             same = same[same["model"] == row["model"]]
         else:

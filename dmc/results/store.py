@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -115,9 +115,9 @@ class Store:
             self._told_earlier = True
         return list(rows.values())
 
-    def frame(self) -> pandas.DataFrame:
-        """Return the measurements of all finished cells, see `measurement.py`; names are told apart."""
-        return read_frame([self])
+    def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
+        """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
+        return read_frame([self], keys)
 
     @property
     def num_damaged(self) -> int:
@@ -125,25 +125,17 @@ class Store:
         return len(self._reported)
 
 
-def read_frame(stores: Iterable[Store]) -> pandas.DataFrame:
+def read_frame(stores: Iterable[Store], keys: Container[str] | None = None) -> pandas.DataFrame:
     """Return the measurements of several stores, see `Store.frame`; the column `folder` says where each lies.
 
-    Names are told apart over all of them.
+    Names are told apart over all of them: no two settings share one.
     """
     rows = [row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()]
+    rows = [row for row in rows if keys is None or row["key"] in keys]
     frames = [
         to_frame(measurements_of(row)).assign(folder=row["folder"]) for row in told_apart(rows) if row["status"] == DONE
     ]
     return pandas.concat(frames, ignore_index=True) if frames else to_frame([]).assign(folder=None)
-
-
-def check_kind(rows: Iterable[Row], path: Path, benchmarks: bool) -> None:
-    """Raise a ValueError if rows are of evaluate.py where those of compare.py shall go on, or the other way round."""
-    if any(("benchmark" in row) != benchmarks for row in rows):
-        own, other = ("evaluate.py", "compare.py") if benchmarks else ("compare.py", "evaluate.py")
-        raise ValueError(
-            f"{path} holds rows of {other}, whose table {own} would replace: give another folder, output=DIR"
-        )
 
 
 def is_row(row: Any) -> bool:

@@ -105,6 +105,8 @@ class Engine:
         limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
+        self.policy = policy
+        """What compresses beside the model's own gates; None: nothing."""
         self._runner = Runner(model, self.cache, kernels, policy)
         pace = None
         if policy is not None:
@@ -296,20 +298,23 @@ class Engine:
         prompts: Collection[str | list[int]],
         continuations: Collection[str | list[int]],
         keep: Keep = of_all_tokens,
+        after: Collection[list[int]] | None = None,
     ) -> list[Scoring]:
         """Do the same as `score`, and measure the memory that each sequence took at its last step.
 
         `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
+        `after` is fed between the two, as a session's next turn: behind a prompt that has been compressed.
         """
         prompts = listed("prompts", prompts, "texts or lists of token ids")
         continuations = listed("continuations", continuations, "texts or lists of token ids")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         forced: dict[Sequence, Forced] = {}
-        for prompt, continuation in zip(prompts, continuations, strict=True):
+        for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
             tokens, targets = self._encode(prompt), self._encode(continuation, begins_text=False)
-            turn = (0, len(tokens))
-            sequence = Sequence(tokens + targets[:-1], wanted=len(tokens) - 1, prompts=[turn])
+            behind = len(tokens) + len(between)
+            turns = [(0, len(tokens)), *([(len(tokens), behind)] if between else [])]
+            sequence = Sequence([*tokens, *between, *targets[:-1]], wanted=behind - 1, prompts=turns)
             self._check_fits(len(sequence.tokens))
             forced[sequence] = Forced(targets, keep)
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from scripts_here import run_script
@@ -18,10 +19,12 @@ from transformers import AutoTokenizer
 from dmc import Engine, load_model
 from dmc.config import build_config
 from dmc.results.compare import checked, describe, run_cells, unfinished
-from dmc.results.compare_report import over_full_cache, write_report
 from dmc.results.grid import CompareConfig, named_settings, plan_grid
+from dmc.results.measurement import measurements_of, to_frame
 from dmc.results.report import read_folders, write_page
+from dmc.results.statistics import summarize
 from dmc.results.store import Store
+from dmc.results.tables import write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -92,6 +95,13 @@ class Workshop:
         return Engine(model, tokenizer, **options)
 
 
+def write_report(rows: list[dict[str, Any]], folder: Path) -> str:
+    store = Store(folder / "rows" / "cells.jsonl")
+    for row in rows:
+        store.append(row)
+    return write_tables(store, folder)
+
+
 def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
     grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
     run_cells(unfinished(grid.cells, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
@@ -153,12 +163,11 @@ def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path:
     for metric in ("exact_match", "loss"):
         assert sum(map(sum, table[metric])) / 4 == pytest.approx(row["metrics"][metric])
     write_report([row], tmp_path)
-    with (tmp_path / "results_by_place.csv").open() as file:
+    with (tmp_path / "measurements.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert [(line["place"], float(line["value"])) for line in lines if line["metric"] == "loss"] == [
-        (f"length={length} depth={depth}", table["loss"][i][j])
-        for i, length in enumerate([130, 180])
-        for j, depth in enumerate([0, 1])
+    found = [each for each in lines if each["metric"] == "loss" and each["by"] == "length depth"]
+    assert [(float(each["length"]), float(each["depth"]), float(each["value"])) for each in found] == [
+        (length, depth, table["loss"][i][j]) for i, length in enumerate([130, 180]) for j, depth in enumerate([0, 1])
     ]
 
 
@@ -262,7 +271,7 @@ def test_a_model_of_nans_leaves_the_others_their_table(make_config: Any, folders
     table = write_report([bad, good], Path(config.output))
     assert "| base, full |" in table and "| bad, full |" not in table and "bad, full, needle: " in table
     with (Path(config.output) / "results.csv").open() as file:
-        assert [row["model"] for row in csv.DictReader(file)] == ["base"]
+        assert [row["variant"] for row in csv.DictReader(file)] == ["base"]
 
 
 @pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
@@ -455,52 +464,57 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     ]
     table = write_report(rows, tmp_path)
     assert (tmp_path / "table.md").read_text() == table + "\n"
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
+    body = [line for line in table.splitlines() if line.startswith("|")]
+    header, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body if "---" not in line]
+    assert header[:6] == ["method", "requested", "achieved CR", "loss", "over full cache", "beside it"]
     assert [line[:2] for line in lines] == [
-        ["base, full", "CR 1"],
+        ["base, full", "full cache"],
         ["base, h2o", "CR 2"],
-        ["small, own gates", "CR 4"],
+        ["small", "CR 4"],
         ["base, h2o", "CR 4"],
         ["base, tova", "CR 4"],
         ["base, h2o", "256 tokens"],
         ["base, h2o", "128 tokens"],
     ]
     # differences to (1, 2): h2o at CR 4 has (0.5, 0.5), tova (1, 0.5)
-    assert lines[3] == ["base, h2o", "CR 4", "3.90", "2.0000", "+0.5000 ± 0.0000", "110", "1,000", "-", "1,234"]
+    worse = ["base, h2o", "CR 4", "3.90", "2.0000", "+0.5000 ± 0.0000", "**worse**", "110", "1,000", "1,234"]
+    assert lines[3][:9] == worse
     differences = ["-", "+0.0500 ± 0.0500", "+0.1000 ± 0.1000", lines[3][4], "+0.7500 ± 0.2500"]
     assert [line[4] for line in lines[:5]] == differences
     with (tmp_path / "results.csv").open() as file:
-        written = list(csv.DictReader(file))
-    assert [row["policy"] for row in written] == ["full", "h2o", "full", "h2o", "tova", "h2o", "h2o"]
-    assert (written[4]["quality"], written[4]["loss"], written[4]["over_full_cache"]) == ("2.25", "2.25", "0.75")
-    assert (tmp_path / "quality_over_bytes.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.glob("*[!y]")) == [
-        "quality_over_bytes.png",
-        "results.csv",
-        "results_by_place.csv",
-        "table.md",
-    ]
+        written = {row["title"]: row for row in csv.DictReader(file)}
+    assert len(written) == 7
+    tova = written["base, tova, CR 4"]
+    assert (tova["value"], tova["lost"], tova["standing"]) == ("2.25", "0.75", "unknown")
+    assert {path.name for path in tmp_path.glob("*.*")} >= {"results.csv", "measurements.csv", "table.md"}
 
 
 def test_speeds_of_several_devices_are_told(tmp_path: Path) -> None:
     rows = [make_row("h2o", "4", [1.0, 2.0]), make_row("tova", "4", [1.0, 2.0], device="NVIDIA H100")]
-    assert write_report(rows, tmp_path).endswith("several devices, which do not compare: NVIDIA H100, cpu")
-    assert "devices" not in write_report(rows[:1], tmp_path)
+    assert "several devices, which do not compare: NVIDIA H100, cpu" in write_report(rows, tmp_path)
+    assert "devices" not in write_report(rows[:1], tmp_path / "one")
+
+
+def lost(rows: list[dict[str, Any]], reference: str | None = None) -> Any:
+    """What the first row loses over the full cache; None where there is none for it."""
+    frame = to_frame(each for row in rows for each in measurements_of(row))
+    found = summarize(frame, reference).iloc[0]["lost"]
+    return None if pandas.isna(found) else found
 
 
 def test_nothing_is_compared_across_settings_samples_or_models() -> None:
     new = make_row("h2o", "4", [2.0], key="2")
     full = make_row("full", None, [1.0], key="4")
-    assert over_full_cache(new, [full])["over_full_cache"] == 1.0
-    assert over_full_cache(new, [{**full, "model": "another"}])["over_full_cache"] is None
-    assert over_full_cache(new, [{**full, "task_key": "old"}])["over_full_cache"] is None
-    assert over_full_cache(new, [{**full, "samples_key": "others"}])["over_full_cache"] is None
+    assert lost([new, full]) == 1.0
+    assert lost([new, {**full, "model": "another"}]) is None
+    assert lost([new, {**full, "task_key": "old"}]) is None
+    assert lost([new, {**full, "samples_key": "others"}]) is None
     gates = make_row("full", None, [3.0], own_gates=True, model="small", key="5")
-    control = {**full, "model": "control", "sample_values": [1.5]}
-    assert over_full_cache(gates, [gates, full])["over_full_cache"] == 2.0
-    assert over_full_cache(gates, [gates, full, control])["over_full_cache"] is None  # which of them, nothing says
-    assert over_full_cache({**gates, "reference": "base"}, [gates, full, control])["over_full_cache"] == 2.0
-    assert over_full_cache(gates, [gates, full, control], reference="control")["over_full_cache"] == 1.5
+    control = {**full, "model": "control", "sample_values": [1.5], "key": "6"}
+    assert lost([gates, full]) == 2.0
+    assert lost([gates, full, control]) is None  # which of them, nothing says
+    assert lost([{**gates, "reference": "base"}, full, control]) == 2.0
+    assert lost([gates, full, control], "control") == 1.5
 
 
 def test_jobs_of_a_sweep_share_a_folder(
@@ -517,7 +531,7 @@ def test_jobs_of_a_sweep_share_a_folder(
     assert "2 cells, 1 finished before" in said.err
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.strip() in said.out
-    assert "| small, own gates | CR 2 |" in table
+    assert "| small | CR 2 |" in table
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:

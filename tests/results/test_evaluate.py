@@ -1,4 +1,4 @@
-"""Evaluations that go on where they stopped, their tables, and what they refuse."""
+"""lm-eval's tasks as tasks of a grid: what a row keeps, the front of one model, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from scripts_here import run_script
 
 from dmc import Engine, load_model
 from dmc.config import build_config
-from dmc.results.benchmarks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
-from dmc.results.compare import unfinished
-from dmc.results.evaluate import EvaluateConfig, plan_evaluation, run_evaluation
-from dmc.results.evaluate_report import write_evaluation_report
+from dmc.results.compare import run_cells, unfinished
+from dmc.results.grid import CompareConfig, grid_of_one, plan_grid
+from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
 from dmc.results.store import Store
+from dmc.results.tables import write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
+POLICIES = {"h2o": "H2O", "tova": "TOVA", "snapkv": "SnapKV"}
 BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
 
 
@@ -43,10 +44,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..., EvaluateConfig]:
-    def build(**changes: Any) -> EvaluateConfig:
+def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
+    def build(policy: Any = "full", budget: Any = None, **changes: Any) -> CompareConfig:
         values = {"model": str(folders.stock), "tasks": [BOTH], "tasks_folder": str(tasks_folder), "limit": 3}
-        return build_config(EvaluateConfig, {**values, "output": str(tmp_path / "out"), **changes})
+        values |= {
+            "name": None,
+            "output": str(tmp_path / "out"),
+            "budget": {"ratio": None, "tokens": None} | (budget or {}),
+        }
+        name = policy if isinstance(policy, str) else policy["name"]
+        if isinstance(policy, str):
+            policy = {} if policy == "full" else {"_target_": f"dmc.policies.{POLICIES[policy]}"}
+        return grid_of_one(values | {"policy": policy} | changes, name)
 
     return build
 
@@ -69,10 +78,10 @@ class Workshop:
         return Engine(*arguments, **options)
 
 
-def run(config: EvaluateConfig, workshop: Workshop) -> list[dict[str, Any]]:
-    evaluation, store = plan_evaluation(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    cells = unfinished(evaluation.cells, store.rows())
-    run_evaluation(evaluation, cells, config, store, workshop.load, workshop.make_engine)
+def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
+    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
+    cells = unfinished(grid.cells, store.rows())
+    run_cells(cells, grid, config, store, workshop.load, workshop.make_engine)
     return store.rows()
 
 
@@ -130,7 +139,7 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
     assert row["status"] == "done", row
     samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
     assert [json.loads(line)["doc"] for line in samples] == [
-        {"prompt": "alpha " * length, "answer": config.model} for length in (3, 5)
+        {"prompt": "alpha " * length, "answer": next(iter(config.models.values()))} for length in (3, 5)
     ]
 
 
@@ -159,18 +168,6 @@ def test_an_interrupted_evaluation_goes_on_with_the_next_task(make_config: Any) 
     assert third.num_loads == 0
 
 
-def test_a_damaged_line_is_told_and_its_task_runs_again(make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config()
-    rows = run(config, Workshop())
-    path = Path(config.output) / "cells.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])
-    workshop = Workshop()
-    again = run(config, workshop)
-    assert workshop.num_engines == 1
-    assert [(row["key"], row["metrics"]) for row in again] == [(row["key"], row["metrics"]) for row in rows]
-    assert "line 2 is damaged" in caplog.text
-
-
 def test_a_task_whose_data_is_missing_fails_alone(make_config: Any, tasks_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     shutil.copytree(tasks_folder, folder)
@@ -180,7 +177,7 @@ def test_a_task_whose_data_is_missing_fails_alone(make_config: Any, tasks_folder
     failed, done = run(config, Workshop())
     assert (failed["status"], done["status"]) == ("failed", "done")
     assert "nothing.jsonl" in failed["error"]
-    assert "failed: " in write_evaluation_report([failed, done], Path(config.output))
+    assert "failed: " in write_tables(Store(Path(config.output) / "cells.jsonl"), tmp_path)
 
 
 def test_a_model_that_does_not_load_fails_its_tasks(make_config: Any) -> None:
@@ -188,26 +185,10 @@ def test_a_model_that_does_not_load_fails_its_tasks(make_config: Any) -> None:
     workshop.load = lambda model: {}["weights"]  # type: ignore[method-assign]
     rows = run(make_config(), workshop)
     assert [(row["status"], row["error"]) for row in rows] == [("failed", "KeyError: 'weights'")] * 2
-    assert "failed: " in write_evaluation_report(rows, Path(make_config().output))
 
 
-def test_a_task_that_another_process_has_finished_meanwhile_is_left_alone(make_config: Any) -> None:
-    config, workshop, load = make_config(), Workshop(), Workshop().load
-    first = plan_evaluation(config, CONFIGS).cells[0]
-    row = first.identity() | {"status": "not finite", "metrics": {}, "main_metric": "acc", "achieved_ratio": 1.0}
-    row["bytes_allocated_per_token"] = 1.0
-
-    def load_slowly(model: Any) -> Any:
-        Store(Path(config.output) / "cells.jsonl").append(row)
-        return load(model)
-
-    workshop.load = load_slowly  # type: ignore[method-assign]
-    assert [each["status"] for each in run(config, workshop)] == ["not finite", "done"]
-    assert workshop.num_engines == 1
-
-
-def keys(config: EvaluateConfig) -> list[str]:
-    return [cell.key for cell in plan_evaluation(config, CONFIGS).cells]
+def keys(config: CompareConfig) -> list[str]:
+    return [cell.key for cell in plan_grid(config, CONFIGS).cells]
 
 
 def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, tasks_folder: Path) -> None:
@@ -218,7 +199,7 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, t
     changes: list[dict[str, Any]] = [
         {"budget": {"tokens": 8}},
         {"policy": "tova"},
-        {"policy": {"name": "h2o", "like": "h2o", "recent": 4}},
+        {"policy": {"name": "h2o", "_target_": "dmc.policies.H2O", "recent": 4}},
         {"policy": "full", "budget": {}},
         {"tasks": [{**task, "num_fewshot": 2}]},
         {"tasks": [{**task, "metric": "acc_norm"}]},
@@ -243,7 +224,6 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, t
         ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
         ({"tasks": []}, "tasks is empty"),
         ({"limit": 0}, "limit=0: expected a whole number >= 1"),
-        ({"policy": "h2p", "budget": {"ratio": 2.0}}, "did you mean 'h2o'"),
         ({"policy": "h2o"}, "H2O needs a budget"),
         ({"policy": {"name": "full", "_target_": "dmc.policies.H2O"}, "budget": {"ratio": 4.0}}, r"\+policy.name=mine"),
         ({"budget": {"ratio": 4.0}}, "the full cache has no budget"),
@@ -256,7 +236,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
     changes: dict, message: str, make_config: Any, tmp_path: Path
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        plan_evaluation(make_config(**changes), CONFIGS)
+        plan_grid(make_config(**changes), CONFIGS)
     assert not (tmp_path / "out").exists()
 
 
@@ -332,20 +312,35 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
     run(make_config(policy="h2o", budget={"tokens": 8}), Workshop())
     rows = run(make_config(model=str(folders.compressed), name="small"), Workshop())
     folder = Path(config.output)
-    table = write_evaluation_report(rows, folder)
+    table = write_tables(Store(folder / "cells.jsonl"), folder)
     assert table == (folder / "table.md").read_text().strip()
-    lines = table.splitlines()
-    assert "both (mean)" in lines[0]
-    assert [line.split("|")[2].strip() for line in lines[2:5]] == ["CR 1", "8 tokens", "CR 2"]
-    assert ["own gates" in line for line in lines[2:5]] == [False, False, True]
-    assert lines[4].startswith("| small, own gates |")
-    figures = json.loads((folder / "results.json").read_text())
+    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    assert table.startswith("### both: mean of 6 samples (higher is better), question known")
+    assert [[cell.strip() for cell in line[:2]] for line in lines[1:]] == [
+        [str(folders.stock) + ", full", "full cache"], ["small", "CR 2"], [str(folders.stock) + ", h2o", "8 tokens"],
+    ]  # fmt: skip
     values = [row["metrics"][row["main_metric"]] for row in rows[:2]]
-    assert figures[0]["value"] == pytest.approx(statistics.fmean(values))
-    assert figures[0]["tasks"] == dict(zip(["local_choice", "local_generation"], values, strict=True))
-    assert all(each["command"] and each["versions"] for each in figures)
+    assert f"| {statistics.fmean(values):.4f} |" in table
     with (folder / "results.csv").open() as file:
-        assert [float(each["value"]) for each in csv.DictReader(file)] == [each["value"] for each in figures]
+        assert float(next(csv.DictReader(file))["value"]) == pytest.approx(statistics.fmean(values))
+
+
+def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(
+    folders: Any, tasks_folder: Path, tmp_path: Path
+) -> None:
+    ours = {"name": "ours", "like": "needle", "num_samples": 2, "sequence_length": 24, "answer_length": 2}
+    values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
+    values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "speed_tokens": 0, "output": str(tmp_path / "o")}
+    config = build_config(CompareConfig, values | {"lm_eval": {"tasks_folder": str(tasks_folder), "limit": 2}})
+    rows = run(config, Workshop())
+    assert [(row["model"], row["policy"], row["task"], row["status"]) for row in rows] == [
+        (model, policy, task, "done")
+        for model, policies in (("base", ["full", "h2o", "snapkv"]), ("small", ["full", "snapkv"]))
+        for policy in policies
+        for task in ("ours", "local_choice")
+    ]
+    table = write_tables(Store(tmp_path / "o" / "cells.jsonl"), tmp_path / "o")
+    assert "### ours: exact_match" in table and "### local_choice: acc" in table and "### All tasks" in table
 
 
 def test_the_script_evaluates_and_sweeps_into_one_table(
@@ -360,10 +355,10 @@ def test_the_script_evaluates_and_sweeps_into_one_table(
     ]
     command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
     assert run_script(*command, "tasks=local_choice") == ""
-    assert "local_choice (acc)" in capsys.readouterr().out
+    assert "### local_choice: acc" in capsys.readouterr().out
     assert run_script(*command, "tasks=local_choice", "policy=h2o,tova", "-m") == ""
     said = capsys.readouterr().err
-    assert [f"1 tasks, {count} to run" in said for count in (0, 1)] == [True, True]
+    assert [f"1 cells, {count} finished before" in said for count in (0, 1)] == [True, True]
     table = (tmp_path / "out" / "table.md").read_text()
     assert ["h2o" in table, "tova" in table] == [True, True]
     rows = Store(tmp_path / "out" / "cells.jsonl").rows()
@@ -371,11 +366,9 @@ def test_the_script_evaluates_and_sweeps_into_one_table(
     assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
 
 
-def test_conversations_without_a_template_are_refused_before_anything_is_written(make_config: Any) -> None:
-    config = make_config(chat_template=True)
-    with pytest.raises(ValueError, match=r"chat_template=true: the tokenizer .* has no chat template"):
-        run(config, Workshop())
-    assert not any(Path(config.output).iterdir())
+def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
+    rows = run(make_config(chat_template=True), Workshop())
+    assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
 
 
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from dmc.results import plots
-from dmc.results.compare_report import replace_file
 from dmc.results.report.reading import Findings
 from dmc.results.statistics import MARGIN, RATIO_TOLERANCE, meets_target, pareto_front
+from dmc.results.tables import replace_file
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, JSON, PLOTS = "report.html", "results.csv", "report.json", "plots"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas
 
-from dmc.results.compare_report import reason
+from dmc.results.tables import reason
 from dmc.results.measurement import COORDINATES
 from dmc.results.plots import name_methods
 from dmc.results.row_names import label_settings, told_apart

@@ -23,14 +23,18 @@ def check_question(question: str) -> None:
         )
 
 
-def answers(engine: Engine, samples: Sequence[Sample], params: SamplingParams) -> list[Generation]:
-    """Let the cache compress each prompt, feed what stands behind it, and continue."""
+def answers(
+    engine: Engine, samples: Sequence[Sample], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Generation]:
+    """Let the cache compress each prompt, feed what stands behind it, and continue; all samples at the same time."""
+    each_params = [params] * len(samples) if isinstance(params, SamplingParams) else params
     sessions = [engine.session() for _ in samples]
     try:
         for sample, session in zip(samples, sessions, strict=True):
-            session.feed(sample.prompt)
-        pairs = zip(samples, sessions, strict=True)
-        requests = [engine.submit(sample.after, params, session) for sample, session in pairs]
+            if sample.prompt:
+                session.feed(sample.prompt)
+        turns = zip(samples, each_params, sessions, strict=True)
+        requests = [engine.submit(sample.after, own, session) for sample, own, session in turns]
         engine.run(requests, progress=False)
         return [request.generation for request in requests if request.generation is not None]
     finally:
@@ -39,7 +43,7 @@ def answers(engine: Engine, samples: Sequence[Sample], params: SamplingParams) -
 
 
 def answer_scores(engine: Engine, samples: Sequence[Sample]) -> list[Tensor]:
-    """Score the right answers, float32 [tokens, vocab], behind the compressed prompt and what is fed after it."""
-    behind = [[*sample.after, *sample.continuation] for sample in samples]
-    logprobs = engine.score([sample.prompt for sample in samples], behind)
-    return [each[len(sample.after) :] for each, sample in zip(logprobs, samples, strict=True)]
+    """Score the right answers, float32 [tokens, vocab], fed as `answers` feeds: behind the compressed prompt."""
+    prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
+    scorings = engine.score_with_stats(prompts, continuations, after=[sample.after for sample in samples])
+    return [scoring.logprobs for scoring in scorings]

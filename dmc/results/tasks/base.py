@@ -20,6 +20,8 @@ class Sample:
     """Where it stands on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: there is none."""
     after: list[int] = field(default_factory=list)
     """What is fed between the two, when the prompt has been compressed: the answer's beginning, maybe the question."""
+    context: Any = None
+    """What it has in common with other samples, such as its text: those are no independent evidence. None: nothing."""
 
 
 @dataclass(frozen=True)

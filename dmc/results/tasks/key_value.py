@@ -73,4 +73,4 @@ class KeyValuePairs(TextRecall):
         body = [token for piece in tokens for token in piece]
         context = [*encoder.begin, *encoder.encode(TASK), *body]
         asked, answer = encoder.ask(QUESTION.format(key=key)), encoder.encode(f'{value}"')
-        return self.sample(context, asked, answer, {"length": length, "depth": depth})
+        return self.sample(context, asked, answer, {"length": length, "depth": depth}, (length, number))

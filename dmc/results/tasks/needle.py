@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ class Needle(TextRecall):
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: int = 5
     """Of the number."""
+    shares_context: bool = False
+    """Whether one text holds the facts of all depths, each asked for by a sample of its own: several questions to one
+    context."""
     cache_folder: str = "outputs/cache"
     """Where tokenised text is kept."""
 
@@ -43,6 +46,8 @@ class Needle(TextRecall):
             raise ValueError(f"depths={list(self.depths)}: expected numbers from 0 to 1")
         if self.digits < 1:
             raise ValueError(f"digits={self.digits}: expected a whole number >= 1")
+        if self.shares_context and ("{name}" not in self.fact or len(self.depths) > len(NAMES)):
+            raise ValueError(f"shares_context=true: expected {{name}} in fact, and at most {len(NAMES)} depths")
 
     def identity(self) -> Any:
         """See `Task.identity`."""
@@ -53,19 +58,38 @@ class Needle(TextRecall):
         encoder = Encoder(tokenizer, self.chat_template)
         texts = encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
         return [
-            self._sample(encoder, text, length, depth, number)
+            sample
             for length in self.lengths
-            for depth in self.depths
+            for depths in ([self.depths] if self.shares_context else [[depth] for depth in self.depths])
             for number, text in enumerate(texts)
+            for sample in self._ask(encoder, text, length, depths, number, texts.index(text))
         ]
 
-    def _sample(self, encoder: Encoder, text: list[int], length: int, depth: float, number: int) -> Sample:
-        draw = self.random(length, depth, number)
-        values = {"name": draw.choice(NAMES), "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
-        fact, asked = encoder.encode(self.fact.format(**values)), encoder.ask(self.question_text.format(**values))
-        room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
+    def _ask(
+        self, encoder: Encoder, text: list[int], length: int, depths: Sequence[float], number: int, source: int
+    ) -> Iterator[Sample]:
+        """Hide one fact at each depth, and ask for each."""
+        draw = self.random(length, *depths, number)
+        names = draw.sample(NAMES, len(depths))
+        numbers = [draw.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in depths]
+        facts = [
+            encoder.encode(self.fact.format(name=name, number=each)) for name, each in zip(names, numbers, strict=True)
+        ]
+        questions = [
+            encoder.ask(self.question_text.format(name=name, number=each))
+            for name, each in zip(names, numbers, strict=True)
+        ]
+        longest = max(sum(map(len, asked)) for asked in questions)
+        room = length - len(encoder.begin) - sum(map(len, facts)) - longest
         if room < 0:
             raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")
-        cut = round(depth * room)
-        context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
-        return self.sample(context, asked, encoder.encode(f" {values['number']}"), {"length": length, "depth": depth})
+        context, last = list(encoder.begin), 0
+        for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda each: each[0]):
+            cut = round(depth * room)
+            context += [*text[last:cut], *fact]
+            last = cut
+        context += text[last:room]
+        of_context = (length, *depths, number) if isinstance(self.haystack, str) else source
+        for depth, each, asked in zip(depths, numbers, questions, strict=True):
+            place = {"length": length, "depth": depth}
+            yield self.sample(context, asked, encoder.encode(f" {each}"), place, of_context)

@@ -70,7 +70,8 @@ class TextLoss:
         for index in _spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
             start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
-            samples.append(Sample(begin + tokens[start:context], tokens[context:]))
+            document = _document_of(windows, index, context, framing_of(tokenizer).end)
+            samples.append(Sample(begin + tokens[start:context], tokens[context:], context=document))
         if self.repeat_ngram is not None:
             samples = [sample for sample in samples if self._far_repeats(sample)]
             if not samples:
@@ -108,6 +109,16 @@ class TextLoss:
             figures = {"loss": float(losses[begin:end].mean()), "cumulative_loss": float(losses[:end].mean())}
             parts.append(Part({"position": first + begin}, figures))
         return parts
+
+
+def _document_of(windows: Any, index: int, position: int, end: int) -> tuple[int, int]:
+    """Name the document that a token of a window is of: where the end of the one before it stands."""
+    for before in range(index, -1, -1):
+        tokens = windows[before]["input_ids"][: position if before == index else None]
+        ends = (tokens == end).nonzero()
+        if len(ends):
+            return before, int(ends[-1])
+    return 0, -1
 
 
 def mean_loss(logprobs: Tensor, tokens: list[int]) -> float:

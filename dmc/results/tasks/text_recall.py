@@ -64,13 +64,18 @@ class TextRecall:
         return results
 
     def sample(
-        self, context: list[int], asked: tuple[list[int], list[int]], answer: list[int], place: dict[str, float]
+        self,
+        tokens: list[int],
+        asked: tuple[list[int], list[int]],
+        answer: list[int],
+        place: dict[str, float],
+        context: Any = None,
     ) -> Sample:
         """Put a sample together: what is compressed, and what is fed after that."""
         question, cue = asked
         if self.question == "known":
-            return Sample([*context, *question], answer, place, after=cue)
-        return Sample(context, answer, place, after=[*question, *cue])
+            return Sample([*tokens, *question], answer, place, after=cue, context=context)
+        return Sample(tokens, answer, place, after=[*question, *cue], context=context)
 
     def grade(self, engine: Engine, sample: Sample, text: str | None) -> dict[str, float]:
         """Compare a generated text with a sample's answer: 1 or 0 for each metric."""

@@ -72,7 +72,13 @@ class MultiTurnRecall(TextRecall):
         fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
         turns = encoder.converse(fillers[: turn - 1], self.question_text.format(**values))
         prompt = [token for each in turns for token in each]
-        return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, turns=turns)
+        return Turns(
+            prompt,
+            encoder.encode(f" {values['number']}"),
+            {"turn": turn},
+            context=None if isinstance(self.haystack, str) else index,
+            turns=turns,
+        )
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`; conversations take their turns together."""

@@ -46,10 +46,9 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     error = run_script("study.py", *settings_file)
     assert not error, error + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
     shown = capsys.readouterr().out
-    costs = json.loads((study / "study.json").read_text())
-    assert {(cost["run"], cost["metric"]) for cost in costs} == {
-        (name, metric) for name in ("merge", "tova, budget 4") for metric in ("loss", "far_repeat_loss")
-    }
+    for metric in ("loss", "far_repeat_loss"):
+        assert f"### reading: {metric} of 2 samples" in shown
+    assert "| merge |" in shown and "| control, tova |" in shown and "tova " in shown.split("| merge |")[1]
     assert (study / "study.md").read_text().strip() == shown.strip()
     assert not run_script("study.py", *settings_file)
     assert capsys.readouterr().out == shown

@@ -1,0 +1,315 @@
+"""Tasks of lm-evaluation-harness as tasks of a grid, one by one or as a paper selects them; with the extra `eval`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from dmc.config import build_config
+from dmc.data.sources import file_stamps
+from dmc.results.chat_form import check_chat_template
+from dmc.results.measurement import Row
+from dmc.runtime import Engine, GenerationStats
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+CODE_CONSENT = "HF_ALLOW_CODE_EVAL"
+"""Environment variable with which Hugging Face's code_eval is told that generated code may run."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One figure of a table."""
+
+    name: str
+    """Of a task or group of lm-eval, or your own for the mean of several."""
+    members: list[str] = field(default_factory=list)
+    """Tasks or groups of lm-eval whose unweighted mean it is; empty: the one of its name."""
+    num_fewshot: int | None = None
+    """Examples before each question; None: what the task says."""
+    metric: str | list[str] | None = None
+    """The one that is shown, or the first of these that a task has; None: a task's first."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Of lm-eval's generation settings those that differ from the task's: {do_sample: true, temperature: 0.1}."""
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names that lm-eval knows."""
+        return self.members or [self.name]
+
+    def choose(self, metrics: Sequence[str]) -> str:
+        """Choose what is shown of a task's metrics (`acc`, or `exact_match,strict-match` where answers are filtered).
+
+        Raises:
+            ValueError: there is none.
+        """
+        wanted = [self.metric] if isinstance(self.metric, str) else self.metric or [metrics[0]]
+        for name in wanted:
+            for metric in metrics:
+                if name in (metric, metric.split(",")[0]):
+                    return metric
+        raise ValueError(f"{self.name}: metric={self.metric!r} is none of {', '.join(metrics)}")
+
+
+def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
+    """Read the setting `tasks`.
+
+    Args:
+        entries: names of YAML files in `folder`, whose own `tasks` take their place; names of lm-eval's tasks; or
+            mappings with the fields of `Benchmark`.
+        folder: where the selections lie.
+    Raises:
+        ValueError: a field is unknown or of another type, or a task is there twice.
+    """
+    found: list[Benchmark] = []
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str) and (file := folder / f"{entry}.yaml").is_file():
+            selection: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+            found += read_benchmarks([each for each in selection["tasks"] if each != entry], folder)
+        else:
+            values = {"name": entry} if isinstance(entry, str) else entry
+            found.append(build_config(Benchmark, values, f"tasks[{index}]"))
+    names = [task for each in found for task in each.tasks]
+    for name in {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"tasks: {name!r} is there twice; run the second one into another output folder")
+    return found
+
+
+@dataclass(frozen=True)
+class LMEvalSettings:
+    """How lm-eval's tasks are run.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    tasks_folder: str | None = None
+    """Folder of your own lm-eval tasks."""
+    task_settings: dict[str, Any] = field(default_factory=dict)
+    """For tasks that make their own data, such as RULER: {max_seq_lengths: [4096]}."""
+    limit: int | None = None
+    """First documents of every task that are used; None: all."""
+    chat_template: bool = False
+    """Whether prompts are written as conversations."""
+    system_instruction: str | None = None
+    save_samples: bool = False
+    """Whether every prompt, answer and score is written to `samples/`."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}: expected a whole number >= 1, or null for all documents")
+
+
+@dataclass(frozen=True)
+class LMEvalTask:
+    """One of lm-eval's tasks, or of its groups that have a score."""
+
+    name: str
+    """As lm-eval knows it."""
+    benchmark: Benchmark
+    """The figure that it is, or is a part of."""
+    settings: LMEvalSettings
+    names: tuple[str, ...]
+    """All tasks that are listed together."""
+
+    def identity(self) -> Any:
+        """See `Task.identity`; what is written beside changes nothing."""
+        settings = asdict(self.settings)
+        del settings["save_samples"]
+        folder = self.settings.tasks_folder
+        own = [] if folder is None else file_stamps(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+        return [importlib.metadata.version("lm-eval"), settings, asdict(self.benchmark), own]
+
+    def run(
+        self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
+    ) -> tuple[Row, list[GenerationStats]]:
+        """Run it.
+
+        Args:
+            engine: with a tokenizer.
+            model: folder or hub name, for tasks that make their data with its tokenizer.
+            together: sequences that run at the same time.
+            seed: of sampled generations.
+            samples_folder: where samples are written on request.
+        Returns:
+            The figures, and the memory of every sequence.
+        Raises:
+            ValueError, NotImplementedError: the engine, the task or the tokenizer refuses a setting.
+            OSError: the task's data cannot be had.
+            ImportError: the task needs a package that is not installed.
+        """
+        from lm_eval import simple_evaluate
+
+        from dmc.results.harness import EngineLM
+
+        if self.settings.chat_template and engine.tokenizer is not None:
+            check_chat_template(engine.tokenizer)
+        lm = EngineLM(engine, requests_at_once=8 * together, seed=seed)
+        found: Any = simple_evaluate(
+            model=lm,
+            tasks=[self.name],
+            task_manager=list_tasks(self.names, self.settings, model),
+            num_fewshot=self.benchmark.num_fewshot,
+            gen_kwargs=dict(self.benchmark.generation) or None,
+            limit=self.settings.limit,
+            apply_chat_template=self.settings.chat_template,
+            fewshot_as_multiturn=self.settings.chat_template,
+            system_instruction=self.settings.system_instruction,
+            confirm_run_unsafe_code=True,  # `check_tasks` has asked
+            log_samples=True,  # what methods are paired by
+        )
+        if self.settings.save_samples:
+            samples_folder.mkdir(parents=True, exist_ok=True)
+            for task, rows in found["samples"].items():
+                lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+                (samples_folder / f"{task}.jsonl").write_text(lines)
+        values = {
+            name.removesuffix(",none"): value for name, value in found["results"][self.name].items() if "," in name
+        }
+        metrics = {name: value for name, value in values.items() if "_stderr" not in name}
+        errors = {name.replace("_stderr", ""): value for name, value in values.items() if "_stderr" in name}
+        main = self.benchmark.choose(list(metrics))
+        return {
+            "main_metric": main,
+            "higher_is_better": found["higher_is_better"].get(self.name, {}).get(main.split(",")[0], True),
+            "metrics": metrics,
+            "errors": {name: value for name, value in errors.items() if isinstance(value, float)},
+            "samples": sum(each["effective"] for each in found["n-samples"].values()),
+            **answers_of(found["samples"], main, metrics[main]),
+            "num_fewshot": sorted(set(found["n-shot"].values())),
+            "task_versions": found["versions"],
+            "prompts_cut": lm.num_cut,
+        }, lm.stats
+
+
+def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: float) -> Row:
+    """Keep the value of every question, so that methods can be compared question by question.
+
+    Args:
+        samples: by lm-eval's task.
+        metric: with its filter if there are several.
+        value: what the task says.
+    Returns:
+        Nothing where that is not the mean of its questions' values.
+    """
+    name, _, chosen = metric.partition(",")
+    found = [
+        (task, each["doc_id"], each["doc_hash"], each[name])
+        for task, rows in sorted(samples.items())
+        for each in sorted(rows, key=lambda each: each["doc_id"])
+        if each.get("filter", "none") == (chosen or "none") and isinstance(each.get(name), (int, float))
+    ]
+    values = [float(value) for *_, value in found]
+    if not values or not math.isclose(statistics.fmean(values), value, rel_tol=1e-6, abs_tol=1e-9):
+        return {}
+    return {"sample_values": values, "samples_of": [place for *place, _ in found]}
+
+
+def plan_lm_eval(
+    entries: Sequence[Any], folder: Path, settings: LMEvalSettings, model: str, known: Sequence[str] = ()
+) -> dict[str, LMEvalTask]:
+    """Look up tasks; no data set is loaded.
+
+    Args:
+        entries: see `read_benchmarks`.
+        folder: where selections lie.
+        settings: how they are run.
+        model: any of the grid's.
+        known: names of other tasks, for suggestions.
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError, FileNotFoundError: see `read_benchmarks`, `list_tasks` and `check_tasks`.
+    """
+    benchmarks = read_benchmarks(entries, folder)
+    names = tuple(task for each in benchmarks for task in each.tasks)
+    try:
+        manager = list_tasks(names, settings, model)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}: pip install '.[eval]'") from error
+    check_tasks(names, manager, [*known, *(path.stem for path in folder.glob("*.yaml"))])
+    return {task: LMEvalTask(task, each, settings, names) for each in benchmarks for task in each.tasks}
+
+
+def list_tasks(names: Sequence[str], settings: LMEvalSettings, model: str) -> TaskManager:
+    """List what can be evaluated; tasks of a folder go before lm-eval's own of the same name.
+
+    Args:
+        names: of tasks; lm-eval's own are listed, which takes ten seconds, only if one is not in the folder.
+        settings: with the folder, and what is told to tasks that make their own data, such as RULER.
+        model: whose tokenizer those use.
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    folder = settings.tasks_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise FileNotFoundError(f"tasks_folder={folder}: there is no such folder")
+    return _list_tasks(tuple(names), folder, json.dumps({"pretrained": model, **settings.task_settings}))
+
+
+@functools.lru_cache(maxsize=2)
+def _list_tasks(names: tuple[str, ...], folder: str | None, metadata: str) -> TaskManager:
+    from lm_eval.tasks import TaskManager
+
+    told = json.loads(metadata)
+    own = TaskManager(include_path=folder, include_defaults=False, metadata=told)
+    return own if set(names) <= set(own.all_tasks) else TaskManager(include_path=folder, metadata=told)
+
+
+def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str] = ()) -> None:
+    """Refuse what cannot be run; no data set is loaded.
+
+    Args:
+        names: of tasks and groups.
+        manager: from `list_tasks`.
+        known: further names, for suggestions.
+    Raises:
+        ValueError: a task is unknown, has no score, or runs code that the model writes, without consent.
+    """
+    for name in names:
+        if name not in manager.all_tasks:
+            raise ValueError(f"tasks: {name!r} is unknown; {_suggest(name, [*known, *manager.all_tasks])}")
+        is_leaf = parts_of(manager, name) == []
+        if not is_leaf and not (manager.task_index[name].cfg or {}).get("aggregate_metric_list"):
+            raise ValueError(
+                f"tasks: {name!r} has no score of its own; name what you want the mean of: "
+                f"{{name: {name}_mean, members: [{', '.join(parts_of(manager, name))}]}}"
+            )
+        if runs_code(manager, name) and os.environ.get(CODE_CONSENT) != "1":
+            raise ValueError(
+                f"tasks: {name!r} runs code that the model writes: set {CODE_CONSENT}=1 if this machine may do that "
+                "(a container without secrets)"
+            )
+
+
+def parts_of(manager: TaskManager, name: str) -> list[str]:
+    """Name the tasks and groups that a group or tag consists of; none for a task."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return []
+    parts = sorted(entry.tags) if entry.cfg is None else entry.cfg.get("task")
+    parts = parts if isinstance(parts, list) else []
+    return [part if isinstance(part, str) else str(part.get("task") or part.get("group")) for part in parts]
+
+
+def runs_code(manager: TaskManager, name: str) -> bool:
+    """Tell whether a task, or one of a group, is marked as running generated code."""
+    entry = manager.task_index.get(name)
+    is_marked = entry is not None and bool((entry.cfg or {}).get("unsafe_code"))
+    return is_marked or any(runs_code(manager, part) for part in parts_of(manager, name))
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "`lm-eval ls tasks` lists what there is"

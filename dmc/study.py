@@ -1,0 +1,206 @@
+"""A study that anyone can rerun: bases, retrofits and controls over seeds, all methods at equal bytes, one table.
+
+Trainings run in processes of their own; what they cost is measured into the one store of results and shown by its table
+function: see `dmc.results`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dmc.data.cache import available_cores
+from dmc.export import is_final
+from dmc.loading import load_with_tokenizer
+from dmc.results.compare import run_cells, unfinished
+from dmc.results.grid import FULL, CompareConfig, EngineSettings, named_settings, plan_grid, plan_methods
+from dmc.results.store import FAILED, NOT_FINITE, Store
+from dmc.results.tables import write_tables
+from dmc.target import build_target
+
+CONTROL = "control"
+"""The run that every other is compared with, of the same seed."""
+METRICS = ("loss", "far_repeat_loss")
+"""Of all tokens, and of those that repeat something far back."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """A study as the user writes it.
+
+    Raises:
+        ValueError: a value is missing or out of range.
+    """
+
+    bases: dict[str, list[str]]
+    """Name: arguments of `scripts/train.py`. Trained one after the other, before all runs."""
+    runs: dict[str, list[str]]
+    """Name: arguments of `scripts/train.py`; `control` is one of them."""
+    policies: list[Any]
+    """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
+    budgets: list[Any]
+    tasks: list[Any]
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    processes: int = 1
+    """Runs that train at the same time, each with its share of the cores."""
+    only: list[str] | None = None
+    """Names of the runs to do now; None: all."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    output: str = "outputs/study"
+
+    def __post_init__(self) -> None:
+        if CONTROL not in self.runs:
+            raise ValueError(f"runs={list(self.runs)} has no {CONTROL!r}: every run is compared with it")
+        if self.processes < 1 or not self.seeds:
+            raise ValueError(f"processes={self.processes}, seeds={self.seeds}: expected a number >= 1 and a list")
+        unknown = sorted({*(self.only or ())} - {*self.runs})
+        if unknown:
+            raise ValueError(f"only={unknown}: expected some of {', '.join(self.runs)}")
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One training of a study."""
+
+    name: str
+    seed: int | None
+    """None: a base."""
+    folder: Path
+    arguments: tuple[str, ...]
+    """Of `scripts/train.py`."""
+
+    @property
+    def label(self) -> str:
+        """Name and seed."""
+        return self.name if self.seed is None else f"{self.name}-s{self.seed}"
+
+    @property
+    def final(self) -> Path:
+        """Exported model."""
+        return self.folder / "final"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the model of the last step is exported, with all of its weights."""
+        return is_final(self.final)
+
+
+def plan_bases(config: StudyConfig) -> list[StudyRun]:
+    """List the bases in their order."""
+    folder = Path(config.output)
+    return [
+        _run(folder / name, name, None, [*arguments, *config.arguments]) for name, arguments in config.bases.items()
+    ]
+
+
+def plan_runs(config: StudyConfig) -> list[StudyRun]:
+    """List the runs of all seeds, the first seed of each before the second of any."""
+    folder = Path(config.output)
+    return [
+        _run(folder / f"{name}-s{seed}", name, seed, [*config.runs[name], *config.arguments])
+        for seed in config.seeds
+        for name in config.runs
+        if config.only is None or name in (*config.only, CONTROL)
+    ]
+
+
+def _run(folder: Path, name: str, seed: int | None, arguments: Sequence[str]) -> StudyRun:
+    own = [f"output_dir={folder}"] if seed is None else [f"output_dir={folder}", f"seed={seed}"]
+    return StudyRun(name, seed, folder, (*arguments, *own))
+
+
+def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[StudyRun]:
+    """Train what is not finished; a run that was stopped goes on where it stood.
+
+    Args:
+        runs: in the order in which they begin.
+        script: `scripts/train.py`.
+        processes: runs at the same time.
+    Returns:
+        The runs that failed; what they printed is in `FOLDER.log` beside their folder.
+    """
+    waiting = [run for run in runs if not run.is_finished]
+    threads = max(1, available_cores() // processes)
+    with ThreadPoolExecutor(processes) as pool, tqdm(total=len(waiting), unit="run", smoothing=0) as bar:
+
+        def train(run: StudyRun) -> bool:
+            finished = _train(run, script, threads)
+            bar.write(f"{run.label}: {'finished' if finished else f'failed, see {log_of(run)}'}", file=sys.stderr)
+            bar.update()
+            return finished
+
+        return [run for run, finished in zip(waiting, pool.map(train, waiting), strict=True) if not finished]
+
+
+def log_of(run: StudyRun) -> Path:
+    """Return where a run's output is kept."""
+    return run.folder.with_name(f"{run.folder.name}.log")
+
+
+def _train(run: StudyRun, script: Path, threads: int) -> bool:
+    log_of(run).parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with log_of(run).open("a") as log:
+        command = [sys.executable, str(script), *run.arguments]
+        print("$", *command, file=log, flush=True)
+        return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
+
+
+def check_measurements(config: StudyConfig, configs: Path) -> None:
+    """Look up all policies, budgets and tasks, so that hours of training do not end in a word that is spelled wrong.
+
+    Raises:
+        ValueError, FileNotFoundError: see `plan_grid`.
+    """
+    plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
+    for name, settings in named_settings(config.tasks, configs / "task", "tasks").items():
+        build_target(settings, f"tasks.{name}")
+
+
+def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> tuple[str, list[str]]:
+    """Run all policies on the controls, and every other model as it is; finished cells are not run again.
+
+    Args:
+        config: policies, budgets, tasks.
+        runs: finished ones.
+        configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
+    Returns:
+        The table of these runs under these settings (the folder may hold others), which is written to `study.md`; and
+        the cells that have no figures.
+    Raises:
+        ValueError, FileNotFoundError: see `plan_grid`.
+    """
+    store = Store(Path(config.output) / "compare" / "cells.jsonl")
+    models = {run.label: {"path": str(run.final), "variant": run.name, "seed": run.seed} for run in runs}
+    controls = {run.seed: run.label for run in runs if run.name == CONTROL}
+    grids: list[tuple[list[str], list[Any], list[Any], str | None]] = [
+        (list(controls.values()), config.policies, config.budgets, None)
+    ]
+    for seed, control in controls.items():  # every other run beside the control of its seed
+        grids.append(([run.label for run in runs if run.seed == seed], [FULL], [], control))
+    keys: list[str] = []
+    for labels, policies, budgets, reference in grids:
+        if labels:
+            settings = CompareConfig(
+                {label: models[label] for label in labels}, policies, config.tasks, budgets, config.engine,
+                speed_tokens=0, reference=reference, output=config.output,
+            )  # fmt: skip
+            grid = plan_grid(settings, configs)
+            keys += [cell.key for cell in grid.cells]
+            cells = unfinished(grid.cells, store.rows())
+            run_cells(cells, grid, settings, store, lambda each: load_with_tokenizer(each.path))
+    ends = {row["key"]: row for row in store.rows() if row["status"] in (FAILED, NOT_FINITE) and row["key"] in keys}
+    wrong = [f"{row['method']} on {row['task']}" for row in ends.values()]
+    table = write_tables(store, Path(config.output), metrics=METRICS, name="study.md", keys=set(keys))
+    write_tables(store, store.path.parent)
+    return table, wrong
