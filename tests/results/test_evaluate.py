@@ -371,9 +371,9 @@ def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
     assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
 
 
-def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
+def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
-    command = [sys.executable, "scripts/evaluate.py", "model=somewhere", "tasks=piqa"]
+    command = [sys.executable, "scripts/evaluate.py", f"model={folders.stock}", "tasks=piqa"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1

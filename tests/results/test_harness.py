@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from dmc import Engine, load_model
+from dmc import Engine, SamplingParams, load_model
 from dmc.budget import Budget
 from dmc.policies import H2O, SnapKV
 from dmc.results.harness import EngineLM
@@ -98,7 +98,13 @@ def test_a_compressed_likelihood_is_what_the_engine_scores(policy: Any, folders:
         for (context, continuation), reply in zip(sample["arguments"], likelihoods(sample), strict=True):
             prompt, answer = alone._encode_pair(context, continuation)
             prompt = prompt[-(512 + 1 - len(answer)) :]
-            (logprobs,) = alone.engine.score([prompt], [answer])
+            cue = [] if policy is None else prompt[-1:]  # fed when the rest of the prompt has been compressed
+            (scoring,) = alone.engine.score_with_stats([prompt[: len(prompt) - len(cue)]], [answer], after=[cue])
+            logprobs = scoring.logprobs
+            with alone.engine.session() as session:
+                session.feed(prompt[: len(prompt) - len(cue)]) if cue else None
+                first = session.generate(cue or prompt, SamplingParams(max_new_tokens=1, temperature=0.0))
+            assert first.logprobs[0] == close(float(logprobs[0].max()))
             expected = sum(float(row[token]) for row, token in zip(logprobs, answer, strict=True))
             assert reply == close(expected)
             (whole,) = full.engine.score([prompt], [answer])
