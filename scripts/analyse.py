@@ -5,7 +5,6 @@ A stock model with a training-free policy: policy=h2o budget=4. The ratios along
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +21,9 @@ def main(settings: DictConfig) -> None:
     if values["model"]["path"] is None:
         values["model"] = None
     config = build_config(AnalyseConfig, values)
-    paths = run_analysis(plan_analysis(config), config, lambda model: load_with_tokenizer(**asdict(model)))
+    paths = run_analysis(
+        plan_analysis(config), config, lambda model: load_with_tokenizer(model.path, model.dtype, model.revision)
+    )
     print("\n".join(map(str, paths)))
 
 

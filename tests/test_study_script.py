@@ -48,7 +48,11 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     for metric in ("loss", "far_repeat_loss"):
         assert f"### reading: {metric} of 2 samples" in shown
-    assert "| merge |" in shown and "| control, tova |" in shown and "tova " in shown.split("| merge |")[1]
+    assert (
+        "| merge, own gates |" in shown
+        and "| control, tova |" in shown
+        and "tova " in shown.split("| merge, own gates |")[1]
+    )
     assert (study / "study.md").read_text().strip() == shown.strip()
     assert not run_script("study.py", *settings_file)
     assert capsys.readouterr().out == shown

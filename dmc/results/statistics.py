@@ -193,7 +193,8 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     whole = [part.full_bytes for part in parts]
     names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)
-    method = str(first["variant"]) + ("" if first["own_gates"] and first["budget"] is None else f", {first['policy']}")
+    own = first["own_gates"] and first["budget"] is None
+    method = f"{first['variant']}, {'own gates' if own else first['policy']}"
     return {
         "title": method if first["is_full"] else f"{method}, {asked}",
         "method": method,

@@ -470,7 +470,7 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     assert [line[:2] for line in lines] == [
         ["base, full", "full cache"],
         ["base, h2o", "CR 2"],
-        ["small", "CR 4"],
+        ["small, own gates", "CR 4"],
         ["base, h2o", "CR 4"],
         ["base, tova", "CR 4"],
         ["base, h2o", "256 tokens"],
@@ -531,7 +531,7 @@ def test_jobs_of_a_sweep_share_a_folder(
     assert "2 cells, 1 finished before" in said.err
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.strip() in said.out
-    assert "| small | CR 2 |" in table
+    assert "| small, own gates | CR 2 |" in table
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:

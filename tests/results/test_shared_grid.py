@@ -55,7 +55,8 @@ class Slow:
             raise KeyError("number")
         stats = GenerationStats.__new__(GenerationStats)
         stats.__dict__.update(tokens_seen=3, slots=torch.ones(1, 1), bytes_allocated=8, bytes_used=8)
-        stats.__dict__.update(mean_tokens_seen=2.0, mean_slots=torch.ones(1, 1), mean_bytes_allocated=8.0, mean_bytes_used=8.0)
+        stats.__dict__.update(mean_tokens_seen=2.0, mean_slots=torch.ones(1, 1))
+        stats.__dict__.update(mean_bytes_allocated=8.0, mean_bytes_used=8.0)
         stats.__dict__.update(peak_bytes_allocated=8)
         return [SampleResult({"loss": 1.0}, stats)]
 """

@@ -50,9 +50,9 @@ def study(seeds: int = 3) -> pandas.DataFrame:
 def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seeds() -> None:
     summary = summarize(study()).set_index("title")
     assert list(summary.index) == [
-        "control, full", "control, h2o, CR 2", "control, h2o, CR 4", "control, snapkv, CR 4", "merge, CR 4",
+        "control, full", "control, h2o, CR 2", "control, h2o, CR 4", "control, snapkv, CR 4", "merge, own gates, CR 4",
     ]  # fmt: skip
-    merge, full = summary.loc["merge, CR 4"], summary.loc["control, full"]
+    merge, full = summary.loc["merge, own gates, CR 4"], summary.loc["control, full"]
     assert merge["lost"] == pytest.approx(0.051 + NOISE.mean())
     assert (merge["seeds"], merge["seeds_worse"], merge["standing"]) == (3, 3, "worse")
     assert (merge["contexts"], merge["samples"], merge["share"]) == (8, 16, 0.25)

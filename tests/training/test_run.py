@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dmc.study.plan import StudyRun
 from launching import Ranks, count_scored, logged_losses, note_positions, train_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
+from dmc.study import StudyRun
 from dmc.training import PreemptedError, export_checkpoint, train
 from dmc.training.checkpoints.folder import check_whole
 from dmc.training.checkpoints.rotation import saved_checkpoints
