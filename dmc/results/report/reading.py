@@ -11,12 +11,12 @@ from typing import Any
 
 import pandas
 
-from dmc.results.tables import reason
 from dmc.results.measurement import COORDINATES
 from dmc.results.plots import name_methods
 from dmc.results.row_names import label_settings, told_apart
 from dmc.results.statistics import MARGIN, Estimate, asked_of, beside_rivals, rank_at_bytes, summarize
 from dmc.results.store import DONE, NOT_FINITE, Row, Store, read_frame
+from dmc.results.tables import reason
 
 EXPECTED = (
     "expected a folder written by compare.py or evaluate.py (cells.jsonl), benchmark.py (results.jsonl), analyse.py "
