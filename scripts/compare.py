@@ -5,7 +5,6 @@ Start it again and it goes on; several processes and sweeps (-m) may share one o
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 

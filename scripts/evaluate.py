@@ -6,7 +6,6 @@ folder and its table.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
