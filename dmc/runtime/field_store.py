@@ -37,7 +37,8 @@ class FieldStore:
         for field in fields:
             lead = (num_layers if field.num_layers is None else field.num_layers, num_rows)
             shape = (*(lead if field.per == "row" else (num_blocks,)), *field.shape_of(block_size))
-            self._tensors[field.name] = torch.full(shape, field.start, dtype=field.dtype, device=device)
+            states = torch.zeros(shape, dtype=field.dtype, device=device)  # of a large pool nothing is touched yet
+            self._tensors[field.name] = states if field.start == 0 else states.fill_(field.start)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -168,6 +168,8 @@ class Runner:
             tokens += segment.tokens
         device, tally = self.cache.layout.device, self.cache.tally
         several = [segment for segment in segments if segment.num_wanted > 1]
+        ones = tally.index(_rows_of([segment for segment in segments if segment.num_wanted == 1]))
+        many = tally.index(_rows_of(several))
         tally.watch(_rows_of(several), [each.sequence.num_fed + each.first_wanted for each in several])
         with self._linear, self._stock:
             output = self.model(
@@ -178,8 +180,8 @@ class Runner:
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
             )
         step.finish()
-        tally.count_last(_rows_of([each for each in segments if each.num_wanted == 1]), self.cache.lengths, adds=True)
-        tally.count_last(_rows_of(several), self.cache.lengths, adds=False)
+        tally.count_last(ones, self.cache.lengths, adds=True)
+        tally.count_last(many, self.cache.lengths, adds=False)
         for segment in segments:
             sequence = segment.sequence
             sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)

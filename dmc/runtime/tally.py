@@ -86,18 +86,23 @@ class Tally:
         self.slots[layer_index].index_add_(0, rows, lengths.sum(-1))
         self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum((1, 2)))
 
-    def count_last(self, rows: list[int], lengths: Tensor, adds: bool) -> None:
+    def index(self, rows: list[int]) -> slice | Tensor | None:
+        """Make what `count_last` finds rows by, before the pass: from the host afterwards it would wait; None: none."""
+        if not rows:
+            return None
+        are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+        return slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
+
+    def count_last(self, where: slice | Tensor | None, lengths: Tensor, adds: bool) -> None:
         """Count what rows hold after a pass.
 
         Args:
-            rows: of sequences.
+            where: from `index`.
             lengths: of the cache, [L, C, H].
             adds: whether the last token has to be added; else each has been counted before.
         """
-        if not rows:
+        if where is None:
             return
-        are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
-        where = slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
         held = lengths[:, where]
         blocks = self._blocks_of(held).sum((0, 2))
         if adds:
