@@ -175,6 +175,8 @@ def summarize(
                     lines.append(_line(same, cells))
     summary = pandas.DataFrame(lines)
     if len(summary):
+        for name in ("budget", "split", "question"):
+            summary[name] = pandas.Series([line[name] for line in lines], dtype=object)  # None stays None
         fails = summary["is_full"] & summary["higher_is_better"] & (summary["value"] <= FLOOR)
         tasks = summary.groupby("task")["value"].nunique() > 1
         summary["tells"] = summary["task"].map(tasks) & ~summary["task"].isin(set(summary["task"][fails]))

@@ -12,6 +12,7 @@ import pytest
 from dmc.results.measurement import measurements_of, to_frame
 from dmc.results.statistics import asked_of, beside_rivals, pareto_front, rank_at_bytes, summarize
 from dmc.results.store import Store
+from dmc.results.tables import format_tables
 
 NOISE = numpy.random.default_rng(0).normal(0, 0.002, 16)
 
@@ -70,6 +71,16 @@ def test_rivals_are_compared_in_as_many_bytes_sample_by_sample() -> None:
     assert bool(h2o["is_best"]) and (h2o["seeds"], h2o["seeds_ahead"], h2o["standing"]) == (3, 3, "as good")
     assert h2o["rival_lost"] == pytest.approx(0.3 + NOISE.mean())
     assert h2o["gap"] == pytest.approx(0.25 - 0.001) and h2o["gap_error"] < 0.002
+
+
+def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds() -> None:
+    table, legend = format_tables(study())
+    (merge,) = [line for line in table.splitlines() if line.startswith("| merge, own gates |")]
+    assert "**worse**, 3 of 3 seeds worse" in merge and "| h2o +0.2995" in merge and "in 3 of 3 seeds" in merge
+    assert "nan" not in table and legend.startswith("±")
+    asked = study(1).assign(question="hidden", split=None)
+    mixed = pandas.concat([study(1), asked.assign(task="other")])
+    assert "nan" not in "".join(format_tables(mixed)) and "question hidden" in "".join(format_tables(mixed))
 
 
 def test_methods_are_ranked_by_bytes_not_by_entries() -> None:
