@@ -34,6 +34,8 @@ def test_only_what_lies_before_the_last_entries_is_pooled(make_entries, pooling,
     scores = torch.rand(2, 3, 11, generator=torch.Generator().manual_seed(0))
     entries = make_entries(3, 11)
     entries.lengths = torch.tensor([[11, 5, 9], [7, 8, 6]])
+    numbers = torch.arange(11, dtype=torch.int32)
+    entries.positions = numbers.where(numbers < entries.lengths[..., None], -1)
     pooled = pool_before(entries, scores, window, kernel_size, pooling)
     for sequence, lengths in enumerate(entries.lengths.tolist()):
         last = window if isinstance(window, int) else int(window[sequence])

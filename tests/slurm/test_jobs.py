@@ -77,11 +77,11 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
 
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = run_config(compose("train", overrides=overrides))
+        config = run_config(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"]))
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     values["trainer"] |= {"devices": 2, "num_nodes": 1}
     values["data"] |= {"num_workers": 0}
-    train_ranks(dict(values, output_dir=str(whole)), 2, tmp_path / "whole.log")
+    train_ranks(values, 2, tmp_path / "whole.log")
     assert logged_losses(folder) == logged_losses(whole)
     assert sorted(logged_losses(folder)) == list(range(steps))
 

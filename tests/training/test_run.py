@@ -243,6 +243,8 @@ def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_pat
             ranks.send(signal.SIGKILL, 0)
             assert ranks.join() == [-signal.SIGKILL]
         check_whole(saved_checkpoints(checkpoints)[0])  # whenever the kill came
+        logged = logged_losses(tmp_path / "killed")
+        assert set(logged) >= set(range(int(saved_checkpoints(checkpoints)[0].name.removeprefix("step_"))))
     train_ranks(values, 1, log)
     assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
     one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")

@@ -79,6 +79,10 @@ class StepMetrics(AfterStep):
             self._finish(trainer, module, step - 1, None)
             self._read(trainer)  # it has waited for the device already
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Log what the checkpoint holds: a run that goes on from it does not repeat these steps."""
+        self._read(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the last step's figures."""
         self._read(trainer)
