@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: a free list as a stack on the cache's device."""
+"""Blocks of the paged cache: a free list as a stack on the cache's device, and who shares what is taken."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class BlockAllocator:
         """Free ids, the next one to take on top, int32 [num_blocks]."""
         self.height = torch.tensor([num_blocks], dtype=torch.int32, device=device)
         """How many of `stack` are free, int32 [1]."""
+        self.extra = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        """Holders of each block beside the first: one that a kernel takes has none, int32 [num_blocks]."""
         self._place = torch.arange(
             num_blocks - 1, -1, -1, device=device
         )  # where each block was last put, not by a kernel
@@ -51,14 +53,20 @@ class BlockAllocator:
         self.height -= count
         return self.stack[free - count : free].clone()
 
+    def share(self, blocks: Tensor) -> None:
+        """Give blocks, each named once, one more holder; each of its holders frees it."""
+        self.extra[blocks.long()] += 1
+
     def free(self, blocks: Tensor) -> None:
-        """Give blocks back, in time that does not depend on how many there are.
+        """Let one holder of each block go, in time that does not depend on how many there are; the last gives it back.
 
         Raises:
             RuntimeError: a block is not in use, or is named twice; nothing is given back. What a kernel has given back
                 before is only noticed when more blocks come back than there are.
         """
-        free, blocks = self.num_free, blocks.long()
+        blocks = blocks.long()
+        is_shared = self.extra[blocks] > 0
+        shared, blocks, free = blocks[is_shared], blocks[~is_shared], self.num_free
         before, after = self._place[blocks], torch.arange(free, free + blocks.numel(), device=blocks.device)
         twice = (before < free) & (self.stack[before] == blocks)
         self._place[blocks] = after
@@ -66,6 +74,7 @@ class BlockAllocator:
         if free + blocks.numel() > self.num_blocks or bool(twice.any()):
             self._place[blocks] = before
             raise RuntimeError("a block was freed twice")
+        self.extra[shared] -= 1
         self.stack[free : free + blocks.numel()] = blocks.to(self.stack.dtype)
         self.height += blocks.numel()
 
@@ -78,6 +87,7 @@ class BlockAllocator:
         stack[free : free + added.numel()] = added
         self._place = torch.cat((self._place, added.flip(0).long()))
         self._place[added.long()] = torch.arange(free, free + added.numel(), device=stack.device)
+        self.extra = torch.cat((self.extra, torch.zeros_like(added)))
         self.height += added.numel()
         self.num_blocks, self.stack = num_blocks, stack
 
@@ -85,4 +95,5 @@ class BlockAllocator:
         """Take every block back, whoever holds it."""
         self.stack.copy_(torch.arange(self.num_blocks - 1, -1, -1))
         self._place.copy_(self.stack)  # the same permutation both ways
+        self.extra.zero_()
         self.height.fill_(self.num_blocks)

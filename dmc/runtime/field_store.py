@@ -65,20 +65,22 @@ class FieldStore:
             self._tensors[name] = torch.nn.functional.pad(self._tensors[name], (0, missing), value=start)
         return self._tensors[name]
 
-    def open_row(self, row: int) -> None:
-        """Forget what the row's last sequence left: it may be no number, and 0 times it none either."""
+    def open_row(self, row: int, states: dict[str, Tensor] | None = None) -> None:
+        """Let a row hold what was read of another, or forget what its last sequence left: it may be no number."""
         for name in self.names("row"):
-            self._tensors[name][:, row] = self.fields[name].start
+            held = self._tensors[name][:, row]
+            held[...] = self.fields[name].start
+            if states is not None:  # a field may have been widened since
+                held[..., : states[name].shape[-1]] = states[name]
+
+    def read_row(self, row: int) -> dict[str, Tensor]:
+        """Copy what a row holds, [layers, ...] each."""
+        return {name: self._tensors[name][:, row].clone() for name in self.names("row")}
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Let blocks hold what others do, int64 [n] each."""
         for name in self.names("slot", "block"):
             self._tensors[name][targets] = self._tensors[name][sources]
-
-    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Let rows hold what others do, int64 [n] each; a row may be both."""
-        for name in self.names("row"):
-            self._tensors[name][:, targets] = self._tensors[name][:, sources]
 
     @property
     def row_bytes(self) -> int:

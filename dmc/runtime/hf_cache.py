@@ -99,7 +99,10 @@ class PagedGenerationCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row `beam_idx[i]` holds (beam search)."""
         if self.paged is not None:
-            self.paged.copy_rows([self._rows[i] for i in beam_idx.tolist()], self._rows)
+            snapshots = [self.paged.snapshot(row, moves=True) for row in self._rows]
+            self._rows = [self.paged.open_row(snapshots[i]) for i in beam_idx.tolist()]
+            for snapshot in snapshots:
+                self.paged.drop(snapshot)
 
     def crop(self, max_length: int) -> None:
         """Refuse: merged tokens cannot be taken back, so assisted decoding does not work."""

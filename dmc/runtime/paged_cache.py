@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -31,6 +33,20 @@ def check_block_size(block_size: int) -> int:
         raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
     assert size is not None
     return size
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """What a sequence held at some point: it holds the blocks too, those that the sequence writes on as copies."""
+
+    tokens_seen: int
+    states: dict[str, Tensor]
+    """Its row, block table and lengths included, [layers, ...] each."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Beside its blocks."""
+        return sum(each.numel() * each.element_size() for each in self.states.values())
 
 
 class PagedCache:
@@ -93,22 +109,94 @@ class PagedCache:
         """Bytes of one block, all that is kept for its slots included."""
         return self.layout.block_bytes(self.block_size)
 
-    def open_row(self) -> int:
-        """Start an empty sequence and return its row."""
+    def open_row(self, snapshot: Snapshot | None = None) -> int:
+        """Start an empty sequence, or one that goes on from a snapshot, and return its row.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
+        """
+        states = None
+        if snapshot is not None:
+            tables = self._share(snapshot.states["block_tables"].clone(), snapshot.states["lengths"])
+            states = {**snapshot.states, "block_tables": tables}
         row = self._free_rows.pop()
-        self.tokens_seen[row] = 0
-        self.fields.open_row(row)
+        self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
+        self.fields.open_row(row, states)
         return row
 
     def close_row(self, row: int) -> None:
-        """End a sequence: its blocks return to the pool."""
+        """End a sequence: its blocks return to the pool, or to those who share them."""
         self.allocator.free(self._owned_blocks(row))
+        self._leave_row(row)
+
+    def _leave_row(self, row: int) -> None:
         self.lengths[:, row] = 0
         self.tokens_seen[row] = 0
         if self.slow is not None:
             self.slow.free(row)
         self._free_rows.append(row)
         self._count_free()
+
+    def snapshot(self, row: int, moves: bool = False) -> Snapshot:
+        """Hold on to what a sequence holds now; it goes on, unless it `moves`: then its row is closed.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
+        """
+        assert self.slow is None, "what lies in the host's memory is never copied"
+        states, tokens_seen = self.fields.read_row(row), int(self.tokens_seen[row])
+        width = -(-int(states["lengths"].max()) // self.block_size)
+        states["block_tables"] = states["block_tables"][..., :width].clone()
+        if moves:
+            self._leave_row(row)
+        else:
+            states["block_tables"] = self._share(states["block_tables"], states["lengths"])
+        return Snapshot(tokens_seen, states)
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Let go of a snapshot's blocks."""
+        self.allocator.free(self._blocks_of(snapshot.states["block_tables"], snapshot.states["lengths"]))
+        self._count_free()
+
+    def blocks_only_in(self, snapshots: Iterable[Snapshot]) -> int:
+        """Blocks that these alone hold."""
+        blocks = [self._blocks_of(each.states["block_tables"], each.states["lengths"]) for each in snapshots]
+        if not blocks:
+            return 0
+        held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
+        return int(((held > 0) & (held == self.allocator.extra + 1)).sum())
+
+    def blocks_to_share(self, snapshot: Snapshot | None = None) -> int:
+        """Blocks that one more holder of what a row or a snapshot holds may need for itself."""
+        heads = self.layout.num_layers * self.layout.num_kv_heads
+        if snapshot is None or not self.layout.policy_fields:
+            return heads
+        return self._blocks_of(snapshot.states["block_tables"], snapshot.states["lengths"]).numel()
+
+    def _share(self, tables: Tensor, lengths: Tensor) -> Tensor:
+        """Hold blocks [L, H, M] once more; of those that a holder may write into it gets copies, in place.
+
+        Without a policy that is the block which the next entry goes into, or the last one may change in.
+        """
+        if self.layout.policy_fields:
+            closed = torch.zeros_like(lengths)
+        elif self.layout.compression is not None and self.layout.compression.action == "merge":
+            closed = (lengths - 1).clamp_min(0) // self.block_size
+        else:
+            closed = lengths // self.block_size
+        place = torch.arange(tables.shape[-1], device=tables.device)
+        is_shared = place < closed[..., None]
+        is_open = (place < -(-lengths // self.block_size)[..., None]) & ~is_shared
+        old = tables[is_open].long()
+        missing = old.numel() - self.allocator.num_free
+        if missing > 0:
+            self._grow_pool(missing)
+        fresh = self.allocator.allocate(old.numel())
+        self.fields.copy_blocks(old, fresh.long())
+        self.allocator.share(tables[is_shared])
+        tables[is_open] = fresh
+        self._count_free()
+        return tables
 
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
@@ -122,32 +210,11 @@ class PagedCache:
         self._known_free = self.allocator.num_blocks  # not asked of the other ranks: this one may have failed alone
         self._fed_since_known.zero_()
 
-    def copy_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Make sequences `targets` equal `sources` in one go; a row may be both (beam search reorders)."""
-        assert self.slow is None, "what lies in the host's memory is never copied"
-        order, rows = torch.tensor(sources), torch.tensor(targets)
-        tables, lengths = self.block_tables[:, order], self.lengths[:, order]
-        needed = int((-(-lengths // self.block_size)).sum())
-        old = torch.cat([self._owned_blocks(row) for row in targets])
-        missing = needed - self.allocator.num_free
-        if missing > 0:
-            self._grow_pool(missing)
-        fresh = self.allocator.allocate(needed)
-        owned = torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)
-        self.fields.copy_blocks(tables[owned].long(), fresh.long())
-        self.fields.copy_rows(order, rows)
-        tables[owned] = fresh
-        self.block_tables[:, rows] = tables
-        self.tokens_seen[rows] = self.tokens_seen[order]
-        self.allocator.free(old)
-        self._count_free()
-
     def _owned_blocks(self, row: int) -> Tensor:
-        tables = self.block_tables[:, row]
-        owned = torch.arange(tables.shape[-1], device=tables.device) < -(
-            -self.lengths[:, row, :, None] // self.block_size
-        )
-        return tables[owned]
+        return self._blocks_of(self.block_tables[:, row], self.lengths[:, row])
+
+    def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
+        return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
 
     def layer(self, index: int) -> LayerCache:
         """Layer `index` as kernels see it; valid until the pool or the tables grow."""

@@ -76,6 +76,22 @@ def test_blocks_that_kernels_took_and_gave_back_are_never_taken_for_freed_twice(
         assert allocator.num_in_use == len(held) == len(set(held))
 
 
+def test_shared_blocks_come_back_with_their_last_holder() -> None:
+    allocator = BlockAllocator(4)
+    blocks = allocator.allocate(3)
+    allocator.share(blocks[:2])
+    allocator.share(blocks[:1])
+    allocator.free(blocks)
+    assert allocator.num_in_use == 2
+    allocator.free(blocks[:2])
+    assert allocator.num_in_use == 1
+    allocator.grow(9)
+    allocator.free(blocks[:1])
+    assert allocator.num_in_use == 0 and not allocator.extra.any()
+    with pytest.raises(RuntimeError, match="freed twice"):
+        allocator.free(blocks[:1])
+
+
 def test_more_blocks_than_are_in_use_are_never_given_back() -> None:
     allocator = BlockAllocator(3)
     allocator.allocate(1)

@@ -10,7 +10,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.reference import take_blocks
 from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.paged_cache import PagedCache, Snapshot
 
 LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 3, 4, 16
 
@@ -25,13 +25,14 @@ def make_cache(num_sequences: int = 3, num_blocks: int | None = None, **gates: A
 
 
 def fill(cache: PagedCache, row: int, lengths: torch.Tensor) -> None:
-    """Let the heads of a row hold `lengths` [L, H] entries that name their row and place."""
+    """Let the heads of a row hold `lengths` [L, H] entries; the new ones name their row and place."""
+    old = cache.lengths[:, row].tolist()
     cache.reserve([row], [int((lengths - cache.lengths[:, row]).max())])
     for layer in range(LAYERS):
         take_blocks(cache.layer(layer), torch.tensor([row]), lengths[layer][None])
         tables = cache.block_tables[layer, row][None]
         for head in range(HEADS):
-            for slot in range(int(lengths[layer, head])):
+            for slot in range(old[layer][head], int(lengths[layer, head])):
                 block = int(tables[0, head, slot // BLOCK])
                 cache.key_pages[block, slot % BLOCK] = 1000 * row + 100 * layer + 10 * head + slot / 100
     cache.tokens_seen[row] = int(lengths.max())
@@ -156,49 +157,93 @@ def test_a_pool_without_a_limit_grows_and_keeps_its_contents() -> None:
     assert held(cache, row) == before
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_history_of_rows_keeps_each_rows_entries(data: st.DataObject) -> None:
+def test_any_history_of_rows_and_snapshots_keeps_each_ones_entries(data: st.DataObject) -> None:
     cache = make_cache(4)
     open_rows: dict[int, list] = {}
-    for _ in range(data.draw(st.integers(1, 8))):
-        choices = ["open"] * (cache.num_free_rows > 0) + ["close", "extend"] * bool(open_rows)
-        choices += ["copy"] * (len(open_rows) > 1)
+    snapshots: dict[Snapshot, list] = {}
+    for _ in range(data.draw(st.integers(1, 12))):
+        choices = ["open"] * (cache.num_free_rows > 0) + ["close", "extend", "snapshot", "move"] * bool(open_rows)
+        choices += ["drop"] * bool(snapshots) + ["fork"] * (cache.num_free_rows > 0 and bool(snapshots))
         verb = data.draw(st.sampled_from(choices))
+        row = data.draw(st.sampled_from(sorted(open_rows))) if open_rows else -1
+        snapshot = data.draw(st.sampled_from(list(snapshots))) if snapshots else None
         if verb == "open":
             open_rows[cache.open_row()] = [[[]] * HEADS] * LAYERS
         elif verb == "close":
-            row = data.draw(st.sampled_from(sorted(open_rows)))
             cache.close_row(row)
             del open_rows[row]
         elif verb == "extend":
-            row = data.draw(st.sampled_from(sorted(open_rows)))
             more = data.draw(st.lists(st.integers(0, 20), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS))
-            fill(cache, row, cache.lengths[:, row].long() + torch.tensor(more).view(LAYERS, HEADS))
+            lengths = cache.lengths[:, row].long() + torch.tensor(more).view(LAYERS, HEADS)
+            kept = open_rows[row]
+            fill(cache, row, lengths)
             open_rows[row] = held(cache, row)
+            for layer, head in ((layer, head) for layer in range(LAYERS) for head in range(HEADS)):
+                assert open_rows[row][layer][head][: len(kept[layer][head])] == kept[layer][head]
+        elif verb in ("snapshot", "move"):
+            snapshots[cache.snapshot(row, moves=verb == "move")] = open_rows[row]
+            if verb == "move":
+                del open_rows[row]
+        elif verb == "drop":
+            cache.drop(snapshot)
+            del snapshots[snapshot]
         else:
-            targets = sorted(open_rows)
-            sources = [data.draw(st.sampled_from(targets)) for _ in targets]
-            cache.copy_rows(sources, targets)
-            open_rows = {target: open_rows[source] for source, target in zip(sources, targets, strict=True)}
+            open_rows[cache.open_row(snapshot)] = snapshots[snapshot]
         for row, entries in open_rows.items():
             assert held(cache, row) == entries
-        rows = sorted(open_rows)
-        assert cache.allocator.num_in_use == num_blocks(cache.lengths[:, rows])
+        by_rows = {block for row in open_rows for block in cache._owned_blocks(row).tolist()}
+        tables = [(each.states["block_tables"], each.states["lengths"]) for each in snapshots]
+        by_snapshots = {block for each in tables for block in cache._blocks_of(*each).tolist()}
+        assert cache.allocator.num_in_use == len(by_rows | by_snapshots)
+        assert cache.blocks_only_in(snapshots) == len(by_snapshots - by_rows)
         assert not cache.lengths[:, [row for row in range(4) if row not in open_rows]].any()
+    for row in open_rows:
+        cache.close_row(row)
+    for snapshot in snapshots:
+        cache.drop(snapshot)
+    assert cache.allocator.num_in_use == 0 and not cache.allocator.extra.any()
 
 
-def test_copied_rows_share_no_block() -> None:
-    cache = make_cache(2, window_size=3)
-    rows = [cache.open_row(), cache.open_row()]
-    fill(cache, rows[0], torch.full((LAYERS, HEADS), 20))
-    cache.fields["history_key"][:, rows[0]] = 5
-    cache.copy_rows([rows[0], rows[0]], rows)
-    tables = cache.block_tables[..., :2]
-    assert tables.unique().numel() == 2 * LAYERS * HEADS * 2
-    assert held(cache, rows[0]) == held(cache, rows[1])
-    assert (cache.fields["history_key"][:, rows[1]] == 5).all()
-    assert cache.tokens_seen.tolist() == [20, 20]
+@pytest.mark.parametrize(
+    ("gates", "length", "num_copied"),
+    [
+        ({}, 16, 0),
+        ({}, 20, 1),
+        ({"window_size": 3}, 16, 1),
+        ({"window_size": 3}, 33, 1),
+        ({"action": "drop", "delay": 4}, 32, 0),
+        ({"action": "drop", "delay": 4}, 31, 1),
+    ],
+)
+def test_forks_share_all_blocks_but_those_that_may_still_change(gates: dict, length: int, num_copied: int) -> None:
+    cache = make_cache(2, **gates)
+    row = cache.open_row()
+    fill(cache, row, torch.full((LAYERS, HEADS), length))
+    for name in ("history_key", "history_omega"):
+        cache.fields[name][:, row] = 5
+    snapshot = cache.snapshot(row)
+    fork = cache.open_row(snapshot)
+    cache.drop(snapshot)
+    assert held(cache, row) == held(cache, fork)
+    assert cache.allocator.num_in_use == LAYERS * HEADS * (-(-length // BLOCK) + num_copied)
+    assert all((cache.fields[name][:, fork] == 5).all() for name in ("history_key", "history_omega"))
+    assert cache.tokens_seen.tolist() == [length, length]
+    fill(cache, fork, torch.full((LAYERS, HEADS), length + 20))
+    before = held(cache, row)
+    cache.close_row(fork)
+    assert held(cache, row) == before
+    assert cache.allocator.num_in_use == LAYERS * HEADS * -(-length // BLOCK)
+
+
+def test_a_pool_without_room_for_copies_forks_nothing() -> None:
+    cache = make_cache(2, num_blocks=LAYERS * HEADS * 2)
+    row = cache.open_row()
+    fill(cache, row, torch.full((LAYERS, HEADS), 20))
+    with pytest.raises(OutOfBlocksError):
+        cache.snapshot(row)
+    assert (cache.num_free_rows, cache.allocator.num_free) == (1, 0) and not cache.allocator.extra.any()
 
 
 DECLARED = (
@@ -237,7 +282,8 @@ def test_declared_fields_grow_and_are_copied_and_forgotten_with_what_they_belong
     cache._grow_pool(1000)
     assert torch.equal(cache.fields["mass"][tables], before)
     assert len(cache.fields["mass"]) == len(cache.fields["bound"]) == cache.allocator.num_blocks > 1000
-    cache.copy_rows([rows[0]], [rows[1]])
+    cache.close_row(rows[1])
+    assert cache.open_row(cache.snapshot(rows[0])) == rows[1]
     copied = cache.block_tables[:, rows[1], :, :2].long()
     assert not set(copied.flatten().tolist()) & set(tables.flatten().tolist())
     assert torch.equal(cache.fields["mass"][copied], before) and (cache.fields["bound"][copied] == 2).all()
