@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from tqdm.auto import trange
 
 from dmc.budget import check_ratio
@@ -31,10 +30,9 @@ class Calibration:
 
 def calibrate_offset(
     model: Any,
-    batches: Sequence[Tensor],
+    batches: Sequence[Mapping[str, Any]],
     target_ratio: float,
     reach: float = 4.0,
-    documents_of: Callable[[Tensor], Any] | None = None,
     sharing: Ranks = ALONE,
 ) -> Calibration:
     """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
@@ -44,10 +42,9 @@ def calibrate_offset(
 
     Args:
         model: a compressed causal LM; its `compression` is replaced.
-        batches: held-out token ids, each [B, T].
+        batches: held-out text, see `score_text`.
         target_ratio: CR >= 1.
         reach: largest shift of the offset.
-        documents_of: see `score_text`.
         sharing: ranks that read a part of the batches each; all of them call this, and find the same.
     Raises:
         ValueError: the target is no ratio, or the model has no gates, or none with an offset.
@@ -61,7 +58,7 @@ def calibrate_offset(
 
     def ratio_at(offset: float) -> float:
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-        return score_text(model, batches, documents_of=documents_of, sharing=sharing).achieved_ratio
+        return score_text(model, batches, sharing=sharing).achieved_ratio
 
     best_offset, best_ratio = before, ratio_at(before)
     ratio_before, low, high = best_ratio, before - reach, before + reach

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from tqdm.auto import trange
 
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.models import next_tokens, sequence_means, with_token_losses
+from dmc.models.token_losses import IGNORED
 from dmc.ranks import ALONE, Ranks
 
 
@@ -21,7 +22,7 @@ class TextScore:
     """A model on held-out text, thresholded decisions."""
 
     loss: float
-    """Mean next-token cross-entropy, nats per token."""
+    """Next-token cross-entropy, nats per token: the mean of the sequences, each that of its scored tokens."""
     held: Tensor | None
     """Share of the tokens each head holds at the end of a sequence, [L, H]; None without gates."""
 
@@ -45,22 +46,24 @@ def evaluating(model: Any) -> Any:
 
 def score_text(
     model: Any,
-    batches: Iterable[Tensor],
+    batches: Iterable[Mapping[str, Any]],
     title: str | None = None,
-    documents_of: Callable[[Tensor], Any] | None = None,
     sharing: Ranks = ALONE,
 ) -> TextScore:
-    """Score sequences of equal length.
+    """Score sequences of equal length, as training does.
 
     Args:
         model: stock or compressed causal LM.
-        batches: token ids, each [B, T].
+        batches: of `input_ids` [B, T], and where given `loss_mask` [B, T], True at tokens that are scored, and
+            `documents` at which gates and attention reset.
         title: of a progress bar; None: none.
-        documents_of: gives the documents of a batch at which gates and attention reset; None: they do not.
         sharing: ranks that read a part of the batches each; all of them call this, and get the score of all batches.
+    Raises:
+        ValueError: no token is scored.
     """
     compression = getattr(with_token_losses(model), "compression", None)
     batches = list(batches)
+    sizes = [len(each["input_ids"]) for each in batches]
     cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
     reader, num_readers = sharing.rank // cutting.size, max(1, sharing.size // cutting.size)
     scores = None
@@ -68,27 +71,27 @@ def score_text(
         for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
             own = turn + reader
             # A rank without a batch takes part in the pass of those that have one: some must make each pass together.
-            batch = batches[min(own, len(batches) - 1)]
-            input_ids = batch.to(model.device)
-            trace = GateTrace(ranks=cutting)
-            gates: dict[str, Any] = {} if compression is None else {"gate_mode": GateMode(), "gate_trace": trace}
-            if gates and documents_of is not None:
-                documents = documents_of(batch)
-                gates["documents"] = None if documents is None else documents.to(model.device)
-            targets = next_tokens(input_ids)
+            batch = {name: each.to(model.device) for name, each in batches[min(own, len(batches) - 1)].items()}
+            input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
+            gates: dict[str, Any] = {}
+            if compression is not None:
+                gates = {"gate_mode": GateMode(), "gate_trace": trace, "documents": batch.get("documents")}
+            targets = next_tokens(input_ids, batch.get("loss_mask"))
             losses = model(input_ids, use_cache=False, targets=targets, **gates).cross_entropy
-            found = sequence_means(losses, targets).double()[:, None]
+            scored = (targets != IGNORED).any(-1)
+            found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:
                 held = held_fraction(trace.stacked_alpha(), delay=compression.delay).transpose(0, 1)  # [B, L, H]
                 found = torch.cat([found, held.flatten(1).double()], dim=1)
             if scores is None:
-                scores = torch.zeros(sum(len(each) for each in batches), found.shape[1], dtype=torch.float64)
+                scores = torch.zeros(sum(sizes), found.shape[1], dtype=torch.float64)
             if own < len(batches) and sharing.rank % cutting.size == 0:
-                first = sum(len(each) for each in batches[:own])
+                first = sum(sizes[:own])
                 scores[first : first + len(found)] = found.cpu()
     assert scores is not None, "no batches"
     scores = sharing.added(scores)  # every rank's rows are 0 where they are another's: the sum is exact
-    shares = scores[:, 1:].float().mean(0)
-    return TextScore(
-        float(scores[:, 0].mean()), None if compression is None else shares.view(held.shape[1], held.shape[2])
-    )
+    if not scores[:, 1].any():
+        raise ValueError(f"no token of {len(scores)} held-out sequences is scored: take more of them, or longer ones")
+    loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0
+    shares = scores[:, 2:].float().mean(0)
+    return TextScore(loss, None if compression is None else shares.view(held.shape[1], held.shape[2]))

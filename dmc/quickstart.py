@@ -120,7 +120,7 @@ def _measure(retrofit: RunConfig, runs: dict[str, TrainedRun]) -> tuple[dict[str
     models |= {f"CR {ratio:g}": path for ratio, path in runs["retrofit"].snapshots.items()}
     models["final"] = runs["retrofit"].final
     tokenizer = load_tokenizer(runs["base"].final)
-    texts = torch.cat(TextData(retrofit, tokenizer, total_steps=1).test_batches())
+    texts = torch.cat([each["input_ids"] for each in TextData(retrofit, tokenizer, total_steps=1).test_batches()])
     readings = {
         name: _read(Engine(load_model(path), max_batch_size=NUM_TOGETHER), texts, name) for name, path in models.items()
     }

@@ -11,26 +11,34 @@ from dmc.measure import score_text
 @pytest.fixture
 def batches():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(83, (2, 40), generator=generator) for _ in range(3)]
+    return [{"input_ids": torch.randint(83, (2, 40), generator=generator)} for _ in range(3)]
 
 
-def test_loss_is_the_mean_next_token_log_probability(make_stock, batches):
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_is_the_mean_log_probability_of_the_tokens_that_are_scored(make_stock, batches, masked):
     model = make_stock()
+    masks = [torch.rand(2, 40, generator=torch.Generator().manual_seed(i)) < 0.3 for i in range(3)]
+    masks[1][0] = False  # a sequence without an answer is none of the mean's
+    if masked:
+        batches = [batch | {"loss_mask": mask} for batch, mask in zip(batches, masks, strict=True)]
     score = score_text(model, batches)
-    rows = [row for batch in batches for row in batch]
-    with torch.no_grad():
-        losses = [
-            -model(row[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None]).mean()
-            for row in rows
-        ]
+    losses = []
+    for batch, mask in zip(batches, masks, strict=True):
+        for row, scored in zip(batch["input_ids"], mask, strict=True):
+            with torch.no_grad():
+                logs = model(row[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0]
+            losses += [-(logs[scored[1:]] if masked else logs).mean()] * bool(scored.any() or not masked)
+    assert len(losses) == (5 if masked else 6)
     assert score.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     assert score.achieved_ratio == 1
+    with pytest.raises(ValueError, match="no token of 2 held-out sequences is scored"):
+        score_text(model, [batches[0] | {"loss_mask": torch.zeros(2, 40)}])
 
 
 @pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 4}])
 def test_achieved_ratio_is_what_the_engine_holds(make_compressed, batches, gates):
     model = make_compressed(gates=gates)
-    prompts = [row.tolist() for batch in batches for row in batch]
+    prompts = [row.tolist() for batch in batches for row in batch["input_ids"]]
     stats = [g.stats for g in Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, temperature=0.0))]
     slots = torch.stack([each.slots for each in stats]).double()
     score = score_text(model, batches)

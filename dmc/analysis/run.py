@@ -21,7 +21,7 @@ from dmc.provenance import provenance
 from dmc.results.grid import ComparedModel, EngineSettings, check_fits, describe_model
 from dmc.runtime import Engine
 from dmc.target import build_target
-from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory
 
 NUM_LENGTHS = 32
 """Points of the curve of the compression ratio over the length."""

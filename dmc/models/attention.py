@@ -26,13 +26,6 @@ class Documents:
     """(row, begin, end) of each document, in order: known to the host, which cuts the sequences."""
 
     @classmethod
-    def from_separator(cls, input_ids: Tensor, separator_id: int) -> Documents:
-        """Find the documents of sequences in which `separator_id` ends each document, input_ids [B, T] on the CPU."""
-        starts = torch.ones_like(input_ids, dtype=torch.bool)
-        starts[:, 1:] = input_ids[:, :-1] == separator_id
-        return cls.from_starts(starts)
-
-    @classmethod
     def from_starts(cls, starts: Tensor) -> Documents:
         """Find the documents of sequences by their first tokens, [B, T] on the CPU; a sequence begins one as well."""
         spans = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from lightning import LightningModule, Trainer
 
 from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
@@ -18,9 +20,9 @@ from dmc.config import RunConfig
 from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
-from dmc.models.attention import Documents
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
+from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import check_whole, read_header
 from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
 from dmc.training.checkpoints.weights import load_checkpoint_model
@@ -33,19 +35,35 @@ RATIO_TOLERANCE = 0.05
 logger = logging.getLogger(__name__)
 
 
-class Exporter:
-    """Calibrates, measures and exports the model of a run.
+class Exporter(AfterStep):
+    """Calibrates, measures and exports the model of a run: at its end, and where its ramp reaches chosen ratios.
 
     Args:
         config: the run.
         data: its text.
         tokenizer: exported beside the weights.
         strategy: how the weights lie over the ranks.
+        snapshots: folders by ratio.
     """
 
-    def __init__(self, config: RunConfig, data: TextData, tokenizer: Any, strategy: Parallelism) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TextData,
+        tokenizer: Any,
+        strategy: Parallelism,
+        snapshots: Mapping[float, Path] = MappingProxyType({}),
+    ) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
+        self.plan, self.snapshots = Plan(config.training, config.target_ratio, config.compression), snapshots
         self._num_written = 0
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Export a snapshot after a step that reached its ratio; all ranks wait for it."""
+        for ratio, at in self.plan.snapshot_steps([*self.snapshots]).items():
+            if at == step:
+                self.write(pl_module.model, self.snapshots[ratio], ratio)
+                trainer.strategy.barrier("snapshot")
 
     def write(
         self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True, *, step: int | None = None
@@ -57,18 +75,14 @@ class Exporter:
         ranks = Ranks.all()
         self._num_written += 1
         compressed = isinstance(model, CompressedCausalLM)
-        reading: dict[str, Any] = {"sharing": ranks}
-        if self.config.training.reset_at_documents:  # as it was trained
-            reading["documents_of"] = lambda ids: Documents.from_separator(ids, self.data.framing.end)
         metrics: dict[str, Any] = {}
         if step is not None:  # optimizer steps that the model has seen
-            plan = Plan(self.config.training, self.config.target_ratio, self.config.compression)
-            metrics |= {"steps": step, "planned_steps": plan.total_steps}
+            metrics |= {"steps": step, "planned_steps": self.plan.total_steps}
         trained = model.compression if compressed else None
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, **reading)
+                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, sharing=ranks)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
@@ -80,10 +94,10 @@ class Exporter:
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches(), "validate", **reading)
+        score = score_text(model, self.data.validation_batches(), "validate", ranks)
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         if self.config.data.test is not None:
-            score = score_text(model, self.data.test_batches(), "test", **reading)
+            score = score_text(model, self.data.test_batches(), "test", ranks)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())

@@ -16,7 +16,7 @@ from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_tok
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
 from dmc.ranks import ALONE, Ranks
-from dmc.training.callbacks.ratio_control import RatioControl
+from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
 from dmc.training.gradients import keep_rows
 from dmc.training.stages import Plan, StepState
@@ -56,13 +56,12 @@ class RetrofitModule(LightningModule):
         model: stock or compressed causal LM.
         config: the run.
         plan: its stages.
-        separator_id: token that ends a document.
         strategy: how the weights lie over the ranks.
     """
 
-    def __init__(self, model: Any, config: RunConfig, plan: Plan, separator_id: int, strategy: Parallelism) -> None:
+    def __init__(self, model: Any, config: RunConfig, plan: Plan, strategy: Parallelism) -> None:
         super().__init__()
-        self.model, self.config, self.plan, self.separator_id = with_token_losses(model), config, plan, separator_id
+        self.model, self.config, self.plan = with_token_losses(model), config, plan
         self.strategy = strategy
         self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
         self.teacher: Teacher | None = None
@@ -119,10 +118,9 @@ class RetrofitModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Take from a batch what the host must know of it, before it is the device's: reading it there would wait."""
-        batch = {**batch}
+        batch = {**batch, "position": batch["position"].tolist()}
         starts = batch.pop("document_starts", None)
-        documents = self.documents_of(batch["input_ids"], starts) if self.has_gates else None
-        return batch | {"position": batch["position"].tolist(), "documents": documents}
+        return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, see `loss_at`."""
@@ -170,17 +168,6 @@ class RetrofitModule(LightningModule):
                 loss = loss + self.config.training.head_agreement_weight * agreement_loss
         self.noted.append(noted)
         return loss
-
-    def documents_of(self, input_ids: Tensor, starts: Tensor | None = None) -> Documents | None:
-        """Find the documents of a batch [B, T] on the CPU at which decisions and attention reset; None: they do not.
-
-        Where the text does not say at which tokens they start, separators do.
-        """
-        if not self.config.training.reset_at_documents:
-            return None
-        if starts is not None:
-            return Documents.from_starts(starts)
-        return Documents.from_separator(input_ids, self.separator_id)
 
     def settings_at(self, step: int) -> dict[str, float]:
         """Name what the schedules set at a step."""

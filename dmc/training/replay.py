@@ -20,7 +20,6 @@ from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
-from dmc.training.text_data import build_tokenizer, document_framing
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
         raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
-    framing = document_framing(config.data, build_tokenizer(config.data, config.model.path))
     plan = Plan(config.training, config.target_ratio, config.compression)
-    module = RetrofitModule(model, config, plan, framing.end, Parallelism(config))
+    module = RetrofitModule(model, config, plan, Parallelism(config))
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     module.to("cuda" if cuda else "cpu").train()
     nonfinite = _watch_outputs(model)

@@ -141,7 +141,7 @@ def train(config: RunConfig) -> TrainedRun:
     """
     folder = Path(config.output_dir)
     plan = Plan(config.training, config.target_ratio, config.compression)
-    ratios = plan.snapshot_steps(config.training.snapshot_ratios).values() if config.has_gates else ()
+    ratios = plan.snapshot_steps(config.training.snapshot_ratios) if config.has_gates else ()
     run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     is_finished = run.is_finished
     if not is_finished:
@@ -157,7 +157,7 @@ def train(config: RunConfig) -> TrainedRun:
         save_last = SaveLast(
             folder / FOLDER_NAME,
             config.training.checkpoint_every_steps,
-            {step: f"cr{ratio:g}" for step, ratio in plan.ratio_steps(milestones.ratios).items()},
+            {f"cr{ratio:g}": step for ratio, step in plan.ratio_steps(milestones.ratios).items()},
             milestones.every_steps,
         )
         preempted = Preemption(save_last, displaced)
@@ -184,20 +184,20 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         model = retrofit(model, config.compression)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     data = TextData(config, tokenizer, plan.total_steps)
-    module = RetrofitModule(model, config, plan, data.framing.end, strategy)
+    module = RetrofitModule(model, config, plan, strategy)
     distillation = config.training.distillation
     if distillation is not None and config.distils:
         path = distillation.path or str(config.model.path)
         module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
-    exporter = Exporter(config, data, tokenizer, strategy)
-    trainer = build_trainer(module, exporter, run.snapshots, preemption, loggers)
+    exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
+    trainer = build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)
     if branches:
         checkpoint = Path(str(config.training.branch_from))
         check_fits(checkpoint, model, strategy.format)
     step = 0 if checkpoint is None else read_header(checkpoint).global_step
-    ahead = plan.snapshot_steps(config.training.snapshot_ratios if config.has_gates else ())
-    for place in (run.final, *(run.snapshots[ratio] for at, ratio in ahead.items() if at > step)):
+    ahead = [run.snapshots[ratio] for ratio, at in plan.snapshot_steps([*run.snapshots]).items() if at > step]
+    for place in (run.final, *ahead):
         refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
     data.check()
     if is_rank_zero():

@@ -112,16 +112,16 @@ class Plan:
         """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""
         return step > 0 and self.at(step - 1).stage == "zero_out" and self.at(step).stage != "zero_out"
 
-    def snapshot_steps(self, ratios: Sequence[float]) -> dict[int, float]:
-        """Return the steps after which the ramp has reached each ratio; the final target is no snapshot."""
+    def snapshot_steps(self, ratios: Sequence[float]) -> dict[float, int]:
+        """Return the step after which the ramp has reached each ratio; the final target is no snapshot."""
         return self.ratio_steps([ratio for ratio in ratios if ratio < self.target_ratio])
 
-    def ratio_steps(self, ratios: Sequence[float]) -> dict[int, float]:
-        """Return the steps after which the ramp has reached each ratio."""
+    def ratio_steps(self, ratios: Sequence[float]) -> dict[float, int]:
+        """Return the step after which the ramp has reached each ratio; a short ramp reaches several in one."""
         ramp = next((stage for stage in self._stages if stage.name == "retrofit"), None)
         if ramp is None or self.target_ratio == 1:
             return {}
-        return {ramp.reaches(ratio): ratio for ratio in ratios}
+        return {ratio: ramp.reaches(ratio) for ratio in ratios}
 
 
 def _learning_rate(planned: _PlannedStage, inside: int) -> float:

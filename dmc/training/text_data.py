@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +29,7 @@ from dmc.data import (
     write_report,
 )
 from dmc.loading import load_tokenizer
+from dmc.models.attention import Documents
 from dmc.target import build_target
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
@@ -73,14 +73,22 @@ def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fr
     return framing_of(tokenizer, data.tokenizer.bos, data.tokenizer.separator)
 
 
-def held_out_batches(packed: PackedTokens | Blend, num_sequences: int, batch_size: int) -> list[Tensor]:
-    """Pick sequences spread evenly over a packed corpus, or the first of a blend, as batches of token ids [B, T]."""
+def held_out_batches(packed: PackedTokens | Blend, num_sequences: int, batch_size: int) -> list[dict[str, Any]]:
+    """Pick sequences spread evenly over a packed corpus, or the first of a blend, as batches for `score_text`."""
     if isinstance(packed, Blend):  # in random order already
         index = list(range(num_sequences))
     else:
         index = torch.linspace(0, len(packed) - 1, min(num_sequences, len(packed))).round().long().tolist()
-    sequences = torch.stack([packed[i]["input_ids"] for i in index])
-    return list(sequences.split(batch_size))
+    batches = []
+    for begin in range(0, len(index), batch_size):
+        items = [packed[i] for i in index[begin : begin + batch_size]]
+        batch: dict[str, Any] = {
+            name: torch.stack([item[name] for item in items]) for name in ("input_ids", "loss_mask") if name in items[0]
+        }
+        if "document_starts" in items[0]:
+            batch["documents"] = Documents.from_starts(torch.stack([item["document_starts"] for item in items]))
+        batches.append(batch)
+    return batches
 
 
 def prepare_text(config: RunConfig) -> list[SourceReport]:
@@ -162,18 +170,18 @@ class TextData(LightningDataModule):
         dataset = OrderedDataset(self._train, order)
         return DataLoader(dataset, sampler=order, worker_init_fn=leave_signals_to_parent, **options)
 
-    def validation_batches(self) -> list[Tensor]:
+    def validation_batches(self) -> list[dict[str, Any]]:
         """Held-out sequences for the reported loss and ratio."""
         training = self.config.training
         return held_out_batches(self._packed("validation"), training.validation_sequences, training.micro_batch_size)
 
-    def calibration_batches(self) -> list[Tensor]:
+    def calibration_batches(self) -> list[dict[str, Any]]:
         """Held-out sequences for calibration, apart from the validation's where the configuration names a source."""
         training = self.config.training
         split = "validation" if self.config.data.calibration is None else "calibration"
         return held_out_batches(self._packed(split), training.calibration_sequences, training.micro_batch_size)
 
-    def test_batches(self) -> list[Tensor]:
+    def test_batches(self) -> list[dict[str, Any]]:
         """Held-out sequences for reports, as many as for validation: of its text where there is no other."""
         training = self.config.training
         packed = self._packed(self.config.data.reported_split)
@@ -209,5 +217,5 @@ class TextData(LightningDataModule):
             seed=self.config.seed,
             num_processes=data.num_processes,
             framing=self.framing,
-            document_starts=split == "train" and self.config.training.reset_at_documents,
+            document_starts=self.config.training.reset_at_documents,
         )

@@ -15,9 +15,8 @@ from dmc.target import build_target
 from dmc.training.callbacks.measured_start import MeasuredStart
 from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
-from dmc.training.callbacks.snapshots import Snapshots
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
-from dmc.training.callbacks.step_progress import StepProgress
+from dmc.training.callbacks.steps import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
@@ -28,7 +27,6 @@ from dmc.training.module import RetrofitModule
 def build_trainer(
     module: RetrofitModule,
     exporter: Exporter,
-    snapshots: dict[float, Path],
     preemption: Preemption,
     loggers: list[Logger],
 ) -> Trainer:
@@ -36,8 +34,7 @@ def build_trainer(
 
     Args:
         module: with the run's configuration, plan and strategy.
-        exporter: writes the snapshots.
-        snapshots: folders by target ratio.
+        exporter: has the held-out text, and writes the snapshots.
         preemption: stops the run on a signal, and saves it.
         loggers: receive the figures.
     Raises:
@@ -50,7 +47,7 @@ def build_trainer(
     for name, callback in zip(config.callbacks, own, strict=True):
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks.{name} is {type(callback).__name__}: expected a lightning.pytorch Callback")
-    watching = [*_watching_callbacks(module, exporter, snapshots, preemption), *own]
+    watching = [*_watching_callbacks(module, exporter, preemption), *own]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
@@ -84,13 +81,10 @@ def build_trainer(
     return trainer
 
 
-def _watching_callbacks(
-    module: RetrofitModule, exporter: Exporter, snapshots: dict[float, Path], preemption: Preemption
-) -> list[Callback]:
+def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: Preemption) -> list[Callback]:
     """Make what acts after a step, in its order; saving comes after all of it."""
     training, folder = module.config.training, Path(module.config.output_dir)
     start = training.measured_start if module.has_gates else None
-    ratio_at_step = module.plan.snapshot_steps(training.snapshot_ratios) if module.has_gates else {}
     shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
     guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
     metrics = StepMetrics(guard, training.gradient_clip, training.log_every_steps)
@@ -101,5 +95,5 @@ def _watching_callbacks(
         metrics,
         guard,
         Validation(exporter.data.validation_batches, folder / "heatmaps", training.validate_every_steps),
-        Snapshots(ratio_at_step, lambda model, ratio: exporter.write(model, snapshots[ratio], ratio)),
+        exporter,
     ]

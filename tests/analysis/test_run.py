@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from dmc import load_model
 from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
-from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = {

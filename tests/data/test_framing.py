@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from dmc.data import StreamLoader, TextSource, build_packed, train_tokenizer
 from dmc.data.encoding import encode_documents
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
-from dmc.models.attention import Documents
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged"] * 4
 LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
@@ -81,16 +80,17 @@ def test_cached_and_streamed_text_hold_the_same_framed_documents(
     for number, text in enumerate(TEXTS):
         (corpus / f"{number:02d}.txt").write_text(text)
     expected = naive(tokenizer, TEXTS, framing_of(tokenizer))
-    packed: Any = build_packed(TextSource(str(corpus)), tokenizer, 8, tmp_path / "cache", num_processes=1)
+    packed: Any = build_packed(TextSource(str(corpus)), tokenizer, 8, tmp_path / "cache", document_starts=True)
     cached = torch.cat([packed[index]["input_ids"] for index in range(len(packed))])
     assert cached.tolist() == expected[: len(cached)] and len(cached) > len(expected) - 8
     loader = StreamLoader(
         [TextSource(str(corpus), streaming=True)], tokenizer, 8, num_lanes=1, batch_size=1, num_draws=len(packed)
     )
     assert torch.cat([batch["input_ids"][0] for batch in loader]).tolist() == cached.tolist()
-    starts = Documents.from_separator(cached[None], framing_of(tokenizer).end).starts[0].nonzero().flatten().tolist()
+    starts = torch.cat([packed[index]["document_starts"] for index in range(len(packed))]).nonzero().flatten().tolist()
     lengths = [len(naive(tokenizer, [text], framing_of(tokenizer))) for text in TEXTS]
-    assert starts == [sum(lengths[:number]) for number in range(len(TEXTS)) if sum(lengths[:number]) < len(cached)]
+    begins = {sum(lengths[:number]) for number in range(len(TEXTS))} | {*range(0, len(cached), 8)}
+    assert starts == sorted(begin for begin in begins if begin < len(cached))
 
 
 def test_settings_overrule_the_convention(plain: PreTrainedTokenizerFast) -> None:

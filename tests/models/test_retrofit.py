@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracles.step_by_step import ModelOracle
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -207,7 +208,7 @@ def test_packed_documents_equal_the_documents_alone(
         [[token % 82 for token in prompt] for prompt in make_prompts(*(n - 1 for n in row), seed=5)] for row in lengths
     ]
     packed = torch.tensor([[token for document in row for token in (*document, separator)] for row in documents])
-    boundaries = Documents.from_separator(packed, separator)
+    boundaries = Documents.from_starts(F.pad(packed[:, :-1] == separator, (1, 0), value=True))
     assert boundaries.spans == [(0, 0, 9), (0, 9, 22), (0, 22, 24), (1, 0, 24)]
     # With noise drawn for whole rows only thresholded decisions can be compared; training mode must not change them.
     model.train(training)
@@ -229,7 +230,7 @@ def test_packed_documents_equal_the_documents_alone(
 def test_documents_reset_relaxed_decisions_too(make_compressed: Any, make_prompts: Any) -> None:
     model = make_compressed()
     packed = torch.tensor(make_prompts(24, 24))
-    boundaries = Documents.from_separator(packed, int(packed[0, 7]))
+    boundaries = Documents.from_starts(F.pad(packed[:, :-1] == packed[0, 7], (1, 0), value=True))
     trace, mode = GateTrace(), GateMode(noise_seeds=[1, 2])
     model.train()(packed, use_cache=False, documents=boundaries, gate_mode=mode, gate_trace=trace)
     alpha = trace.stacked_alpha().transpose(2, 3)  # [L, B, T, H]

@@ -20,7 +20,7 @@ from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
 from dmc.results.plots import draw_analysis
 from dmc.results.report import judge, read_folders, write_page
-from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from dmc.training import train
 from dmc.training.callbacks.validation import Validation
 from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
+from dmc.training.text_data import TextData
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -68,15 +69,16 @@ def batches(monkeypatch):
     ("name", "columns"),
     [("chats", {"messages": "messages"}), ("pairs", {"prompt": "prompt", "completion": "completion"})],
 )
-def test_run_learns_the_answers_alone(values, batches, tmp_path, name, columns, streaming):
-    values["data"] |= {
-        "train": {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}},
-        "streaming": streaming, "streaming_lanes": 2,
-    }  # fmt: skip
-    train(build_config(RunConfig, values))
+def test_run_learns_the_answers_alone_and_is_measured_on_them(values, batches, tmp_path, name, columns, streaming):
+    own = {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}}
+    values["data"] |= {"train": own, "validation": own, "test": own, "streaming": streaming, "streaming_lanes": 2}
+    config = build_config(RunConfig, values)
+    train(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert len(batches) == 4
-    for batch in batches:
+    data = TextData(config, tokenizer, total_steps=1)
+    held_out = [data.validation_batches(), data.calibration_batches(), data.test_batches()]
+    for batch in (*batches, *(batch for split in held_out for batch in split)):
         learned = tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
         assert "answer" in learned and "question" not in learned and not batch["loss_mask"].all()
         ends = batch["input_ids"][:, :-1] == tokenizer.eos_token_id

@@ -28,7 +28,6 @@ from dmc.training.strategies import Parallelism
 from dmc.training.teacher import Teacher
 
 LENGTH = 509  # T x T is more than any other tensor here has
-SEPARATOR = 5
 FUSED = {
     "bf16-mixed": {("_scaled_dot_product_flash_attention", torch.bfloat16)},
     "32-true": {("_scaled_dot_product_efficient_attention", torch.float32)},
@@ -58,7 +57,7 @@ def build_module(run_values: dict[str, Any], make_stock: Any, device: str, **tra
     model = make_stock()
     if config.has_gates:
         model = retrofit(model, config.compression)
-    module = RetrofitModule(put_on_gpu(model.train(), device), config, plan, SEPARATOR, Parallelism(config))
+    module = RetrofitModule(put_on_gpu(model.train(), device), config, plan, Parallelism(config))
     module._device = torch.device(device)
     if "distillation" in training:
         module.teacher = Teacher(put_on_gpu(make_stock(), device), "somewhere", 1.0)
@@ -69,8 +68,11 @@ def batch_of(module: RetrofitModule, device: str) -> dict[str, Any]:
     """A micro-batch as the loader gives it, brought to the device as Lightning does."""
     with unset_fake_temporarily():
         input_ids = torch.randint(6, 80, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-        input_ids[0, [100, 300]] = SEPARATOR
-        batch = module.on_before_batch_transfer({"input_ids": input_ids, "position": torch.arange(2)}, 0)
+        batch = {"input_ids": input_ids, "position": torch.arange(2)}
+        if module.config.training.reset_at_documents:
+            batch["document_starts"] = torch.zeros(2, LENGTH, dtype=torch.bool)
+            batch["document_starts"][[0, 0, 0, 1], [0, 101, 301, 0]] = True
+        batch = module.on_before_batch_transfer(batch, 0)
     return move_data_to_device(batch, torch.device(device))
 
 

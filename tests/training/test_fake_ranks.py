@@ -83,7 +83,7 @@ def take_step(config: RunConfig, rank: int, num_layers: int, monkeypatch: Any, t
         collectives = modes.enter_context(Collectives())
         shape = with_values(model_shape(config), num_hidden_layers=num_layers)
         model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.model.dtype))
-        module = RetrofitModule(retrofit(model, config.compression).train(), config, plan, 2, strategy)
+        module = RetrofitModule(retrofit(model, config.compression).train(), config, plan, strategy)
         # Meshes of several dimensions are cut by reading them.
         with nullcontext() if strategy.mesh_shape[1] == num_ranks else unset_fake_temporarily():
             strategy.parallelize(module)

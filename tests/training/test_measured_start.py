@@ -13,8 +13,7 @@ from dmc.compression import CompressionConfig, GateMode, GateTrace
 from dmc.config import MeasuredStartConfig, RunConfig, build_config
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.measured_start import COSTS_NAME, MeasuredStart
-from dmc.training.head_costs import decision_biases, measure_head_costs
+from dmc.training.callbacks.measured_start import COSTS_NAME, MeasuredStart, decision_biases, measure_head_costs
 
 DELAY, LENGTH = 3, 12
 
@@ -50,7 +49,7 @@ def dropping_loss(model: LlamaForCausalLM, input_ids: torch.Tensor, layer: int |
 
 def test_the_cost_of_a_head_is_what_masking_its_past_costs() -> None:
     model = stock()
-    batches = list(torch.randint(0, 50, (4, LENGTH), generator=torch.Generator().manual_seed(1)).split(2))
+    batches = torch.randint(0, 50, (4, LENGTH), generator=torch.Generator().manual_seed(1)).split(2)
     expected = torch.tensor(
         [
             [
@@ -62,7 +61,7 @@ def test_the_cost_of_a_head_is_what_masking_its_past_costs() -> None:
     )
     gates = CompressionConfig(action="drop", delay=DELAY, gate_input="hidden")
     compressed = retrofit(stock(), gates).train()
-    costs = measure_head_costs(compressed, batches)
+    costs = measure_head_costs(compressed, [{"input_ids": ids} for ids in batches])
     assert expected.abs().min() > 1e-3
     torch.testing.assert_close(costs, expected, atol=1e-5, rtol=0)
     assert compressed.training

@@ -176,9 +176,11 @@ def test_scored_documents_do_not_see_each_other_where_training_resets(make_compr
     input_ids[0, [9, 10, 27]] = SEPARATOR
     with torch.no_grad():
         expected = loss_of_each_document_alone(model, input_ids)
-    score = score_text(model, [input_ids], documents_of=lambda ids: Documents.from_separator(ids, SEPARATOR))
+    batch = {"input_ids": input_ids}
+    starts = F.pad(input_ids[:, :-1] == SEPARATOR, (1, 0), value=True)
+    score = score_text(model, [batch | {"documents": Documents.from_starts(starts)}])
     assert score.loss == pytest.approx(expected, abs=1e-5)
-    assert abs(score_text(model, [input_ids]).loss - expected) > 1e-3
+    assert abs(score_text(model, [batch]).loss - expected) > 1e-3
 
 
 @pytest.mark.parametrize("resets", [False, True])

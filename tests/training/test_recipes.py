@@ -13,7 +13,7 @@ from dmc.config import RatioControlConfig, RunConfig, build_config
 from dmc.data import ResumableOrder, TextSource, build_packed, train_tokenizer
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.ratio_control import RatioControl
+from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.rotation import remove, saved_checkpoints
 from dmc.training.run import fresh_model

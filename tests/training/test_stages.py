@@ -52,8 +52,13 @@ def test_neuron_is_removed_once_after_zero_out():
 
 def test_snapshots_come_when_the_ramp_reaches_them():
     training = TrainingConfig(stages={"zero_out": StageConfig(steps=10), "retrofit": StageConfig(steps=30)})
-    assert Plan(training, 4.0).snapshot_steps([2.0, 3.0, 4.0]) == {20: 2.0, 30: 3.0}
+    assert Plan(training, 4.0).snapshot_steps([2.0, 3.0, 4.0]) == {2.0: 20, 3.0: 30}
     assert Plan(training, 1.0).snapshot_steps([]) == {}
+
+
+def test_a_short_ramp_reaches_several_ratios_in_one_step():
+    training = TrainingConfig(stages={"retrofit": StageConfig(steps=2)})
+    assert Plan(training, 8.0).ratio_steps([2.0, 3.0, 4.0, 8.0]) == {2.0: 1, 3.0: 1, 4.0: 1, 8.0: 2}
 
 
 def test_warm_up_rises_linearly():
@@ -81,7 +86,7 @@ def test_share_of_the_stage_in_which_the_ratio_climbs_is_an_option(fraction, rat
 
 
 def test_snapshots_follow_the_shorter_ramp():
-    assert Plan(climbing(0.5), 4.0).snapshot_steps([2.0, 3.0]) == {9: 2.0, 12: 3.0}
+    assert Plan(climbing(0.5), 4.0).snapshot_steps([2.0, 3.0]) == {2.0: 9, 3.0: 12}
 
 
 def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
@@ -115,7 +120,7 @@ def test_every_target_shares_one_ramp_until_it_is_reached(changes):
     highest = Plan(TrainingConfig(stages=stages, **training), 8.0)
     for ratio in (1.7, 2.0, 3.3, 4.0, 6.0):
         plan = Plan(TrainingConfig(stages=stages, **training), ratio)
-        ((step, _),) = highest.snapshot_steps([ratio]).items()
+        step = highest.snapshot_steps([ratio])[ratio]
         assert [plan.at(each) for each in range(step)] == [highest.at(each) for each in range(step)]
         assert highest.at(step - 1).target_ratio < ratio <= highest.at(step).target_ratio
         assert plan.at(step).target_ratio == ratio

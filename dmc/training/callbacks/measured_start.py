@@ -1,9 +1,9 @@
-"""Adapters that start from what compressing each head costs."""
+"""Adapters that start from what compressing each KV head alone costs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from dmc.compression import GateMode
 from dmc.config import MeasuredStartConfig
+from dmc.measure import evaluating
+from dmc.models import CompressedCausalLM, next_tokens, sequence_means
 from dmc.training.callbacks.heatmap import draw_cost_heatmap
-from dmc.training.head_costs import decision_biases, measure_head_costs
 
 COSTS_NAME = "head_costs.json"
 
@@ -23,12 +26,14 @@ class MeasuredStart(Callback):
     """Measures the heads once, before the first step of a new run, and sets the decision biases of the adapters.
 
     Args:
-        open_batches: called once the text is there; returns token ids, each [B, T].
+        open_batches: called once the text is there; returns held-out text, see `score_text`.
         settings: how much text, and how costs become biases.
         folder: where the costs are written, [L][H] nats per token.
     """
 
-    def __init__(self, open_batches: Callable[[], list[Tensor]], settings: MeasuredStartConfig, folder: Path) -> None:
+    def __init__(
+        self, open_batches: Callable[[], list[dict[str, Any]]], settings: MeasuredStartConfig, folder: Path
+    ) -> None:
         self.open_batches, self.settings, self.folder = open_batches, settings, folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,7 +43,7 @@ class MeasuredStart(Callback):
         module: Any = pl_module
         model, settings = module.model, self.settings
         with trainer.precision_plugin.forward_context():
-            measured = measure_head_costs(model, self._batches(), "cost of each head", module.documents_of)
+            measured = measure_head_costs(model, self._batches(), "cost of each head")
         costs: Tensor = trainer.strategy.broadcast(measured)
         scale = model.compression.decision_scale
         for adapter, biases in zip(
@@ -49,9 +54,66 @@ class MeasuredStart(Callback):
             (self.folder / COSTS_NAME).write_text(json.dumps({"nats_per_token": costs.tolist()}) + "\n")
             draw_cost_heatmap(costs, self.folder / "heatmaps" / "head_costs.png")
 
-    def _batches(self) -> list[Tensor]:
+    def _batches(self) -> list[dict[str, Any]]:
         """Take as many whole batches as hold the sequences asked for."""
         batches = self.open_batches()
-        size = batches[0].shape[0]
-        sequences = torch.cat(batches)[: max(size, self.settings.sequences)]
-        return list(sequences[: len(sequences) // size * size].split(size))
+        size = len(batches[0]["input_ids"])
+        whole = [each for each in batches if len(each["input_ids"]) == size]
+        return whole[: max(1, self.settings.sequences // size)]
+
+
+def measure_head_costs(
+    model: CompressedCausalLM,
+    batches: Sequence[Mapping[str, Any]],
+    title: str | None = None,
+) -> Tensor:
+    """Measure what the loss gains when one head merges (or drops) every token it can and all others none.
+
+    Args:
+        model: its layers whole on this rank.
+        batches: see `score_text`, all of one size.
+        title: of a progress bar; None: none.
+    Returns:
+        Nats per token, [L, H], on the CPU; noise makes some of them negative.
+    """
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+
+    def loss(compressed: tuple[tuple[int, int], ...]) -> float:
+        mode = GateMode(compressed_heads=compressed)
+        losses = []
+        for batch in batches:
+            given = {name: each.to(model.device) for name, each in batch.items()}
+            targets = next_tokens(given["input_ids"], given.pop("loss_mask", None))
+            found = model(**given, use_cache=False, gate_mode=mode, targets=targets)
+            losses.append(sequence_means(found.cross_entropy, targets).mean())
+        return float(torch.stack(losses).mean())
+
+    costs = torch.zeros(layers, heads)
+    with evaluating(model), tqdm(total=1 + layers * heads, desc=title, leave=False, disable=title is None) as bar:
+        uncompressed = loss(())
+        bar.update()
+        for layer in range(layers):
+            for head in range(heads):
+                costs[layer, head] = loss(((layer, head),)) - uncompressed
+                bar.update()
+    return costs
+
+
+def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
+    """Turn costs into decision biases: spread * (max z - z), z the standardised log(max(cost, floor * largest cost)).
+
+    The head that costs most keeps its first logit, for a deeper one would hardly ever be sampled, and never learn.
+
+    Args:
+        costs: of each head, [L, H].
+        spread: logits for each standard deviation.
+        floor: share of the largest cost below which all count as equal.
+    Returns:
+        [L, H], >= 0; zeros where no head costs more than another.
+    """
+    largest = float(costs.max())
+    if largest <= 0:
+        return torch.zeros_like(costs)
+    logs = costs.clamp(min=floor * largest).log()
+    deviation = logs.std(correction=0)
+    return spread * (logs.max() - logs) / deviation if deviation > 0 else torch.zeros_like(costs)

@@ -10,7 +10,7 @@ import torch
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
-from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.saving import SaveLast, write_aside
 
 FOLDER_NAME = "nonfinite"

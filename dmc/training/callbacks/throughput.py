@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import Profiler
 
 from dmc.config import RunConfig
 from dmc.ranks import ALONE, Ranks
-from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.callbacks.steps import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
 
 

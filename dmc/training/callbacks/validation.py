@@ -8,13 +8,11 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
-from torch import Tensor
 
 from dmc.measure import TextScore, score_text
 from dmc.ranks import Ranks
-from dmc.training.callbacks.after_step import AfterStep
-from dmc.training.callbacks.heatmap import draw_ratio_evolution, draw_ratio_heatmap
-from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory, draw_ratio_evolution, draw_ratio_heatmap
+from dmc.training.callbacks.steps import AfterStep
 
 
 class Validation(AfterStep):
@@ -23,14 +21,14 @@ class Validation(AfterStep):
     Logs loss, achieved ratio, and the ratio of every head.
 
     Args:
-        open_batches: called once the text is there; returns token ids, each [B, T].
+        open_batches: called once the text is there; returns held-out text, see `score_text`.
         folder: where heatmaps go as PNG, and the ratios they show.
         every_steps: optimizer steps between two.
     """
 
-    def __init__(self, open_batches: Callable[[], list[Tensor]], folder: Path, every_steps: int) -> None:
+    def __init__(self, open_batches: Callable[[], list[dict[str, Any]]], folder: Path, every_steps: int) -> None:
         self.open_batches, self.folder, self.every_steps = open_batches, folder, every_steps
-        self._batches: list[Tensor] = []
+        self._batches: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the held-out text."""
@@ -41,7 +39,7 @@ class Validation(AfterStep):
         if step % self.every_steps == 0 or step == trainer.max_steps:
             module: Any = pl_module
             with trainer.precision_plugin.forward_context():
-                score = score_text(module.model, self._batches, "validate", module.documents_of, Ranks.all())
+                score = score_text(module.model, self._batches, "validate", Ranks.all())
             self.log_score(trainer, score)
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dmc.training.callbacks.after_step import AfterStep
+from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import Header, gathered, write_header
 from dmc.training.checkpoints.rotation import MILESTONES_NAME, CheckpointRotation, remove, step_name
 
@@ -123,7 +123,7 @@ class SaveLast(AfterStep):
     Args:
         folder: of the last checkpoints; milestones lie beside it.
         every_steps: optimizer steps between two.
-        milestones: step -> name of the milestone after it.
+        milestones: name of a milestone -> step after which it is kept.
         milestones_every: optimizer steps between two more milestones, which have the names of their steps; None: none.
     """
 
@@ -131,7 +131,7 @@ class SaveLast(AfterStep):
         self,
         folder: Path,
         every_steps: int,
-        milestones: dict[int, str] | None = None,
+        milestones: dict[str, int] | None = None,
         milestones_every: int | None = None,
     ) -> None:
         self.folder, self.every_steps = folder, every_steps
@@ -140,7 +140,7 @@ class SaveLast(AfterStep):
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Begin to save after a step whose turn it is."""
-        names = [self.milestones[step]] if step in self.milestones else []
+        names = [name for name, at in self.milestones.items() if at == step]
         names += [step_name(step)] if self.milestones_every and step % self.milestones_every == 0 else []
         for name in names:
             milestone = self.folder.with_name(MILESTONES_NAME) / name

@@ -141,7 +141,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     micro_batches = training.accumulation(num_devices // cuts)
     plan = Plan(training, config.target_ratio, config.compression)
     # A branch has the ramp behind it; its milestone may be yet to come.
-    lengths = plan.lengths_after(0 if training.branch_from is None else min(plan.ratio_steps([config.target_ratio])))
+    behind = 0 if training.branch_from is None else plan.ratio_steps([config.target_ratio])[config.target_ratio]
+    lengths = plan.lengths_after(behind)
     device = Device.of(config, planner)
     num_shards = trainer.mesh(num_local)[1] if trainer.strategy == "hsdp" else None
     memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu, num_shards)

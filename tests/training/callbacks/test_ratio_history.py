@@ -8,8 +8,7 @@ from launching import logged
 
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
-from dmc.training.callbacks.heatmap import draw_ratio_evolution
-from dmc.training.callbacks.ratio_history import RATIOS_NAME, RatioHistory
+from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory, draw_ratio_evolution
 from dmc.training.callbacks.validation import Validation
 
 
