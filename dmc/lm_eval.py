@@ -1,18 +1,103 @@
-"""lm-eval's own command line, to which compressed models are known.
+"""lm-eval's own command line, to which the engine is a model and compressed folders are known.
 
-`python -m dmc.lm_eval --model hf --model_args pretrained=DIR --tasks piqa` and all its other options.
+`python -m dmc.lm_eval --model dmc --model_args pretrained=DIR,policy=h2o,ratio=4 --tasks piqa`, with all its other
+options; `--model hf` runs a compressed folder through transformers.
 """
 
 from __future__ import annotations
 
-import dmc.models  # noqa: F401  (registers compressed models with the Auto* classes)
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+
+from dmc.budget import Budget
+from dmc.command_line import errors_in_one_line
+from dmc.loading import load_with_tokenizer
+from dmc.policies.from_config import policy_from_config
+from dmc.results.compare import memory_of
+from dmc.results.grid import EngineSettings, named_settings
+from dmc.results.harness import EngineLM
+from dmc.runtime import Engine
+from dmc.target import suggest
+
+PACKAGE = Path(__file__).resolve().parent
+CONFIGS = next(each / "configs" for each in (PACKAGE, PACKAGE.parent) if (each / "configs" / "policy").is_dir())
+"""All settings: in the package where it is installed, beside it in a checkout."""
+MEMORY = ("achieved_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "peak_bytes_allocated")
+
+
+@register_model("dmc")
+class FolderLM(EngineLM):
+    """A model's folder on the engine, as lm-eval's command line builds models: `--model dmc`.
+
+    Args:
+        pretrained: folder or hub name; a compressed model runs with its own gates.
+        policy: a file of `configs/policy`, or in JSON a mapping, `{"name": "mine", "_target_": "my_module.Mine"}`.
+        ratio: budget of a policy, a compression ratio.
+        tokens: the same as entries per KV head.
+        dtype: of the weights.
+        revision: hub revision.
+        seed: of sampled generations.
+        batch_size: sequences that run at the same time; "auto": 8.
+        device: the model's; a GPU that is not there counts as the CPU.
+        max_batch_size: of no use here.
+        options: `policy.NAME`, of the policy, such as `policy.recent=32`; `engine.NAME`, see `EngineSettings`.
+    Raises:
+        ValueError: an argument is unknown or out of range; see `policy_from_config`, `EngineSettings` and `EngineLM`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        policy: str | dict[str, Any] = "full",
+        ratio: float | None = None,
+        tokens: int | None = None,
+        dtype: str = "auto",
+        revision: str | None = None,
+        seed: int = 0,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        budget = None if ratio is None and tokens is None else Budget(ratio=ratio, tokens=tokens)
+        own = {name.partition(".")[2]: value for name, value in options.items() if name.startswith("policy.")}
+        entry = {"name": policy, "like": policy} if isinstance(policy, str) else policy
+        ((_, settings),) = named_settings([entry | own], CONFIGS / "policy", "policy").items()
+        together = 8 if str(batch_size).startswith("auto") else int(batch_size)
+        engine = {"engine.max_batch_size": together, **options}
+        known = {f"engine.{each.name}" for each in fields(EngineSettings)}
+        for name in options:
+            if name not in known and not name.startswith("policy."):
+                raise ValueError(
+                    f"model_args: {name!r} is unknown; {suggest(name, [*signature(FolderLM).parameters, *known])}"
+                )
+        served = EngineSettings(**{name.partition(".")[2]: engine[name] for name in engine if name in known})
+        built = policy_from_config(settings, budget)  # before the model is loaded
+        model, tokenizer = load_with_tokenizer(pretrained, dtype, revision)
+        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
+            model = model.to(device)
+        self.budget, self.policy = budget, settings
+        super().__init__(
+            Engine(model, tokenizer, built, **vars(served)), requests_at_once=8 * served.max_batch_size, seed=seed
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Tell the results' file what held the cache, and the memory that it took."""
+        memory = memory_of(self.stats, self.budget) if self.stats else {}
+        return {"policy": self.policy, "cache": {name: memory[name] for name in MEMORY if name in memory}}
 
 
 def main() -> None:
     """Run lm-eval with this process's arguments."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    with errors_in_one_line():
+        cli_evaluate()
 
 
 if __name__ == "__main__":

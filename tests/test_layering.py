@@ -50,7 +50,7 @@ ALLOWED = {
         *("training", "results", "runtime", "policies", "compression", "data"),
         *("measure", "provenance", "ranks", "target"),
     },
-    "lm_eval": {"models"},
+    "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
     "study": {"results", "data", "loading", "export", "target"},
     "quickstart": {

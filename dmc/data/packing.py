@@ -59,6 +59,10 @@ class PackedTokens(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length
 
+    def document_of(self, index: int, place: int) -> int:
+        """Number the document that a sequence's token is of."""
+        return self.tokens.document_at(index * self.sequence_length + place)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is outside the {len(self)} sequences.")

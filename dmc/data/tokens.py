@@ -72,6 +72,13 @@ class TokenTable:
         """Documents without."""
         return sum(len(chunk.ends) for chunk in self._chunks) - self.num_documents
 
+    def document_at(self, position: int) -> int:
+        """Number the document that a token is of; those without tokens are counted too."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        before = sum(len(chunk.ends) for chunk in self._chunks[:number])
+        ends, place = self._chunks[number].ends, position - self._starts[number]
+        return before + int(np.searchsorted(ends, place, side="right"))
+
     def window(self, start: int, stop: int) -> Window:
         """Return the tokens from `start` up to `stop`, which may stand in several chunks."""
         token_ids = np.empty(stop - start, dtype=np.int64)

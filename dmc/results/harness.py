@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -19,23 +18,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from dmc.results.tasks.asking import answers
-from dmc.results.tasks.base import Sample
 from dmc.runtime import Engine, GenerationStats, SamplingParams
 
 MAX_GEN_TOKS = 256
 """Tokens generated where a task does not say: as in lm-eval's HFLM."""
-LOGPROB_BYTES = 2**30
-"""Log-probabilities of whole vocabularies held at the same time."""
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
 
-class Feed(NamedTuple):
-    """What the engine is fed for one likelihood; continuations that differ in their last token alone share it."""
-
-    prompt: tuple[int, ...]
-    continuation: tuple[int, ...]
-    """All but its last token."""
+Feed = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt and all but the last token of its continuation: continuations that differ in that one share a pass."""
 
 
 class EngineLM(TemplateLM):
@@ -130,23 +121,28 @@ class EngineLM(TemplateLM):
         askers: dict[Feed, list[int]] = {}
         for index, (_, prompt, continuation) in enumerate(requests):
             askers.setdefault(self._feed(prompt, continuation), []).append(index)
+        feeds = sorted(askers, key=lambda feed: (-len(feed[0]) - len(feed[1]), feed))  # lack of memory shows at once
         answers = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as bar:
-            for group in self._groups(list(askers)):
-                indices = [askers[feed] for feed in group]
-                prompts, after = zip(*(self._parts(list(feed.prompt)) for feed in group), strict=True)
-                continuations = [requests[each[0]][2] for each in indices]
-                scorings = self.engine.score_with_stats(prompts, continuations, after=after)
-                for scoring, asking in zip(scorings, indices, strict=True):
+            for begin in range(0, len(feeds), self.requests_at_once):
+                group = feeds[begin : begin + self.requests_at_once]
+                asking = [askers[feed] for feed in group]
+                last = sorted({requests[index][2][-1] for indices in asking for index in indices})
+                prompts, after = self._parts([list(prompt) for prompt, _ in group])
+                continuations = [requests[indices[0]][2] for indices in asking]
+                scorings = self.engine.score_with_stats(prompts, continuations, Likelihoods(last), after)
+                for scoring, indices in zip(scorings, asking, strict=True):
                     self.stats.append(scoring.stats)
-                    for index in asking:
-                        answers[index] = likelihood_of(scoring.logprobs, requests[index][2])
-                bar.update(sum(map(len, indices)))
+                    for index in indices:
+                        answers[index] = Likelihoods(last).of(scoring.logprobs, requests[index][2])
+                bar.update(sum(map(len, asking)))
         return answers
 
-    def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Cut a prompt into what is compressed, and what is fed after that."""
-        return (prompt, []) if self.engine.policy is None or len(prompt) < 2 else (prompt[:-1], prompt[-1:])
+    def _parts(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        """Cut prompts into what is compressed, and what is fed after that: under a policy the last token."""
+        cuts = [len(prompt) - int(self.engine.policy is not None and len(prompt) > 1) for prompt in prompts]
+        parts = list(zip(prompts, cuts, strict=True))
+        return [prompt[:cut] for prompt, cut in parts], [prompt[cut:] for prompt, cut in parts]
 
     def _feed(self, prompt: list[int], continuation: list[int]) -> Feed:
         """Cut what is too long from the left, as HFLM does: the last token is not fed and needs no room.
@@ -160,26 +156,11 @@ class EngineLM(TemplateLM):
                 f"a prompt of {len(prompt)} tokens and a continuation of {len(continuation)}: expected both to have "
                 f"some, and the continuation at most {self.max_length}, the positions that the model has"
             )
-        return Feed(tuple(self._cut(prompt, room)), tuple(continuation[:-1]))
+        return tuple(self._cut(prompt, room)), tuple(continuation[:-1])
 
     def _cut(self, prompt: list[int], room: int) -> list[int]:
         self.num_cut += len(prompt) > room
         return prompt[-room:]
-
-    def _groups(self, feeds: list[Feed]) -> Iterator[list[Feed]]:
-        """Share feeds out, the longest first, so that lack of memory shows at once."""
-        token_bytes = 4 * self.engine.model.get_input_embeddings().num_embeddings
-        group: list[Feed] = []
-        room = LOGPROB_BYTES
-        for feed in sorted(feeds, key=lambda feed: (-len(feed.prompt) - len(feed.continuation), feed)):
-            needed = token_bytes * (len(feed.continuation) + 1)
-            if group and (needed > room or len(group) == self.requests_at_once):
-                yield group
-                group, room = [], LOGPROB_BYTES
-            group.append(feed)
-            room -= needed
-        if group:
-            yield group
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue texts until a stop string, the end of the text, or the task's number of tokens.
@@ -199,15 +180,8 @@ class EngineLM(TemplateLM):
                     f"{self.max_length} positions; give fewer"
                 )
             prompts.append(self._cut(self.tok_encode(context), room))
-        if self.engine.policy is None:
-            generations = self.engine.generate(prompts, params, progress=False if disable_tqdm else None)
-        else:
-            parts = [self._parts(prompt) for prompt in prompts]
-            samples = [Sample(before if after else [], [], after=after or before) for before, after in parts]
-            generations, together = [], max(1, self.requests_at_once // 8)
-            for begin in tqdm(range(0, len(samples), together), "answers", disable=disable_tqdm or None):
-                some = slice(begin, begin + together)
-                generations += answers(self.engine, samples[some], params[some])
+        fed, after = self._parts(prompts)
+        generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
         self.stats += [generation.stats for generation in generations]
         # a stop string that is a special token is in no text: `_sampling` stops there
         return [
@@ -243,13 +217,23 @@ class EngineLM(TemplateLM):
         )
 
 
-def likelihood_of(logprobs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Sum the log-probabilities of `tokens` in nats, and tell whether each is the most likely one.
+class Likelihoods:
+    """What is kept of log-probabilities, [n, vocab]: those of the given tokens, the likeliest, those of some others.
 
     Args:
-        logprobs: float32 [len(tokens), vocab].
-        tokens: of the continuation.
+        others: tokens with which continuations that share a pass may end.
     """
-    chosen = torch.tensor(tokens, device=logprobs.device)
-    total = logprobs.gather(-1, chosen[:, None]).double().sum()
-    return float(total), bool((logprobs.argmax(-1) == chosen).all())
+
+    def __init__(self, others: list[int]) -> None:
+        self.others = others
+
+    def __call__(self, logprobs: Tensor, tokens: Tensor) -> Tensor:
+        """Keep float32 [n, 2 + others]; a token id is exact in it."""
+        given, likeliest = logprobs.gather(-1, tokens[:, None]), logprobs.argmax(-1, keepdim=True).float()
+        return torch.cat([given, likeliest, logprobs[:, self.others]], dim=-1)
+
+    def of(self, kept: Tensor, tokens: list[int]) -> tuple[float, bool]:
+        """Sum the log-probabilities of a continuation in nats, and tell whether each token is the most likely one."""
+        last = kept[-1, 2 + self.others.index(tokens[-1])]
+        total = kept[:-1, 0].double().sum() + last.double()
+        return float(total), kept[:, 1].long().tolist() == tokens

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
-from dmc.results.chat_form import check_chat_template
 from dmc.results.measurement import Row
+from dmc.results.tasks.prompts import check_chat_template
 from dmc.runtime import Engine, GenerationStats
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ class LMEvalSettings:
     """For tasks that make their own data, such as RULER: {max_seq_lengths: [4096]}."""
     limit: int | None = None
     """First documents of every task that are used; None: all."""
+    max_gen_toks: int | None = None
+    """Tokens of an answer at the most; None: what the task says."""
     chat_template: bool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
@@ -108,8 +110,10 @@ class LMEvalSettings:
     """Whether every prompt, answer and score is written to `samples/`."""
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit}: expected a whole number >= 1, or null for all documents")
+        for name, otherwise in (("limit", "all documents"), ("max_gen_toks", "what the task says")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a whole number >= 1, or null for {otherwise}")
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,14 @@ class LMEvalTask:
         if self.settings.chat_template and engine.tokenizer is not None:
             check_chat_template(engine.tokenizer)
         lm = EngineLM(engine, requests_at_once=8 * together, seed=seed)
+        length = self.settings.max_gen_toks
+        generation = self.benchmark.generation | ({} if length is None else {"max_gen_toks": length})
         found: Any = simple_evaluate(
             model=lm,
             tasks=[self.name],
             task_manager=list_tasks(self.names, self.settings, model),
             num_fewshot=self.benchmark.num_fewshot,
-            gen_kwargs=dict(self.benchmark.generation) or None,
+            gen_kwargs=generation or None,
             limit=self.settings.limit,
             apply_chat_template=self.settings.chat_template,
             fewshot_as_multiturn=self.settings.chat_template,

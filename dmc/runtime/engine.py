@@ -130,6 +130,7 @@ class Engine:
         prompts: Collection[str | list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
         progress: bool | None = None,
+        after: Collection[list[int]] | None = None,
     ) -> list[Generation]:
         """Continue prompts; each as if it ran alone.
 
@@ -137,6 +138,7 @@ class Engine:
             prompts: texts or token ids, not empty.
             params: for all prompts, or one each.
             progress: whether to show a bar on stderr; None: if that is a terminal and it takes more than a few seconds.
+            after: fed behind each prompt as a session's next turn, when the prompt has been compressed; maybe nothing.
         Raises:
             ValueError: see `submit`; nothing has run.
             ArithmeticError: see `run`.
@@ -146,7 +148,8 @@ class Engine:
         every = params if isinstance(params, list) else [params] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        requests = [self._request(prompt, each) for prompt, each in zip(prompts, every, strict=True)]
+        turns = zip(prompts, every, after or [[]] * len(prompts), strict=True)
+        requests = [self._request(each or prompt, own, context=prompt if each else None) for prompt, own, each in turns]
         try:
             for request in requests:
                 self._start(request)
@@ -335,8 +338,9 @@ class Engine:
         params: SamplingParams | None,
         session: Session | None = None,
         streams_text: bool = False,
+        context: str | list[int] | None = None,
     ) -> Request:
-        """Check a request and put it together; nothing is queued or appended yet."""
+        """Check a request and put it together, behind a context of its own; nothing is queued, no session grows."""
         kind = "SamplingParams(...), one for all prompts or a list of one for each"
         params = SamplingParams() if params is None else of_kind("params", params, SamplingParams, kind)
         if max(params.stop_token_ids, default=0) >= self._vocab_size:
@@ -348,6 +352,9 @@ class Engine:
         if session is not None:
             self._check_is_free(session)
         sequence = Sequence([], wanted=0) if session is None else session.sequence
+        if context is not None:
+            sequence.add_prompt(self._encode(context))
+            sequence.next_prompt = len(sequence.tokens)
         needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
         request = Request(
             sequence,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 from transformers import AutoTokenizer, pipeline
 
 from dmc import Engine, SamplingParams, load_model
+from dmc.budget import Budget
+from dmc.policies import H2O, SnapKV
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["alpha beta gamma", "delta", "epsilon alpha beta delta gamma"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -56,27 +57,80 @@ def test_a_conversation_goes_through_the_template_in_the_folder(chat_folder: Pat
     assert reply["generated_text"][-1] == {"role": "assistant", "content": generate(chat_folder, [prompt])[0]}
 
 
-def test_lm_evals_own_command_line_evaluates_a_compressed_folder(
-    folders: Any, tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def lm_eval_in_this_process(tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `python -m dmc.lm_eval` over the local tasks; gives what it has written."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
+    import lm_eval.tasks
+
+    import dmc.lm_eval
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # so does listing all tasks
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
+
+    def run(model: str, arguments: str, *options: str) -> dict[str, Any]:
+        command = ["dmc.lm_eval", "--model", model, "--model_args", arguments, "--tasks", *TASKS, "--device", "cpu"]
+        command += ["--include_path", str(tasks_folder), "--output_path", str(tmp_path / "out"), *options]
+        monkeypatch.setattr(sys, "argv", command)
+        dmc.lm_eval.main()
+        (file,) = (tmp_path / "out").rglob("results_*.json")
+        return json.loads(file.read_text())
+
+    return run
+
+
+TASKS = ["local_choice", "local_generation", "local_rolling"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "policy"),
+    [
+        ("hf", "", None),
+        ("dmc", "", None),
+        ("dmc", ",policy=h2o,ratio=4,policy.recent=4,engine.block_size=32", H2O(budget=Budget(ratio=4), recent=4)),
+        ("dmc", ",policy=snapkv,tokens=12,policy.window=4", SnapKV(budget=Budget(tokens=12), window=4)),
+    ],
+)
+def test_lm_evals_own_command_line_gives_the_engines_numbers(
+    model: str, arguments: str, policy: Any, folders: Any, tasks_folder: Path, lm_eval_in_this_process: Any
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from dmc.results.harness import EngineLM
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    command = [sys.executable, "-m", "dmc.lm_eval", "--model", "hf", "--tasks", "local_choice", "--device", "cpu"]
-    command += ["--model_args", f"pretrained={folders.compressed}", "--include_path", str(tasks_folder)]
-    done = subprocess.run(
-        [*command, "--output_path", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (file,) = tmp_path.rglob("results_*.json")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
-    engine = Engine(load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed))
-    manager = TaskManager(include_path=str(tasks_folder), include_defaults=False)
-    own: Any = simple_evaluate(model=EngineLM(engine), tasks=["local_choice"], task_manager=manager)
-    expected = own["results"]["local_choice"]
-    found = json.loads(file.read_text())["results"]["local_choice"]
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    folder = folders.stock if policy else folders.compressed
+    found = lm_eval_in_this_process(model, f"pretrained={folder}{arguments}", "--batch_size", "3")
+    engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy)
+    manager = TaskManager(include_path=str(tasks_folder))
+    own: Any = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
+    for task in TASKS:
+        for name, value in own["results"][task].items():
+            if isinstance(value, float):
+                assert found["results"][task][name] == pytest.approx(value, abs=1e-4, rel=1e-6)
+    if model == "dmc":
+        assert found["config"]["cache"]["mean_achieved_ratio"] > 1.2
+    if policy:
+        assert found["config"]["policy"]["_target_"] == f"dmc.policies.{type(policy).__name__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("policy=h20,ratio=4", "policy[0]='h20' is not in configs/policy; did you mean 'h2o'?"),
+        ("policy=h2o", "H2O needs a budget"),
+        ("ratio=4", "the full cache has no budget"),
+        ("policy=h2o,ratio=4,policy.recnt=3", "has no option 'recnt': did you mean 'recent'?"),
+        ("polcy=h2o", "model_args: 'polcy' is unknown; did you mean 'policy'?"),
+        ("engine.block_size=0", "engine.block_size=0: expected a whole number >= 1"),
+    ],
+)
+def test_arguments_of_the_model_that_make_no_sense_are_told_in_one_line(
+    arguments: str, message: str, folders: Any, lm_eval_in_this_process: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        lm_eval_in_this_process("dmc", f"pretrained={folders.stock},{arguments}")
+    assert str(ended.value).startswith("error: ") and message in str(ended.value)
+    assert "\n" not in str(ended.value) and not (tmp_path / "out").exists()

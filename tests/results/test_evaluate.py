@@ -256,8 +256,8 @@ SELECTIONS = sorted(path.stem for path in (CONFIGS / "evaluation").glob("*.yaml"
 @pytest.fixture(scope="module")
 def everything(tasks_folder: Path) -> TaskManager:
     """The tasks that papers name: listing all that lm-eval has takes ten seconds."""
-    names = ["arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
-    names += ["mmlu/default", "openbookqa", "piqa", "super_glue", "truthfulqa", "winogrande"]
+    names = ["aime", "arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
+    names += ["minerva_math", "mmlu/default", "openbookqa", "piqa", "ruler", "super_glue", "truthfulqa", "winogrande"]
     folders = [Path(lm_eval.tasks.__file__).parent / name for name in names]
     return TaskManager(include_path=[*folders, tasks_folder], include_defaults=False)
 
@@ -379,3 +379,29 @@ def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders: An
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1
     assert done.stderr.strip() == "error: No module named 'lm_eval': pip install '.[eval]'"
+
+
+def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_others_table(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model(folders.stock)
+    model.model.norm.weight.data.fill_(float("nan"))
+    shutil.copytree(folders.stock, tmp_path / "bad")
+    model.save_pretrained(tmp_path / "bad")
+    monkeypatch.chdir(tmp_path)
+    task = "{name: text, like: text_loss, context_tokens: 8, scored_tokens: 8, num_samples: 2, cache_folder: cache, "
+    task += f"source: {{_target_: dmc.data.TextSource, name: {folders.text}}}}}"
+    command = [
+        "compare.py",
+        f"models={{bad: {tmp_path / 'bad'}, base: {folders.stock}}}",
+        "policies=full",
+        f"tasks=[{task}]",
+    ]
+    for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
+        assert run_script(*command, "budgets=[]", "speed_tokens=0", "output=out") == (
+            "error: 1 of 2 cells have figures that are not finite"
+        )
+        told = capsys.readouterr()
+        assert f"2 cells, {finished} finished before" in told.err
+        assert "not finite, left out of the figures: bad, full, text: loss is nan" in told.out
+        assert "| base, full |" in told.out and "| bad, full |" not in told.out

@@ -14,7 +14,7 @@ from dmc import Engine, load_model
 from dmc.data import TextSource, framing_of
 from dmc.results.harness import EngineLM
 from dmc.results.tasks import TextLoss
-from dmc.results.tasks.text_recall import Encoder
+from dmc.results.tasks.prompts import Encoder
 
 
 @pytest.fixture

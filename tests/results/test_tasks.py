@@ -13,7 +13,7 @@ from dmc.budget import Budget
 from dmc.data import TextSource
 from dmc.policies import LocalWindow
 from dmc.results.speed import measure_speed
-from dmc.results.tasks import Recall, TextLoss, mean_loss
+from dmc.results.tasks import Recall, TextLoss
 
 
 def text_loss(folders: Any, tmp_path: Path, **changes: Any) -> TextLoss:
@@ -94,11 +94,6 @@ def test_recall_knows_its_limits() -> None:
         Recall("copy", sequence_length=4)
     with pytest.raises(ValueError, match="vocab_size=400, the model knows 300"):
         Recall("copy", sequence_length=40, vocab_size=400).samples(None, 300)
-
-
-def test_mean_loss_is_that_of_the_given_tokens() -> None:
-    logprobs = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
-    assert mean_loss(logprobs, [0, 1]) == pytest.approx(-(torch.tensor([0.5, 0.75]).log().mean().item()))
 
 
 def test_scoring_measures_the_memory_that_generating_takes(folders: Any, make_prompts: Any) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from transformers import AutoTokenizer
 from dmc import Engine, load_model, retrofit
 from dmc.budget import Budget
 from dmc.compression import CompressionConfig
+from dmc.config import build_config
 from dmc.data import TextSource
-from dmc.policies import StreamingLLM
+from dmc.policies import H2O, SnapKV, StreamingLLM
 from dmc.results.compare import memory_of
+from dmc.results.grid import CompareConfig, plan_tasks
 from dmc.results.tasks import (
     KeyValuePairs,
     MultiTurnRecall,
@@ -29,7 +32,7 @@ from dmc.results.tasks import (
     TwoStageRetrieval,
     by_place,
 )
-from dmc.results.tasks.far_repeats import far_repeats
+from dmc.results.tasks.text_loss import far_repeats
 from dmc.runtime import GenerationStats
 
 CHAT_TEMPLATE = (
@@ -37,6 +40,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FILLER = "The grass is green. The sky is blue.\n"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 Script = Callable[[str], str]
 
 
@@ -420,3 +424,54 @@ def test_questions_that_cannot_be_asked_are_refused(settings: dict[str, str], me
         Needle(haystack=FILLER, **settings)
     with pytest.raises(ValueError, match="question='known': expected hidden"):
         MultiTurnRecall(haystack=FILLER, question="known")
+
+
+METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
+
+
+@pytest.mark.parametrize("method", [*METHODS, "gates"])
+def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
+    method: str, folders: Any, tokenizer: Any
+) -> None:
+    model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
+    asked = {"name": "asked", "like": "passkey", "question": "both", "lengths": [220], "depths": [0, 0.5, 1]}
+    asked |= {"shares_context": True, "fact": NEEDLE.fact, "question_text": NEEDLE.question_text}
+    config = build_config(CompareConfig, {"models": {"m": "x"}, "policies": [], "tasks": [asked], "budgets": []})
+    tasks: Any = plan_tasks(config, CONFIGS, "x")[0]
+    assert {name: task.question for name, task in tasks.items()} == {"asked:known": "known", "asked:hidden": "hidden"}
+    for task in tasks.values():
+        samples = task.samples(tokenizer, 300)
+        prompts, after = [each.prompt for each in samples], [each.after for each in samples]
+        assert len(samples) == 12 and len({tuple(each) for each in prompts}) == (12 if task.question == "known" else 4)
+        engine = Engine(model, tokenizer, policy, max_batch_size=5, prefill_chunk_size=None if policy else 50)
+        together = engine.generate(prompts, task.params(), after=after)
+        results = task.evaluate(engine, samples)
+        assert engine.blocks_in_use == 0
+        for sample, generation, result in zip(samples, together, results, strict=True):
+            own = Engine(model, tokenizer, policy)
+            with own.session() as session:
+                session.feed(sample.prompt)
+                alone = session.generate(sample.after, task.params())
+            assert generation.token_ids == alone.token_ids
+            assert generation.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            for stats in (generation.stats, result.stats):
+                assert torch.equal(stats.slots, alone.stats.slots)
+                assert torch.equal(stats.mean_slots, alone.stats.mean_slots)
+            (scoring,) = own.score_with_stats([sample.prompt], [sample.continuation], after=[sample.after])
+            rows = zip(scoring.logprobs, sample.continuation, strict=True)
+            assert result.metrics["loss"] == pytest.approx(-fmean(float(row[token]) for row, token in rows), abs=1e-4)
+            assert result.metrics.items() >= task.grade(own, sample, alone).items()
+
+
+def test_windows_of_one_document_belong_together(folders: Any, tokenizer: Any, tmp_path: Path) -> None:
+    for number, words in enumerate((60, 400, 0, 60)):
+        (tmp_path / f"{number}.txt").write_text("alpha beta " * words)
+    options: Any = {"context_tokens": 24, "scored_tokens": 8, "cache_folder": str(tmp_path / "cache")}
+    samples = TextLoss(TextSource(str(tmp_path / "*.txt")), 1000, **options).samples(tokenizer, 300)
+    ends = found = 0
+    for sample in samples:  # where tokens end documents, counted one by one
+        for place, token in enumerate(sample.prompt + sample.continuation):
+            found = ends if place == len(sample.prompt) else found
+            ends += token == tokenizer.eos_token_id
+        assert sample.context == found + (found > 1)  # the empty document has no token
+    assert len({sample.context for sample in samples}) == 3

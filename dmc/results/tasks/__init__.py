@@ -1,17 +1,13 @@
 """What a compressed cache is asked to do: predict text, or find again what stood far back.
 
-`base.py` says what a task is. With random tokens: `recall.py`. With text: `text_loss.py`, and, on `text_recall.py`,
-`needle.py` (also passkey), `key_value.py`, `two_stage.py` and `turns.py`. `asking.py` feeds what comes behind a prompt
-when the cache has compressed it.
+Read in this order: `base.py` (what a task is) -> `text_loss.py` (predict text) -> `asking.py` (ask behind a compressed
+prompt; with random tokens) -> `prompts.py` (prompts of text, conversations) -> `retrieval.py` (ask about text).
 """
 
+from dmc.results.tasks.asking import Recall
 from dmc.results.tasks.base import Part, Sample, SampleResult, Task, by_place, split_of_text
-from dmc.results.tasks.key_value import KeyValuePairs
-from dmc.results.tasks.needle import Needle
-from dmc.results.tasks.recall import Recall
-from dmc.results.tasks.text_loss import TextLoss, mean_loss
-from dmc.results.tasks.turns import MultiTurnRecall, Turns
-from dmc.results.tasks.two_stage import TwoStageRetrieval
+from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, Turns, TwoStageRetrieval
+from dmc.results.tasks.text_loss import TextLoss
 
 __all__ = [
     "KeyValuePairs",
@@ -26,6 +22,5 @@ __all__ = [
     "Turns",
     "TwoStageRetrieval",
     "by_place",
-    "mean_loss",
     "split_of_text",
 ]

@@ -1,49 +1,116 @@
-"""Ask about a prompt that the cache holds compressed: no token of an answer comes from the prompt's own pass."""
+"""What asks for something far back: the cache compresses a prompt, is fed what stands behind it, and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from torch import Tensor
-
-from dmc.results.tasks.base import Sample
+from dmc.data import RecallSequences
+from dmc.data.synthetic import RecallTask
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive
 from dmc.runtime import Engine, Generation, SamplingParams
+from dmc.runtime.forced import of_given_tokens
 
 Question = Literal["known", "hidden"]
 """What a cache is compressed with: the whole question in sight, or the context alone."""
 
 
-def check_question(question: str) -> None:
-    """Raise a ValueError for what is no `Question`."""
-    if question not in get_args(Question):
-        raise ValueError(
-            f"question={question!r}: expected known (the cache is compressed with the question in sight) or hidden "
-            "(before it comes); its wording is question_text"
+class Asking:
+    """A task whose samples are answered greedily: no token of an answer comes from the prompt's own pass."""
+
+    main_metric = "exact_match"
+    higher_is_better = True
+    question: Question
+
+    def params(self) -> SamplingParams:
+        """Say how answers are generated."""
+        raise NotImplementedError
+
+    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
+        """Compare an answer with a sample's: 1 or 0 for each metric."""
+        raise NotImplementedError
+
+    def check_question(self) -> None:
+        """Raise a ValueError for what is no `Question`."""
+        if self.question not in get_args(Question):
+            raise ValueError(
+                f"question={self.question!r}: expected known (the cache is compressed with the question in sight) or "
+                "hidden (before it comes); its wording is question_text"
+            )
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """See `Task.evaluate`; `loss` is that of the right answer."""
+        prompts, after = [each.prompt for each in samples], [each.after for each in samples]
+        generations = engine.generate(prompts, self.params(), progress=False, after=after)
+        right = [each.continuation for each in samples]
+        scorings = engine.score_with_stats(prompts, right, of_given_tokens, after)
+        results = []
+        for sample, generation, scoring in zip(samples, generations, scorings, strict=True):
+            metrics = self.grade(engine, sample, generation) | {"loss": -float(scoring.logprobs.double().mean())}
+            results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
+        return results
+
+
+@dataclass(frozen=True)
+class Recall(Asking):
+    """Repeats what stood far back among random tokens, see `RecallSequences`; no tokenizer is needed.
+
+    The query is fed when the cache has compressed what stands before it. Of `key_value` it is compressed with the query
+    in sight, which then comes again; `question="hidden"`: without. The others' query is the same for every sample.
+
+    A row keeps the grid `by_length_and_depth`; the depth is where the answer stood, to a tenth of the prompt.
+
+    Raises:
+        ValueError: see `RecallSequences`.
+    """
+
+    task: RecallTask
+    num_samples: int = 32
+    sequence_length: int = 1024
+    """Tokens of prompt and answer."""
+    answer_length: int = 4
+    vocab_size: int | None = None
+    """Tokens are drawn below it; None: all that the model knows."""
+    question: Question = "known"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_samples")
+        self.check_question()
+        self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
+
+    def identity(self) -> Any:
+        """See `Task.identity`: the settings say all."""
+
+    def params(self) -> SamplingParams:
+        """See `Asking.params`."""
+        return SamplingParams(max_new_tokens=self.answer_length, temperature=0.0, ignore_eos=True)
+
+    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
+        """See `Asking.grade`: every token must be right."""
+        return {"exact_match": float(generation.token_ids == sample.continuation)}
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        if self.vocab_size is not None and self.vocab_size > vocab_size:
+            raise ValueError(f"{self.task}: vocab_size={self.vocab_size}, the model knows {vocab_size} tokens")
+        samples, sequences = [], self._sequences(self.vocab_size or vocab_size)
+        for index in range(len(sequences)):
+            item = sequences[index]
+            tokens, start = item["input_ids"].tolist(), item["answer_start"]
+            place = {"length": self.sequence_length, "depth": round(item["source_start"] / start, 1)}
+            asked = start - (2 if self.task == "key_value" else 1)
+            end = start if self.task == "key_value" and self.question == "known" else asked
+            samples.append(Sample(tokens[:end], tokens[start:], place, after=tokens[asked:start]))
+        return samples
+
+    def _sequences(self, vocab_size: int) -> RecallSequences:
+        return RecallSequences(
+            self.task,
+            num_sequences=self.num_samples,
+            sequence_length=self.sequence_length,
+            vocab_size=vocab_size,
+            answer_length=self.answer_length,
+            seed=self.seed,
         )
-
-
-def answers(
-    engine: Engine, samples: Sequence[Sample], params: SamplingParams | Sequence[SamplingParams]
-) -> list[Generation]:
-    """Let the cache compress each prompt, feed what stands behind it, and continue; all samples at the same time."""
-    each_params = [params] * len(samples) if isinstance(params, SamplingParams) else params
-    sessions = [engine.session() for _ in samples]
-    try:
-        for sample, session in zip(samples, sessions, strict=True):
-            if sample.prompt:
-                session.feed(sample.prompt)
-        turns = zip(samples, each_params, sessions, strict=True)
-        requests = [engine.submit(sample.after, own, session) for sample, own, session in turns]
-        engine.run(requests, progress=False)
-        return [request.generation for request in requests if request.generation is not None]
-    finally:
-        for session in sessions:
-            session.close()
-
-
-def answer_scores(engine: Engine, samples: Sequence[Sample]) -> list[Tensor]:
-    """Score the right answers, float32 [tokens, vocab], fed as `answers` feeds: behind the compressed prompt."""
-    prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
-    scorings = engine.score_with_stats(prompts, continuations, after=[sample.after for sample in samples])
-    return [scoring.logprobs for scoring in scorings]

@@ -117,3 +117,11 @@ def check_positive(task: Any, *names: str) -> None:
     for name in names:
         if getattr(task, name) < 1:
             raise ValueError(f"{name}={getattr(task, name)}: expected a whole number >= 1")
+
+
+def check_range(task: Any, name: str, least: float, most: float | None = None) -> None:
+    """Raise a ValueError for a setting of a task that is no list of numbers in a range, whole ones without an end."""
+    values = getattr(task, name)
+    if not values or not all(least <= each <= (each if most is None else most) for each in values):
+        expected = f"whole numbers >= {least}" if most is None else f"numbers from {least} to {most}"
+        raise ValueError(f"{name}={list(values)}: expected {expected}")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive
-from dmc.results.tasks.far_repeats import far_repeats
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -70,7 +69,7 @@ class TextLoss:
         for index in _spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
             start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
-            document = _document_of(windows, index, context, framing_of(tokenizer).end)
+            document = windows.document_of(index, context)
             samples.append(Sample(begin + tokens[start:context], tokens[context:], context=document))
         if self.repeat_ngram is not None:
             samples = [sample for sample in samples if self._far_repeats(sample)]
@@ -111,19 +110,24 @@ class TextLoss:
         return parts
 
 
-def _document_of(windows: Any, index: int, position: int, end: int) -> tuple[int, int]:
-    """Name the document that a token of a window is of: where the end of the one before it stands."""
-    for before in range(index, -1, -1):
-        tokens = windows[before]["input_ids"][: position if before == index else None]
-        ends = (tokens == end).nonzero()
-        if len(ends):
-            return before, int(ends[-1])
-    return 0, -1
+def far_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list[int]:
+    """Find the tokens that end an n-gram whose last earlier occurrence is far back: those for which memory matters.
 
-
-def mean_loss(logprobs: Tensor, tokens: list[int]) -> float:
-    """Mean negative log-probability of `tokens` in nats; logprobs [len(tokens), vocab]."""
-    return -float(of_given_tokens(logprobs, logprobs.new_tensor(tokens).long()).double().mean())
+    Args:
+        tokens: a text.
+        ngram: tokens that repeat, the found one the last of them, >= 1.
+        distance: at least so many tokens lie from the end of the earlier occurrence to the found token.
+    Returns:
+        Their positions, ascending.
+    """
+    last: dict[tuple[int, ...], int] = {}
+    found = []
+    for end in range(ngram - 1, len(tokens)):
+        words = tuple(tokens[end - ngram + 1 : end + 1])
+        if words in last and end - last[words] >= distance:
+            found.append(end)
+        last[words] = end
+    return found
 
 
 def _spread(count: int, length: int) -> list[int]:

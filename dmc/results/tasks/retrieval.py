@@ -1,0 +1,380 @@
+"""Asks for what a text has said: a fact at a depth, a key's value, a sum's color, a number told turns before."""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dmc.data import DocumentSource
+from dmc.results.tasks.asking import Asking, Question
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive, check_range
+from dmc.results.tasks.prompts import Encoder, beginning_of_answer
+from dmc.runtime import Engine, Generation, SamplingParams
+
+NAMES = ("Lisbon", "Oslo", "Nairobi", "Lima", "Hanoi", "Quito", "Dublin", "Cairo", "Vienna", "Toronto", "Seoul", "Rome")
+COLORS = (
+    *("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white", "gray", "cyan"),
+    *("magenta", "indigo", "violet", "beige", "maroon", "navy", "olive", "teal", "lime", "silver", "gold"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecall(Asking):
+    """Asks for something that the prompt has said: greedy generation, exact match, and the loss of the right answer.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    samples_per_place: int = 4
+    """For each place of the grid."""
+    max_new_tokens: int = 24
+    """Tokens in which the answer must stand."""
+    chat_template: bool = False
+    """Whether the tokenizer's chat template is written around the prompt: what stands behind the last question mark or
+    line end of a question then begins the reply."""
+    question: Question = "known"
+    """Whether the cache is compressed with the question in sight. What stands behind its last question mark or line
+    end, the same for every sample, is fed after that and gives the answer's first token."""
+    seed: int = 0
+    stop: ClassVar[tuple[str, ...]] = ("\n",)
+    """Ends an answer."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "samples_per_place", "max_new_tokens")
+        self.check_question()
+
+    def identity(self) -> Any:
+        """See `Task.identity`: the settings say all but what the files of a haystack hold."""
+        haystack = getattr(self, "haystack", None)
+        if haystack is None or isinstance(haystack, str):
+            if haystack is not None and not haystack.strip():
+                raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
+            return haystack
+        haystack.check()
+        return haystack.description()
+
+    def extract(self, text: str) -> dict[str, str | None]:
+        """Find in an answer what each metric compares; None: it is not there. Default: the first number."""
+        return {"exact_match": first_number(text)}
+
+    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
+        """See `Asking.grade`."""
+        wanted = self.extract(engine.tokenizer.decode(sample.continuation))
+        found = self.extract(generation.text or "")
+        return {name: float(found[name] is not None and found[name] == wanted[name]) for name in wanted}
+
+    def params(self) -> SamplingParams:
+        """See `Asking.params`."""
+        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0, stop=self.stop)
+
+    def sample(
+        self,
+        tokens: list[int],
+        asked: tuple[list[int], list[int]],
+        answer: list[int],
+        place: dict[str, float],
+        context: Any = None,
+    ) -> Sample:
+        """Put a sample together: what is compressed, and what is fed after that."""
+        question, cue = asked
+        if self.question == "known":
+            return Sample([*tokens, *question], answer, place, after=cue, context=context)
+        return Sample(tokens, answer, place, after=[*question, *cue], context=context)
+
+    def random(self, *place: object) -> random.Random:
+        """Return the source of what a sample draws."""
+        return random.Random(f"{self.seed} {place}")
+
+
+def first_number(text: str) -> str | None:
+    """Return the first run of digits."""
+    found = re.search(r"\d+", text)
+    return found[0] if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle(TextRecall):
+    """Asks for a number that stands at `depths` of texts of `lengths`: needle in a haystack, and passkey.
+
+    A row keeps the grid `by_length_and_depth`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    haystack: DocumentSource | str
+    """A source of documents, or a text that is repeated."""
+    lengths: Sequence[int] = (512, 1024)
+    """Tokens of prompts, the question included."""
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Where in the text the fact stands: 0 at its beginning, 1 at its end."""
+    fact: str = "\nThe magic number of {name} is {number}.\n"
+    question_text: str = "\nWhat is the magic number of {name}? The magic number is"
+    digits: int = 5
+    """Of the number."""
+    shares_context: bool = False
+    """Whether one text holds the facts of all depths, each asked for by a sample of its own: several questions to one
+    context."""
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        start = beginning_of_answer(self.question_text)
+        if not start.strip() or "{" in start:
+            raise ValueError(
+                f"question_text={self.question_text!r}: expected the beginning of the answer behind the last question "
+                "mark or line end, without names in braces: it is fed when the cache has been compressed"
+            )
+        if "{number}" not in self.fact:
+            raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
+        check_range(self, "lengths", 1)
+        check_range(self, "depths", 0, 1)
+        check_positive(self, "digits")
+        if self.shares_context and ("{name}" not in self.fact or len(self.depths) > len(NAMES)):
+            raise ValueError(f"shares_context=true: expected {{name}} in fact, and at most {len(NAMES)} depths")
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        encoder = Encoder(tokenizer, self.chat_template)
+        texts = encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
+        return [
+            sample
+            for length in self.lengths
+            for depths in ([self.depths] if self.shares_context else [[depth] for depth in self.depths])
+            for number, text in enumerate(texts)
+            for sample in self._ask(encoder, text, length, depths, number, texts.index(text))
+        ]
+
+    def _ask(
+        self, encoder: Encoder, text: list[int], length: int, depths: Sequence[float], number: int, source: int
+    ) -> list[Sample]:
+        """Hide one fact at each depth, and ask for each."""
+        draw = self.random(length, *depths, number)
+        names = draw.sample(NAMES, len(depths))
+        numbers = [draw.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in depths]
+        said = [{"name": name, "number": each} for name, each in zip(names, numbers, strict=True)]
+        facts = [encoder.encode(self.fact.format(**each)) for each in said]
+        questions = [encoder.ask(self.question_text.format(**each)) for each in said]
+        longest = max(sum(map(len, asked)) for asked in questions)
+        room = length - len(encoder.begin) - sum(map(len, facts)) - longest
+        if room < 0:
+            raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")
+        context, last = list(encoder.begin), 0
+        for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda each: each[0]):
+            cut = round(depth * room)
+            context += [*text[last:cut], *fact]
+            last = cut
+        context += text[last:room]
+        of_context = (length, *depths, number) if isinstance(self.haystack, str) else source
+        return [
+            self.sample(context, asked, encoder.encode(f" {each}"), {"length": length, "depth": depth}, of_context)
+            for depth, each, asked in zip(depths, numbers, questions, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyValuePairs(TextRecall):
+    """Asks for the value of one key of a JSON object of UUIDs (Liu et al., arXiv:2307.03172).
+
+    A row keeps the grid `by_length_and_depth`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    lengths: Sequence[int] = (1024, 2048)
+    """Tokens that prompts have at most: as many pairs as fit."""
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Which pair is asked for: 0 the first, 1 the last."""
+    max_new_tokens: int = 64
+    stop: ClassVar[tuple[str, ...]] = ('"', "\n")
+    opening: ClassVar[str] = (
+        "The JSON object below maps keys to values. Answer with the value of the key that is asked for.\n\n{"
+    )
+    asks: ClassVar[str] = '}}\n\nKey: "{key}"\nValue: "'
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "lengths", 1)
+        check_range(self, "depths", 0, 1)
+
+    def extract(self, text: str) -> dict[str, str | None]:
+        """See `TextRecall.extract`: what stands before the closing quote."""
+        return {"exact_match": text.split('"')[0].strip() or None}
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        encoder = Encoder(tokenizer, self.chat_template)
+        return [
+            self._sample(encoder, length, depth, number)
+            for length in self.lengths
+            for depth in self.depths
+            for number in range(self.samples_per_place)
+        ]
+
+    def _sample(self, encoder: Encoder, length: int, depth: float, number: int) -> Sample:
+        draw = self.random(length, number)  # the same pairs at every depth
+        context = [*encoder.begin, *encoder.encode(self.opening)]
+        pairs: list[tuple[str, str]] = []
+        longest = 0
+        while True:
+            key, value = [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(2)]
+            piece = encoder.encode(f'"{key}": "{value}",\n')
+            longest = max(longest, sum(map(len, encoder.ask(self.asks.format(key=key)))))  # any key may be asked for
+            if len(context) + len(piece) + longest > length:
+                break
+            pairs.append((key, value))
+            context += piece
+        if not pairs:
+            raise ValueError(f"lengths: {length} tokens have no room for a single pair of UUIDs")
+        key, value = pairs[round(depth * (len(pairs) - 1))]
+        asked, answer = encoder.ask(self.asks.format(key=key)), encoder.encode(f'{value}"')
+        return self.sample(context, asked, answer, {"length": length, "depth": depth}, (length, number))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoStageRetrieval(TextRecall):
+    """Asks for the color that a dictionary gives for the sum of two numbers: OmniKV's 2StageRetr.
+
+    The second stage is known only after the first: with a chain of thought the model first writes the sum
+    (`sum_match`), whose entry only then is looked for. Differs from the authors' data: the wording, prompts that end
+    where the answer begins, so that base models can answer, and exact match, the first color named, where theirs is
+    anywhere in the answer. A row keeps the figures `by_entries`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    entries: Sequence[int] = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
+    """Of the dictionary, the authors' sizes."""
+    chain_of_thought: bool = True
+    samples_per_place: int = 15
+    max_new_tokens: int = 48
+    stop: ClassVar[tuple[str, ...]] = ("\n\n",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "entries", 1)
+
+    def extract(self, text: str) -> dict[str, str | None]:
+        """See `TextRecall.extract`: the first color named, and the first number."""
+        found = re.search(rf"\b({'|'.join(COLORS)})\b", text.lower())
+        color = {"exact_match": found[0] if found else None}
+        return color | {"sum_match": first_number(text)} if self.chain_of_thought else color
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        encoder = Encoder(tokenizer, self.chat_template)
+        places = [(size, number) for size in self.entries for number in range(self.samples_per_place)]
+        return [self._sample(encoder, size, number) for size, number in places]
+
+    def _sample(self, encoder: Encoder, size: int, number: int) -> Sample:
+        draw = self.random(size, number)
+        colors = draw.choices(COLORS, k=size)
+        total = draw.randrange(size)
+        first = draw.randint(0, total)
+        dictionary = ", ".join(f"{key}: {color}" for key, color in enumerate(colors))
+        equation = f"{first} + {total - first}"
+        context = encoder.encode(f"This dictionary gives every number a color: {{{dictionary}}}\n")
+        if self.chain_of_thought:
+            question = f"Compute {equation}, then name the color of the result.\nAnswer: the result is"
+            answer = f" {total}. The color of {total} is {colors[total]}."
+        else:
+            question = f"Name the color of {equation}.\nAnswer: the color is"
+            answer = f" {colors[total]}."
+        asked = encoder.ask(question)
+        return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), {"entries": size})
+
+
+@dataclass(frozen=True)
+class Turns(Sample):
+    """A conversation; `prompt` is all that is said to the model."""
+
+    turns: list[list[int]] = field(default_factory=list)
+    """The prompt of each turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnRecall(TextRecall):
+    """Tells a number in turn 1 and asks for it in turn k, with text and the model's replies between.
+
+    Each conversation is a session of the engine: what one turn has compressed is what the next one sees. A row keeps
+    the figures `by_turn`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    haystack: DocumentSource | str
+    """What is said in between: a source of documents, or a text that is repeated."""
+    turns: Sequence[int] = (2, 4, 8)
+    """In which the question is asked; the first is 1."""
+    turn_tokens: int = 128
+    """Of filler in each turn before."""
+    reply_tokens: int = 8
+    """Of each reply before the answer."""
+    fact: str = "The door code of {name} is {number}. Remember it.\n"
+    question_text: str = "\nWhat is the door code of {name}? The door code of {name} is"
+    question: Question = "hidden"
+    """The turns before are compressed when it comes; there is no other way to ask in a conversation."""
+    cache_folder: str = "outputs/cache"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "turn_tokens", "reply_tokens")
+        check_range(self, "turns", 2)  # the fact is told in turn 1
+        if self.question != "hidden":
+            raise ValueError(f"question={self.question!r}: expected hidden, a conversation is compressed before it")
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        encoder = Encoder(tokenizer, self.chat_template)
+        most = (max(self.turns) - 1) * self.turn_tokens
+        texts = encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
+        return [self._sample(encoder, text, turn, i) for turn in self.turns for i, text in enumerate(texts)]
+
+    def _sample(self, encoder: Encoder, text: list[int], turn: int, index: int) -> Turns:
+        draw = self.random(turn, index)
+        values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
+        fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]
+        fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
+        turns = encoder.converse(fillers[: turn - 1], self.question_text.format(**values))
+        prompt = [token for each in turns for token in each]
+        context = None if isinstance(self.haystack, str) else index
+        return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, context=context, turns=turns)
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """See `Task.evaluate`; conversations take their turns together."""
+        chats = [sample for sample in samples if isinstance(sample, Turns)]
+        sessions = [engine.session() for _ in chats]
+        reply = SamplingParams(max_new_tokens=self.reply_tokens, temperature=0.0, stop=self.stop)
+        answers: dict[int, Generation | None] = {}
+        try:
+            for turn in range(max(len(chat.turns) for chat in chats)):
+                requests = {
+                    index: engine.submit(
+                        chat.turns[turn], self.params() if turn + 1 == len(chat.turns) else reply, sessions[index]
+                    )
+                    for index, chat in enumerate(chats)
+                    if turn < len(chat.turns)
+                }
+                engine.run(list(requests.values()), progress=False)
+                for index, request in requests.items():
+                    answers[index] = request.generation
+                    if turn + 1 == len(chats[index].turns):
+                        sessions[index].close()
+        finally:
+            for session in sessions:
+                session.close()
+        results = []
+        for chat, (_, generation) in zip(chats, sorted(answers.items()), strict=True):
+            assert generation is not None
+            metrics = self.grade(engine, chat, generation)
+            results.append(SampleResult(metrics, generation.stats, [Part(chat.place, metrics)]))
+        return results

@@ -1,0 +1,105 @@
+"""The presets of compare.py: lm-eval's own tasks over local data of the same schema, from one command to the table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+import lm_eval.tasks
+from omegaconf import OmegaConf
+from scripts_here import run_script
+from transformers import AutoTokenizer
+
+from dmc.results.lm_eval_tasks import read_benchmarks
+from dmc.results.store import Store
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+LM_EVAL = Path(lm_eval.tasks.__file__).parent
+PRESETS = {"ruler_4k": "ruler", "longbench": "longbench", "reasoning": "minerva_math aime gsm8k"}
+"""Where lm-eval keeps their tasks."""
+DOCUMENT = {
+    **{"input": "alpha beta", "outputs": ["gamma"], "max_length": 4096, "gen_prefix": "The answer is", "length": 9},
+    **{"context": "alpha beta", "question": "beta?", "answers": ["Paragraph 1"], "all_classes": ["gamma", "delta"]},
+    **{"problem": "1 + 1?", "solution": "It is $\\boxed{2}$.", "answer": "#### 2"},
+}
+"""A document with the fields of all of these data sets; AIME's of 2024 begin with capitals."""
+AIME24 = {"Problem": "1 + 1?", "Answer": 2}
+
+
+@pytest.fixture
+def without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of what the tasks' scores are made with as it takes to load them."""
+    fuzz = SimpleNamespace(ratio=lambda one, other: 100.0 * (one == other))
+    rouge = SimpleNamespace(get_scores=lambda *_, **__: {"rouge-l": {"f": 0.5}})
+    words = {kind: ["alpha"] for word in ("noun", "adjective", "verb") for kind in (word, f"{word}s")}
+    modules = {
+        "jieba": SimpleNamespace(cut=lambda text, **_: text.split()),
+        "fuzzywuzzy": SimpleNamespace(fuzz=fuzz),
+        "rouge": SimpleNamespace(Rouge=lambda: rouge),
+        "wonderwords": SimpleNamespace(RandomWord=lambda: SimpleNamespace(_categories=words)),
+        "nltk": SimpleNamespace(sent_tokenize=str.split, data=SimpleNamespace(find=str)),
+        "math_verify": SimpleNamespace(parse=str, verify=lambda gold, target: gold == target),
+    }
+    version = importlib.metadata.version
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.11" if "antlr4" in name else version(name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+
+
+def local_tasks(names: list[str], folders: list[str], target: Path) -> None:
+    """Write lm-eval's tasks once more, over documents in a file; all else is theirs."""
+    files = {
+        name: path
+        for folder in folders
+        for path in (LM_EVAL / folder).glob("*.yaml")
+        for name in [line[6:].strip() for line in path.read_text().splitlines() if line.startswith("task: ")]
+    }
+    for name in names:
+        document = AIME24 if name == "aime24" else DOCUMENT
+        (target / f"{name}.jsonl").write_text(f"{json.dumps(document)}\n" * 3)
+        where = {"data_files": dict.fromkeys(("train", "test"), str(target / f"{name}.jsonl"))}
+        local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None, "dataset_kwargs": where}
+        OmegaConf.save({"include": str(files[name]), "task": name, **local}, target / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_runs_from_one_short_command_to_the_table(
+    preset: str,
+    folders: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    without_further_packages: None,
+) -> None:
+    settings: Any = OmegaConf.load(CONFIGS / "experiment" / f"{preset}.yaml")
+    benchmarks = read_benchmarks(settings.tasks, CONFIGS / "evaluation")
+    names = [task for each in benchmarks for task in each.tasks]
+    (tmp_path / "tasks").mkdir()
+    local_tasks(names, PRESETS[preset].split(), tmp_path / "tasks")
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in folders.stock.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    monkeypatch.chdir(tmp_path)
+    command = ["compare.py", f"experiment={preset}", f"models={{base: {model}}}", "policies=h2o", "budgets=4"]
+    short = [f"lm_eval.tasks_folder={tmp_path / 'tasks'}", "lm_eval.limit=2", "lm_eval.max_gen_toks=4"]
+    assert run_script(*command, *short) == ""
+    rows = Store(tmp_path / settings.output / "cells.jsonl").rows()
+    assert [(row["task"], row["status"], row["samples"]) for row in rows] == [(name, "done", 2) for name in names]
+    assert all(row["settings"]["lm_eval"]["max_gen_toks"] == 4 for row in rows)
+    printed = capsys.readouterr().out
+    for each in benchmarks:
+        assert each.name in printed
