@@ -71,9 +71,6 @@ def _check(hint: Any, name: str, value: Any) -> None:
             bounds.check(name, value)
     elif origin is Literal and value not in parts:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, parts))}")
-    elif origin in (list, tuple):
-        for item in value:
-            _check(parts[0], name, item)
     elif origin in (typing.Union, types.UnionType) and value is not None:
         for part in parts:
             _check(part, name, value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
-import zipfile
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,32 +24,8 @@ def file_checksum(path: Path) -> int:
 def file_checksums(paths: Iterable[Path]) -> dict[Path, int]:
     """Return the CRC-32 of several files, read at the same time."""
     paths = list(paths)
-    with _threads() as threads:
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
         return dict(zip(paths, threads.map(file_checksum, paths), strict=True))
-
-
-def damaged_entry(path: Path) -> str | None:
-    """Name an entry of a zip archive, as `torch.save` writes them, that is not what its own CRC-32 says; None: none.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-
-    def is_damaged(name: str) -> bool:
-        try:
-            with archive.open(name) as entry:
-                while entry.read(_BLOCK_BYTES):
-                    pass
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, struct.error, zlib.error):
-            return True
-        return False
-
-    try:
-        with zipfile.ZipFile(path) as archive, _threads() as threads:
-            names = archive.namelist()
-            return next((name for name, bad in zip(names, threads.map(is_damaged, names), strict=True) if bad), None)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, struct.error, ValueError):
-        return "the table of contents"
 
 
 def file_damage(path: Path, num_bytes: int, checksum: int | None = None) -> str | None:
@@ -64,7 +38,3 @@ def file_damage(path: Path, num_bytes: int, checksum: int | None = None) -> str 
     if found != num_bytes:
         return f"has {'no' if found is None else found} bytes, expected {num_bytes}"
     return None if checksum is None or file_checksum(path) == checksum else "has a wrong checksum"
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))

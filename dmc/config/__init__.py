@@ -2,8 +2,7 @@
 
 from dmc.config.build import build_config
 from dmc.config.data import DataConfig, TokenizerConfig
-from dmc.config.model import ModelConfig
-from dmc.config.run import RunConfig, run_config
+from dmc.config.run import ModelConfig, RunConfig, run_config
 from dmc.config.trainer import PlannerConfig, Precision, Strategy, TrainerConfig
 from dmc.config.training import (
     DistillationConfig,

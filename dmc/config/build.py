@@ -6,7 +6,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dmc.target import suggest
 
@@ -19,8 +19,8 @@ def build_config(config_class: type, values: Any, name: str = "") -> Any:
         values: mapping of its fields, as YAML or JSON gives it.
         name: where the values stand, for messages.
     Raises:
-        ValueError: a key is unknown or missing, or a value has another type; the message names the key and what was
-            expected.
+        ValueError: a key is unknown or missing, or a value has another type or is out of its `Bounds`; the message
+            names the key and what was expected.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{name or 'the configuration'} is {values!r}: expected a mapping of settings")
@@ -32,7 +32,7 @@ def build_config(config_class: type, values: Any, name: str = "") -> Any:
             further: {**(values.get(further) or {}), **others}
         }
     _check_keys(values, fields, name)
-    hints = typing.get_type_hints(config_class)
+    hints = typing.get_type_hints(config_class, include_extras=True)
     for key, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and key not in values:
@@ -54,6 +54,11 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     """Check `value` against a type hint and convert what YAML cannot say (tuples, whole floats, nested classes)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
+        return value
+    if origin is Annotated:
+        value = _convert(arguments[0], value, name)
+        for bounds in hint.__metadata__:
+            bounds.check(name, value)
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:

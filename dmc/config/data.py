@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from dmc.bounds import Bounds, Count, check_fields
+from dmc.bounds import Bounds, Count
 
 VOCABULARY = Bounds(least=257, most=2**24, whole=True, note="256 bytes, the separator and what is merged of them")
 READERS = Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank")
@@ -30,7 +30,6 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
             raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
-        check_fields(self, "data.tokenizer.")
 
 
 @dataclass(frozen=True)
@@ -67,4 +66,3 @@ class DataConfig:
         for name in ("calibration", "test"):
             if getattr(self, name) == {}:
                 raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")
-        check_fields(self, "data.")

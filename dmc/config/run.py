@@ -1,18 +1,46 @@
-"""One training run: its groups, and what they rule out together."""
+"""One training run: the model it starts from, its groups, and what they rule out together."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, check_fields
+from dmc.bounds import Bounds, Count
 from dmc.compression import CompressionConfig
 from dmc.config.build import build_config
 from dmc.config.data import DataConfig
-from dmc.config.model import ModelConfig
 from dmc.config.trainer import TrainerConfig
 from dmc.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model to start from: a folder or hub name, or a fresh one built from a Hugging Face configuration."""
+
+    path: str | None = None
+    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3."""
+    fresh: dict[str, Any] | None = None
+    """Hugging Face configuration values of a randomly initialised model, `model_type` included."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory; bfloat16 trains in it throughout, RoPE angles and the gates excepted."""
+    revision: str | None = None
+    """Hub revision."""
+    architecture: dict[str, Any] | None = None
+    """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
+    merge_kv_heads: Count | None = None
+    """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
+    fact); None: they stay."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
+        if self.merge_kv_heads is not None and self.path is None:
+            raise ValueError(
+                f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "
+                "a fresh model model.fresh.num_key_value_heads"
+            )
 
 
 @dataclass(frozen=True)
@@ -20,7 +48,7 @@ class RunConfig:
     """One training run.
 
     Raises:
-        ValueError: a value is out of range or two contradict each other.
+        ValueError: two values contradict each other.
     """
 
     model: ModelConfig
@@ -41,98 +69,86 @@ class RunConfig:
     seed: Annotated[int, Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")] = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.trainer.uses_deepspeed and self.model.dtype != "float32":
-            raise ValueError(
-                f"model.dtype={self.model.dtype} with trainer.strategy={self.trainer.strategy}: DeepSpeed keeps the "
-                "optimizer's weights in float32; set model.dtype=float32 and trainer.precision=bf16-mixed"
-            )
-        if self.training.distillation is not None and self.training.distillation.path is None and not self.model.path:
-            raise ValueError("training.distillation of a fresh model needs a teacher: set training.distillation.path")
-        if self.training.gates_only and self.trainer.uses_deepspeed:
-            raise ValueError(
-                f"training.gates_only=true with trainer.strategy={self.trainer.strategy}: rows of a weight cannot be "
-                "frozen in DeepSpeed's flat gradients; use ddp, fsdp2 or hsdp"
-            )
-        if self.training.overfit_sequences is not None and self.data.streaming:
-            raise ValueError("training.overfit_sequences reads cached text again and again: set data.streaming=false")
-        self._check_reach()
-        self._check_ramp()
-        self._check_measured_start()
-        self._check_delays()
-        self._check_variants()
-        self._check_ratios_on_the_way()
+        for contradiction in self._contradictions():
+            raise ValueError(contradiction)
 
-    def _check_ratios_on_the_way(self) -> None:
-        for name in ("snapshot_ratios", "milestones.ratios"):
-            ratios = self.training.milestones.ratios if "." in name else self.training.snapshot_ratios
-            if not ratios or self.compression is None:
-                continue
-            if self.target_ratio == 1:
-                raise ValueError(f"compression.target_ratio=1 has no snapshots on the way: empty training.{name}")
-            high = [ratio for ratio in ratios if ratio > self.target_ratio]
-            if high:
-                raise ValueError(f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}")
-            if not self._climbs:
-                raise ValueError(
-                    f"training.{name}={ratios} need a target that climbs through them: empty them, or give the "
-                    "retrofit stage a ramp_fraction > 0"
-                )
-
-    def _check_reach(self) -> None:
-        if self.compression is None or not self.has_gates:
-            return
-        held, length = self.compression.delay + 1, self.training.sequence_length
-        if held * self.target_ratio > length:
-            raise ValueError(
-                f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
-                f"tokens every head holds at least {held} (compression.delay={self.compression.delay} and one slot); "
-                "use a smaller delay or longer sequences"
+    def _contradictions(self) -> Iterator[str]:
+        training, trainer, gates = self.training, self.trainer, self.compression
+        strategy = f"trainer.strategy={trainer.strategy}"
+        if trainer.uses_deepspeed and self.model.dtype != "float32":
+            yield (
+                f"model.dtype={self.model.dtype} with {strategy}: DeepSpeed keeps the optimizer's weights in float32; "
+                "set model.dtype=float32 and trainer.precision=bf16-mixed"
             )
-
-    def _check_ramp(self) -> None:
-        ramp = self.training.stages.get("retrofit")
+        if training.distillation is not None and training.distillation.path is None and not self.model.path:
+            yield "training.distillation of a fresh model needs a teacher: set training.distillation.path"
+        if training.gates_only and trainer.uses_deepspeed:
+            yield (
+                f"training.gates_only=true with {strategy}: rows of a weight cannot be frozen in DeepSpeed's flat "
+                "gradients; use ddp, fsdp2 or hsdp"
+            )
+        if training.overfit_sequences is not None and self.data.streaming:
+            yield "training.overfit_sequences reads cached text again and again: set data.streaming=false"
+        ramp = training.stages.get("retrofit")
         if ramp is not None and ramp.ramp_to is not None and ramp.ramp_to < self.target_ratio:
-            raise ValueError(
+            yield (
                 f"training.stages.retrofit.ramp_to={ramp.ramp_to:g} ends below compression.target_ratio="
                 f"{self.target_ratio:g}: give the highest CR that the ramp is to reach, or null"
             )
+        if gates is not None:
+            yield from self._contradictions_of_gates(gates)
+            for name, ratios in {
+                "snapshot_ratios": training.snapshot_ratios,
+                "milestones.ratios": training.milestones.ratios,
+            }.items():
+                yield from self._contradictions_on_the_way(name, ratios)
 
-    def _check_measured_start(self) -> None:
-        compression = self.compression
-        if self.training.measured_start is None or compression is None:
-            return
-        if not compression.has_adapter or compression.decisions != "per_head":
-            raise ValueError(
-                f"training.measured_start with compression.gate_input={compression.gate_input}, "
-                f"compression.decisions={compression.decisions}: only adapters that decide for each head can start "
+    def _contradictions_of_gates(self, gates: CompressionConfig) -> Iterator[str]:
+        training = self.training
+        held, length, cuts = gates.delay + 1, training.sequence_length, self.trainer.tensor_parallel_size
+        if self.has_gates and held * self.target_ratio > length:
+            yield (
+                f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
+                f"tokens every head holds at least {held} (compression.delay={gates.delay} and one slot); use a "
+                "smaller delay or longer sequences"
+            )
+        if training.measured_start is not None and (not gates.has_adapter or gates.decisions != "per_head"):
+            yield (
+                f"training.measured_start with compression.gate_input={gates.gate_input}, "
+                f"compression.decisions={gates.decisions}: only adapters that decide for each head can start "
                 "from what is measured; set compression.gate_input=hidden (or both) and decisions=per_head"
             )
-        if self.trainer.tensor_parallel_size > 1:
-            raise ValueError(
-                f"training.measured_start with trainer.tensor_parallel_size={self.trainer.tensor_parallel_size}: heads "
-                "are compressed one by one where each rank has whole layers; use tensor_parallel_size=1"
+        if training.measured_start is not None and cuts > 1:
+            yield (
+                f"training.measured_start with trainer.tensor_parallel_size={cuts}: heads are compressed one by one "
+                "where each rank has whole layers; use tensor_parallel_size=1"
             )
+        if training.delays and training.delays[-1] != gates.delay:
+            yield f"training.delays={training.delays} must end with compression.delay={gates.delay}"
+        for delay in training.delays:
+            dataclasses.replace(gates, delay=delay)
+        if training.head_agreement_weight > 0 and self.has_gates and gates.decisions != "per_head":
+            yield (
+                f"training.head_agreement_weight={training.head_agreement_weight} with "
+                f"compression.decisions={gates.decisions}: heads that share decisions always agree; use weight 0"
+            )
+        for name in ("gates_only", "ratio_control"):
+            if self.has_gates and gates.decisions == "fixed" and getattr(training, name):
+                yield f"training.{name} with compression.decisions=fixed: there are no gates to train"
 
-    def _check_delays(self) -> None:
-        delays, compression = self.training.delays, self.compression
-        if not delays or compression is None:
+    def _contradictions_on_the_way(self, name: str, ratios: list[float]) -> Iterator[str]:
+        stage = self.training.stages.get("retrofit")
+        if not ratios:
             return
-        if delays[-1] != compression.delay:
-            raise ValueError(f"training.delays={delays} must end with compression.delay={compression.delay}")
-        for delay in delays:
-            dataclasses.replace(compression, delay=delay)
-
-    def _check_variants(self) -> None:
-        if self.training.head_agreement_weight > 0 and self.has_gates and self.decisions != "per_head":
-            raise ValueError(
-                f"training.head_agreement_weight={self.training.head_agreement_weight} with "
-                f"compression.decisions={self.decisions}: heads that share decisions always agree; use weight 0"
+        if self.target_ratio == 1:
+            yield f"compression.target_ratio=1 has no snapshots on the way: empty training.{name}"
+        if high := [ratio for ratio in ratios if ratio > self.target_ratio]:
+            yield f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}"
+        if stage is not None and not stage.ramp_share(self.decisions) > 0:
+            yield (
+                f"training.{name}={ratios} need a target that climbs through them: empty them, or give the retrofit "
+                "stage a ramp_fraction > 0"
             )
-        if self.has_gates and self.decisions == "fixed":
-            for name in ("gates_only", "ratio_control"):
-                if getattr(self.training, name):
-                    raise ValueError(f"training.{name} with compression.decisions=fixed: there are no gates to train")
 
     @property
     def has_gates(self) -> bool:
@@ -150,12 +166,6 @@ class RunConfig:
         return "per_head" if self.compression is None else self.compression.decisions
 
     @property
-    def _climbs(self) -> bool:
-        """Whether the retrofit stage does not start at the target."""
-        stage = self.training.stages.get("retrofit")
-        return stage is None or stage.ramp_share(self.decisions) > 0
-
-    @property
     def target_ratio(self) -> float:
         """Compression ratio the stages lead to; 1 for a base."""
         return 1.0 if self.compression is None else self.compression.target_ratio
@@ -170,8 +180,7 @@ def run_config(settings: Any) -> RunConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    missing = sorted(OmegaConf.missing_keys(settings))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(settings)):
         raise ValueError(f"give a value for {', '.join(missing)}")
     try:
         values: Any = OmegaConf.to_container(settings, resolve=True)

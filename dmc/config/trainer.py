@@ -6,12 +6,21 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, Count, check_fields
+from dmc.bounds import Bounds, Count
 from dmc.target import suggest
 
 Precision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp2", "hsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
 
+DEEPSPEED: tuple[Strategy, ...] = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+NEEDS: dict[str, tuple[Strategy, ...]] = {
+    "tensor_parallel_size": ("fsdp2", "hsdp"),
+    "shard_size": ("hsdp",),
+    "accumulate_locally": ("fsdp2", "hsdp"),
+    "offload_optimizer": DEEPSPEED,
+    "offload_parameters": DEEPSPEED[2:],
+}
+"""Options that some strategies have, and which."""
 ELSEWHERE = {
     "training.stages": ("max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "limit_train_batches"),
     "training.batch_size and training.micro_batch_size": ("accumulate_grad_batches",),
@@ -40,7 +49,7 @@ class TrainerConfig:
     """Devices, precision, and how the model is spread over the devices.
 
     Raises:
-        ValueError: a value is out of range, or the strategy does not have what is asked of it.
+        ValueError: the strategy does not have what is asked of it.
     """
 
     accelerator: str = "auto"
@@ -70,7 +79,6 @@ class TrainerConfig:
     """Further arguments of Lightning's Trainer: `trainer.deterministic=true` becomes one."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "trainer.")
         is_count = isinstance(self.devices, (int, str)) and str(self.devices).isdecimal() and int(self.devices) > 0
         if not (is_count or self.devices == "auto"):
             raise ValueError(
@@ -83,27 +91,12 @@ class TrainerConfig:
                 f"trainer.compile=true with trainer.strategy={self.strategy}: DeepSpeed gathers weights by hooks "
                 "within what would be compiled; use fsdp2"
             )
-        shards = self.strategy in ("fsdp2", "hsdp")
-        if self.tensor_parallel_size > 1 and not shards:
-            raise ValueError(
-                f"trainer.tensor_parallel_size={self.tensor_parallel_size} needs trainer.strategy=fsdp2 or hsdp, "
-                f"not {self.strategy}"
-            )
-        if self.shard_size is not None and self.strategy != "hsdp":
-            raise ValueError(f"trainer.shard_size={self.shard_size} needs trainer.strategy=hsdp, not {self.strategy}")
-        if self.accumulate_locally and not shards:
-            raise ValueError(
-                f"trainer.accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not {self.strategy}"
-            )
-        if self.offload_optimizer and not self.uses_deepspeed:
-            raise ValueError(
-                f"trainer.offload_optimizer=true needs one of the deepspeed strategies, not {self.strategy}"
-            )
-        if self.offload_parameters and self.strategy != "deepspeed_zero3":
-            raise ValueError(
-                f"trainer.offload_parameters=true needs trainer.strategy=deepspeed_zero3, not {self.strategy}: the "
-                "others keep every weight on its device"
-            )
+        for option, strategies in NEEDS.items():
+            if (value := getattr(self, option)) != getattr(TrainerConfig, option) and self.strategy not in strategies:
+                raise ValueError(
+                    f"trainer.{option}={str(value).lower()} needs trainer.strategy={' or '.join(strategies)}, not "
+                    f"{self.strategy}"
+                )
 
     def _check_lightning(self) -> None:
         if not self.lightning:
@@ -121,7 +114,7 @@ class TrainerConfig:
     @property
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed owns the optimizer."""
-        return self.strategy.startswith("deepspeed_")
+        return self.strategy in DEEPSPEED
 
     def mesh(self, devices_per_node: int) -> tuple[int, int, int]:
         """Return how the devices are arranged: (copies of the weights, devices that divide one, tensor parallel size).
@@ -146,11 +139,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """What a plan assumes of the devices.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """What a plan assumes of the devices."""
 
     device: str | None = None
     """Name of the GPU; None: this machine's, or an H100."""
@@ -158,6 +147,3 @@ class PlannerConfig:
     """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
     utilisation: Annotated[float, Bounds(above=0, most=1, note="share of the peak")] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "planner.")

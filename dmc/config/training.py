@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from dmc.bounds import Bounds, Count, Share, check_fields
-from dmc.budget import check_ratio
+from dmc.bounds import Bounds, Count, Share
 from dmc.compression import HeadAgreement
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
@@ -16,6 +15,7 @@ StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 Rate = Annotated[float, Bounds(above=0, most=1, note="AdamW moves every weight by about so much a step")]
 Tokens = Annotated[float, Bounds(above=0, most=1e15, note="the largest trainings have 1e14 tokens")]
 Average = Annotated[float, Bounds(least=0, below=1, note="share of an average that is kept each step")]
+Ratio = Annotated[float, Bounds(least=1, note="a compression ratio")]
 LossWeight = Annotated[float, Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats")]
 
 
@@ -46,9 +46,8 @@ class StageConfig:
         """Refuse what the stage `name` cannot have.
 
         Raises:
-            ValueError: not exactly one length is given, or a value is out of range.
+            ValueError: not exactly one length is given, or an option is of another stage.
         """
-        check_fields(self, f"training.stages.{name}.")
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
         if len(given) != 1:
             raise ValueError(
@@ -79,11 +78,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model).
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model)."""
 
     weight: Annotated[float, Bounds(above=0, most=1, note="share of the divergence")] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
@@ -92,25 +87,15 @@ class DistillationConfig:
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "training.distillation.")
-
 
 @dataclass(frozen=True)
 class RatioControlConfig:
-    """Integral control of the ratio loss's weight: log(weight) grows by gain * (CR asked for * share held - 1) a step.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Integral control of the ratio loss's weight: its log grows by gain * (CR asked for * share held - 1) a step."""
 
     gain: Annotated[float, Bounds(above=0, most=1, note="at 1 a cache twice too large adds 170 % a step")] = 0.05
     """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
     max_weight: Annotated[float, Bounds(above=1, most=1e6)] = 100.0
     """The weight stays between 1 / max_weight and max_weight."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "training.ratio_control.")
 
 
 @dataclass(frozen=True)
@@ -120,9 +105,6 @@ class MeasuredStartConfig:
     With d_h the loss that held-out text gains when head h merges (or drops) every token it can and all others none,
     and z_h = log(max(d_h, floor * max d)) over its standard deviation, the decision bias of head h is
     spread * (max z - z_h).
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     sequences: Count = 16
@@ -132,27 +114,15 @@ class MeasuredStartConfig:
     floor: Annotated[float, Bounds(above=0, below=1, note="a share")] = 0.01
     """Costs below this share of the largest count as equal: they are noise."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "training.measured_start.")
-
 
 @dataclass(frozen=True)
 class MilestonesConfig:
-    """Checkpoints that are kept for good, in the run's folder `milestones`: to branch from, or to look at later.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Checkpoints that are kept for good, in the run's folder `milestones`: to branch from, or to look at later."""
 
     every_steps: Count | None = None
     """Optimizer steps between two, `step_0001000`; None: none."""
-    ratios: list[float] = field(default_factory=list)
+    ratios: list[Ratio] = field(default_factory=list)
     """Target CRs on the ramp, the last one too, `cr4`."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "training.milestones.")
-        for ratio in self.ratios:
-            check_ratio(ratio, "training.milestones.ratios")
 
 
 @dataclass(frozen=True)
@@ -204,7 +174,7 @@ class TrainingConfig:
     """Recompute activations in backward (non-reentrant)."""
     branch_from: str | None = None
     """A milestone of another run's ramp that this one goes on from, such as RUN/milestones/cr4; None: from the base."""
-    snapshot_ratios: list[float] = field(default_factory=list)
+    snapshot_ratios: list[Ratio] = field(default_factory=list)
     """Target CRs at which a ready-to-use model is exported along the run."""
     calibrate: bool = True
     """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
@@ -227,11 +197,8 @@ class TrainingConfig:
             raise ValueError("training.stages is empty: give at least one stage")
         for name, stage in self.stages.items():
             stage.check(name)
-        check_fields(self, "training.")
         if self.ratio_control is not None and self.ratio_weight == 0:
             raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")
-        for ratio in self.snapshot_ratios:
-            check_ratio(ratio, "training.snapshot_ratios")
 
     @property
     def tokens_per_step(self) -> int:

@@ -86,22 +86,6 @@ def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[st
     return ", ".join(f"{name}: {known.get(name)!r} then, {values.get(name)!r} now" for name in changed[:5])
 
 
-def check_same_text(folder: Path, config: RunConfig) -> None:
-    """Check that an unfinished run would not go on with other tokens between its documents.
-
-    Raises:
-        ValueError: a version that framed them otherwise has begun it.
-    """
-    record = folder / CONFIG_NAME
-    if not (record.is_file() and _has_saved(folder)) or config.data.tokenizer.train_vocab_size is not None:
-        return
-    if "bos" not in _recorded(record)["config"]["data"]["tokenizer"]:
-        raise ValueError(
-            f"{folder} holds a run of an earlier version, which put other tokens between documents: it would go on "
-            "with other text; finish it with that version, or choose another output_dir"
-        )
-
-
 def record_run(folder: Path, config: RunConfig) -> None:
     """Write down the configuration of a run that begins; of one that goes on, what of it may have changed."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import check_start, devices_per_node
-from dmc.training.record import check_same_run, check_same_text, is_rank_zero, record_run, record_start
+from dmc.training.record import check_same_run, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.teacher import Teacher
@@ -151,7 +151,6 @@ def train(config: RunConfig) -> TrainedRun:
         if run.is_finished:
             logger.info("%s is finished; reused", folder)
             return run
-        check_same_text(folder, config)
         _keep_quiet()
         milestones = config.training.milestones
         save_last = SaveLast(

@@ -241,7 +241,7 @@ def test_a_scaled_gate_is_the_gate_of_scaled_rows(run_config):
         ({"ratio_control": {"gain": 0.0}}, r"ratio_control.gain=0.0: expected a number > 0"),
         ({"ratio_control": {"max_weight": 1.0}}, r"ratio_control.max_weight=1.0: expected a number > 1"),
         ({"delays": [4, 1]}, r"training.delays=\[4, 1\] must end with compression.delay=2"),
-        ({"delays": [-1, 2]}, "delays=-1: expected a whole number >= 0"),
+        ({"delays": [-1, 2]}, r"delays\[0\]=-1: expected a whole number >= 0"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(run_values, change, message):

@@ -7,7 +7,6 @@ from dmc.config import RunConfig, build_config
 from dmc.training import export_checkpoint
 from dmc.training.record import (
     check_same_run,
-    check_same_text,
     is_rank_zero,
     read_config,
     read_foreign_config,
@@ -119,17 +118,3 @@ def test_a_run_does_not_go_on_with_its_parts_in_another_order(section, name, run
     run_values[section][name] = dict(reversed(run_values[section][name].items()))
     with pytest.raises(ValueError, match=f"{section}.{name}: .* then, .* now"):
         check_same_run(tmp_path, build_config(RunConfig, run_values))
-
-
-def test_a_run_that_framed_documents_otherwise_is_refused(run_values, tmp_path):
-    run_values["data"]["tokenizer"] = {"path": "somewhere"}
-    config = build_config(RunConfig, run_values)
-    record_run(tmp_path, config)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step_0000002").touch()
-    check_same_text(tmp_path, config)
-    content = json.loads((tmp_path / "run.json").read_text())
-    del content["config"]["data"]["tokenizer"]["bos"]
-    (tmp_path / "run.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="earlier version, which put other tokens between documents"):
-        check_same_text(tmp_path, config)
