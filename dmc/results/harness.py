@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 from tqdm import tqdm
 
 from dmc.runtime import Engine, GenerationStats, SamplingParams
 
-MAX_GEN_TOKS = 256
-"""Tokens generated where a task does not say: as in lm-eval's HFLM."""
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
 
@@ -29,14 +22,14 @@ Feed = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and all but the last token of its continuation: continuations that differ in that one share a pass."""
 
 
-class EngineLM(TemplateLM):
-    """An engine as lm-eval knows models; with a full cache it gives the numbers of lm-eval's own HFLM.
+class EngineLM(HFLM):
+    """An engine as lm-eval knows models: its HFLM, but that the engine scores and generates.
 
-    A likelihood is that of a continuation behind a prompt that the cache holds compressed; the continuation's own
-    tokens are then compressed as generated ones are. Under a policy the last token of a prompt, with which the answer
-    begins, is fed when the others have been compressed: no token of an answer comes from the prompt's own pass. Rolling
-    likelihoods have a prompt of one token. Results do not depend on the batch; a sampled generation has a seed of its
-    own.
+    With a full cache it gives the numbers of HFLM. A likelihood is that of a continuation behind a prompt that the
+    cache holds compressed; the continuation's own tokens are then compressed as generated ones are. Under a policy the
+    last token of a prompt, with which the answer begins, is fed when the others have been compressed: no token of an
+    answer comes from the prompt's own pass. Rolling likelihoods have a prompt of one token. Results do not depend on
+    the batch; a sampled generation has a seed of its own.
 
     Args:
         engine: with a tokenizer.
@@ -47,72 +40,21 @@ class EngineLM(TemplateLM):
     """
 
     def __init__(self, engine: Engine, requests_at_once: int = 64, seed: int = 0) -> None:
-        super().__init__()
         if engine.tokenizer is None:
             raise ValueError("lm-eval's tasks are text, and the model's folder has no tokenizer: add tokenizer.json")
         if engine.tokenizer.eos_token_id is None:
             raise ValueError(
                 "lm-eval needs to know where a text ends, and the tokenizer has no eos token: set eos_token"
             )
+        logger = logging.getLogger(HFLM.__module__)
+        logger.disabled = True  # it warns of a model that is loaded already
+        super().__init__(engine.model, tokenizer=engine.tokenizer, backend="causal", batch_size=requests_at_once)
+        logger.disabled = False
         self.engine, self.requests_at_once, self.seed = engine, requests_at_once, seed
-        self.tokenizer = engine.tokenizer
-        self.max_length: int = engine.model.config.max_position_embeddings
-        """Tokens that a prompt and its continuation may have; longer prompts lose their beginning."""
         self.stats: list[GenerationStats] = []
         """Memory of every sequence that has run."""
         self.num_cut = 0
-        """Prompts that have lost their beginning."""
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token that stands before a text without context."""
-        begin = self.tokenizer.bos_token_id
-        return self.eot_token_id if begin is None else begin
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name under which lm-eval keeps requests."""
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Write a conversation as the model was trained to read it."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Turn text into token ids; special tokens at its start come once, as the tokenizer is set up."""
-        if add_special_tokens is None:
-            has_prefix = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
-            kwargs = {"add_special_tokens": False} if has_prefix else {}
-        else:
-            kwargs = {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **kwargs)
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts in nats, longer ones in windows."""
-        owners, windows = [], []
-        for owner, request in enumerate(requests):
-            for window in get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            ):
-                owners.append(owner)
-                windows.append((None, *make_disjoint_window(window)))
-        totals = [0.0] * len(requests)
-        for owner, (likelihood, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
-            totals[owner] += likelihood
-        return totals
+        """Prompts that have lost their beginning: they and the continuation have `max_length` tokens at the most."""
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
@@ -191,7 +133,7 @@ class EngineLM(TemplateLM):
 
     def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:
         """Read a task's generation settings; `identity` names the draw."""
-        values: dict[str, Any] = dict(normalize_gen_kwargs(settings, MAX_GEN_TOKS))
+        values: dict[str, Any] = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
         if unknown := sorted(set(values) - SAMPLING_SETTINGS):
             raise ValueError(
                 f"generation setting {unknown[0]!r}: expected one of {', '.join(sorted(SAMPLING_SETTINGS))}"

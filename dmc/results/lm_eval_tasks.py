@@ -93,6 +93,7 @@ class LMEvalSettings:
 
     Raises:
         ValueError: a value is out of range.
+        FileNotFoundError: there is no such folder.
     """
 
     tasks_folder: str | None = None
@@ -110,10 +111,16 @@ class LMEvalSettings:
     """Whether every prompt, answer and score is written to `samples/`."""
 
     def __post_init__(self) -> None:
+        if self.tasks_folder is not None and not Path(self.tasks_folder).is_dir():
+            raise FileNotFoundError(f"tasks_folder={self.tasks_folder}: there is no such folder")
         for name, otherwise in (("limit", "all documents"), ("max_gen_toks", "what the task says")):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a whole number >= 1, or null for {otherwise}")
+
+    def list_tasks(self, names: tuple[str, ...], model: str) -> TaskManager:
+        """List what can be evaluated, see `list_tasks`; tasks that make their data use a model's tokenizer."""
+        return list_tasks(names, self.tasks_folder, json.dumps({"pretrained": model, **self.task_settings}))
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ class LMEvalTask:
         found: Any = simple_evaluate(
             model=lm,
             tasks=[self.name],
-            task_manager=list_tasks(self.names, self.settings, model),
+            task_manager=self.settings.list_tasks(self.names, model),
             num_fewshot=self.benchmark.num_fewshot,
             gen_kwargs=generation or None,
             limit=self.settings.limit,
@@ -236,41 +243,32 @@ def plan_lm_eval(
         known: names of other tasks, for suggestions.
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError, FileNotFoundError: see `read_benchmarks`, `list_tasks` and `check_tasks`.
+        ValueError: see `read_benchmarks` and `check_tasks`.
     """
     benchmarks = read_benchmarks(entries, folder)
     names = tuple(task for each in benchmarks for task in each.tasks)
     try:
-        manager = list_tasks(names, settings, model)
+        manager = settings.list_tasks(names, model)
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install '.[eval]'") from error
     check_tasks(names, manager, [*known, *(path.stem for path in folder.glob("*.yaml"))])
     return {task: LMEvalTask(task, each, settings, names) for each in benchmarks for task in each.tasks}
 
 
-def list_tasks(names: Sequence[str], settings: LMEvalSettings, model: str) -> TaskManager:
-    """List what can be evaluated; tasks of a folder go before lm-eval's own of the same name.
+@functools.lru_cache(maxsize=2)
+def list_tasks(names: tuple[str, ...], folder: str | None, told: str) -> TaskManager:
+    """List tasks and groups; those of a folder go before lm-eval's own of the same name.
 
     Args:
-        names: of tasks; lm-eval's own are listed, which takes ten seconds, only if one is not in the folder.
-        settings: with the folder, and what is told to tasks that make their own data, such as RULER.
-        model: whose tokenizer those use.
-    Raises:
-        FileNotFoundError: there is no such folder.
+        names: that are asked for; lm-eval's own are listed, which takes ten seconds, only if one is not in the folder.
+        folder: of your own.
+        told: what tasks that make their own data, such as RULER, are told, as JSON.
     """
-    folder = settings.tasks_folder
-    if folder is not None and not Path(folder).is_dir():
-        raise FileNotFoundError(f"tasks_folder={folder}: there is no such folder")
-    return _list_tasks(tuple(names), folder, json.dumps({"pretrained": model, **settings.task_settings}))
-
-
-@functools.lru_cache(maxsize=2)
-def _list_tasks(names: tuple[str, ...], folder: str | None, metadata: str) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
-    told = json.loads(metadata)
-    own = TaskManager(include_path=folder, include_defaults=False, metadata=told)
-    return own if set(names) <= set(own.all_tasks) else TaskManager(include_path=folder, metadata=told)
+    own = TaskManager(include_path=folder, include_defaults=False, metadata=json.loads(told))
+    is_enough = set(names) <= set(own.all_tasks)
+    return own if is_enough else TaskManager(include_path=folder, metadata=json.loads(told))
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str] = ()) -> None:
@@ -285,12 +283,14 @@ def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str]
     """
     for name in names:
         if name not in manager.all_tasks:
-            raise ValueError(f"tasks: {name!r} is unknown; {_suggest(name, [*known, *manager.all_tasks])}")
-        is_leaf = parts_of(manager, name) == []
-        if not is_leaf and not (manager.task_index[name].cfg or {}).get("aggregate_metric_list"):
+            close = " or ".join(map(repr, difflib.get_close_matches(name, [*known, *manager.all_tasks], n=3)))
+            hint = f"did you mean {close}?" if close else "`lm-eval ls tasks` lists what there is"
+            raise ValueError(f"tasks: {name!r} is unknown; {hint}")
+        parts = parts_of(manager, name)
+        if parts and not (manager.task_index[name].cfg or {}).get("aggregate_metric_list"):
             raise ValueError(
                 f"tasks: {name!r} has no score of its own; name what you want the mean of: "
-                f"{{name: {name}_mean, members: [{', '.join(parts_of(manager, name))}]}}"
+                f"{{name: {name}_mean, members: [{', '.join(parts)}]}}"
             )
         if runs_code(manager, name) and os.environ.get(CODE_CONSENT) != "1":
             raise ValueError(
@@ -314,8 +314,3 @@ def runs_code(manager: TaskManager, name: str) -> bool:
     entry = manager.task_index.get(name)
     is_marked = entry is not None and bool((entry.cfg or {}).get("unsafe_code"))
     return is_marked or any(runs_code(manager, part) for part in parts_of(manager, name))
-
-
-def _suggest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "`lm-eval ls tasks` lists what there is"
