@@ -44,7 +44,7 @@ ALLOWED = {
     },
     "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
-        "claims",
+        *("bounds", "claims"),
     },
     "analysis": {
         *("training", "results", "runtime", "policies", "compression", "data"),

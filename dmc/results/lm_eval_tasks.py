@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from dmc.bounds import Count
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.results.measurement import Row
@@ -100,9 +101,9 @@ class LMEvalSettings:
     """Folder of your own lm-eval tasks."""
     task_settings: dict[str, Any] = field(default_factory=dict)
     """For tasks that make their own data, such as RULER: {max_seq_lengths: [4096]}."""
-    limit: int | None = None
+    limit: Count | None = None
     """First documents of every task that are used; None: all."""
-    max_gen_toks: int | None = None
+    max_gen_toks: Count | None = None
     """Tokens of an answer at the most; None: what the task says."""
     chat_template: bool = False
     """Whether prompts are written as conversations."""
@@ -113,10 +114,6 @@ class LMEvalSettings:
     def __post_init__(self) -> None:
         if self.tasks_folder is not None and not Path(self.tasks_folder).is_dir():
             raise FileNotFoundError(f"tasks_folder={self.tasks_folder}: there is no such folder")
-        for name, otherwise in (("limit", "all documents"), ("max_gen_toks", "what the task says")):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: expected a whole number >= 1, or null for {otherwise}")
 
     def list_tasks(self, names: tuple[str, ...], model: str) -> TaskManager:
         """List what can be evaluated, see `list_tasks`; tasks that make their data use a model's tokenizer."""

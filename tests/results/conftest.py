@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from report_rows import benchmark_rows, compare_grid, write_rows
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
@@ -59,6 +60,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     for folder, model in ((found.stock, build_model()), (found.compressed, retrofit(build_model(), gates))):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    return found
+
+
+@pytest.fixture
+def beginning_tokenizer(folders: Folders) -> Any:
+    """One that puts a token of its own before a text, as Llama's do; the model has room for it."""
+    found = AutoTokenizer.from_pretrained(folders.stock)
+    found.bos_token = found.convert_ids_to_tokens(255)
+    begin = (found.bos_token, 255)
+    found.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin[0]} $A", pair=f"{begin[0]} $A {begin[0]} $B", special_tokens=[begin]
+    )
     return found
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -22,8 +21,9 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from scripts_here import run_script
 
-from dmc import Engine, load_model
+from dmc import load_model
 from dmc.config import build_config
+from dmc.loading import load_with_tokenizer
 from dmc.results.compare import run_cells, unfinished
 from dmc.results.grid import CompareConfig, grid_of_one, plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
@@ -60,33 +60,14 @@ def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..
     return build
 
 
-class Workshop:
-    """Loads models and makes engines, and counts both."""
-
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.num_loads = self.num_engines = 0
-        self.stop_at = stop_at
-
-    def load(self, model: Any) -> tuple[Any, Any]:
-        self.num_loads += 1
-        return load_model(model.path), AutoTokenizer.from_pretrained(model.path)
-
-    def make_engine(self, *arguments: Any, **options: Any) -> Engine:
-        if self.num_engines == self.stop_at:
-            raise KeyboardInterrupt
-        self.num_engines += 1
-        return Engine(*arguments, **options)
-
-
-def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
+def run(config: CompareConfig) -> list[dict[str, Any]]:
     grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    cells = unfinished(grid.cells, store.rows())
-    run_cells(cells, grid, config, store, workshop.load, workshop.make_engine)
+    run_cells(unfinished(grid.cells, store.rows()), grid, config, store, lambda model: load_with_tokenizer(model.path))
     return store.rows()
 
 
 def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> None:
-    choice, generation = run(make_config(policy="h2o", budget={"ratio": 2.0}, save_samples=True), Workshop())
+    choice, generation = run(make_config(policy="h2o", budget={"ratio": 2.0}, save_samples=True))
     assert [row["status"] for row in (choice, generation)] == ["done"] * 2
     assert (choice["main_metric"], generation["main_metric"]) == ("acc", "exact_match")
     assert set(choice["metrics"]) == {"acc", "acc_norm"}
@@ -101,7 +82,7 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> 
 
 def test_samples_are_written_on_request(make_config: Any) -> None:
     config = make_config(save_samples=True)
-    row = run(config, Workshop())[0]
+    row = run(config)[0]
     lines = (Path(config.output) / "samples" / row["key"] / "local_choice.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert statistics.fmean(sample["acc"] for sample in samples) == row["metrics"]["acc"]
@@ -135,7 +116,7 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
     (folder / "make.py").write_text(MADE_DOCUMENTS)
     settings = {"max_seq_lengths": [3, 5]}
     config = make_config(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
-    (row,) = run(config, Workshop())
+    (row,) = run(config)
     assert row["status"] == "done", row
     samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
     assert [json.loads(line)["doc"] for line in samples] == [
@@ -143,48 +124,19 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
     ]
 
 
-def test_a_task_whose_package_is_missing_fails_alone(make_config: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "made"
-    folder.mkdir()
-    (folder / "made.yaml").write_text(MADE_TASK)
-    (folder / "make.py").write_text("import a_package_that_is_not_there")
-    (row,) = run(make_config(tasks=["made"], tasks_folder=str(folder)), Workshop())
-    assert row["status"] == "failed"
-    assert "a_package_that_is_not_there" in row["error"]
-
-
-def test_an_interrupted_evaluation_goes_on_with_the_next_task(make_config: Any) -> None:
-    config, first = make_config(), Workshop(stop_at=1)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, first)
-    before = Store(Path(config.output) / "cells.jsonl").rows()
-    assert [row["task"] for row in before] == ["local_choice"]
-    second = Workshop()
-    rows = run(config, second)
-    assert second.num_engines == 1
-    assert rows[:1] == before
-    third = Workshop()
-    assert run(config, third) == rows
-    assert third.num_loads == 0
-
-
-def test_a_task_whose_data_is_missing_fails_alone(make_config: Any, tasks_folder: Path, tmp_path: Path) -> None:
+def test_a_task_whose_data_or_package_is_missing_fails_alone(
+    make_config: Any, tasks_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "tasks"
     shutil.copytree(tasks_folder, folder)
-    file = folder / "choice.yaml"
-    file.write_text(file.read_text().replace("choice.jsonl", "nothing.jsonl"))
-    config = make_config(tasks_folder=str(folder))
-    failed, done = run(config, Workshop())
-    assert (failed["status"], done["status"]) == ("failed", "done")
-    assert "nothing.jsonl" in failed["error"]
+    (folder / "choice.yaml").write_text((folder / "choice.yaml").read_text().replace("choice.jsonl", "nothing.jsonl"))
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "make.py").write_text("import a_package_that_is_not_there")
+    config = make_config(tasks_folder=str(folder), tasks=["local_choice", "made", "local_generation"])
+    rows = run(config)
+    assert [row["status"] for row in rows] == ["failed", "failed", "done"]
+    assert "nothing.jsonl" in rows[0]["error"] and "a_package_that_is_not_there" in rows[1]["error"]
     assert "failed: " in write_tables(Store(Path(config.output) / "cells.jsonl"), tmp_path)
-
-
-def test_a_model_that_does_not_load_fails_its_tasks(make_config: Any) -> None:
-    workshop = Workshop()
-    workshop.load = lambda model: {}["weights"]  # type: ignore[method-assign]
-    rows = run(make_config(), workshop)
-    assert [(row["status"], row["error"]) for row in rows] == [("failed", "KeyError: 'weights'")] * 2
 
 
 def keys(config: CompareConfig) -> list[str]:
@@ -308,9 +260,9 @@ def test_a_task_that_cannot_be_run_is_refused(name: str, message: str, everythin
 
 def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: Any, folders: Any) -> None:
     config = make_config()
-    run(config, Workshop())
-    run(make_config(policy="h2o", budget={"tokens": 8}), Workshop())
-    rows = run(make_config(model=str(folders.compressed), name="small"), Workshop())
+    run(config)
+    run(make_config(policy="h2o", budget={"tokens": 8}))
+    rows = run(make_config(model=str(folders.compressed), name="small"))
     folder = Path(config.output)
     table = write_tables(Store(folder / "cells.jsonl"), folder)
     assert table == (folder / "table.md").read_text().strip()
@@ -333,7 +285,7 @@ def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_le
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
     values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "speed_tokens": 0, "output": str(tmp_path / "o")}
     config = build_config(CompareConfig, values | {"lm_eval": {"tasks_folder": str(tasks_folder), "limit": 2}})
-    rows = run(config, Workshop())
+    rows = run(config)
     assert [(row["model"], row["policy"], row["task"], row["status"]) for row in rows] == [
         (model, policy, task, "done")
         for model, policies in (("base", ["full", "h2o", "snapkv"]), ("small", ["full", "snapkv"]))
@@ -368,7 +320,7 @@ def test_the_script_evaluates_and_sweeps_into_one_table(
 
 
 def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
-    rows = run(make_config(chat_template=True), Workshop())
+    rows = run(make_config(chat_template=True))
     assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
 
 

@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.budget import Budget
+from dmc.data import framing_of
 from dmc.policies import H2O, SnapKV
 from dmc.results.harness import EngineLM
 
@@ -203,3 +204,13 @@ def test_a_conversation_is_written_with_the_models_template(folders: Any, tasks_
     prompt = result["samples"]["local_generation"][0]["arguments"][0][0]
     assert prompt.startswith("<system>alpha<user>")
     assert prompt.endswith("<a>")
+
+
+def test_the_harness_begins_a_text_as_training_begins_a_document(beginning_tokenizer: Any, folders: Any) -> None:
+    adapter = EngineLM(Engine(load_model(folders.stock), beginning_tokenizer))
+    framing = framing_of(beginning_tokenizer)
+    assert framing.begin == (beginning_tokenizer.bos_token_id,)
+    text = beginning_tokenizer("alpha beta", add_special_tokens=False)["input_ids"]
+    assert adapter.tok_encode("alpha beta") == [*framing.begin, *text]
+    assert (adapter.prefix_token_id,) == framing.begin
+    assert adapter.eot_token_id == framing.end

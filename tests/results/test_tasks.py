@@ -1,19 +1,144 @@
+"""What tasks ask: a model that reads its prompt and answers right scores 1, one that does not scores 0."""
+
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from dmc import Engine, SamplingParams, load_model
+from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.budget import Budget
-from dmc.data import TextSource
-from dmc.policies import LocalWindow
+from dmc.compression import CompressionConfig
+from dmc.config import build_config
+from dmc.data import TextSource, framing_of
+from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
+from dmc.results.compare import memory_of
+from dmc.results.grid import CompareConfig, plan_tasks
 from dmc.results.speed import measure_speed
-from dmc.results.tasks import Recall, TextLoss
+from dmc.results.tasks import (
+    KeyValuePairs,
+    MultiTurnRecall,
+    Needle,
+    Part,
+    Recall,
+    SampleResult,
+    TextLoss,
+    TwoStageRetrieval,
+    by_place,
+)
+from dmc.results.tasks.prompts import Encoder
+from dmc.results.tasks.text_loss import far_repeats
+from dmc.runtime import GenerationStats
+
+CHAT_TEMPLATE = (
+    "be brief{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FILLER = "The grass is green. The sky is blue.\n"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+Script = Callable[[str], str]
+
+
+class ScriptedEngine(Engine):
+    """Answers what a script says about all the text so far; tokens, cache and sessions are the engine's own."""
+
+    def __init__(self, model: Any, tokenizer: Any, script: Script, **options: Any) -> None:
+        super().__init__(model, tokenizer, **options)
+        self.script = script
+
+    def _sample(self, requests: list[Any], logits: torch.Tensor) -> Any:
+        for row, request in enumerate(requests):
+            num_new = len(request.logprobs)
+            tokens = request.sequence.tokens
+            text = self.tokenizer.decode(tokens[: len(tokens) - num_new])
+            answer = self.tokenizer(self.script(text), add_special_tokens=False)["input_ids"]
+            logits[row] = -1e4
+            logits[row, answer[num_new] if num_new < len(answer) else self.tokenizer.eos_token_id] = 0
+        return super()._sample(requests, logits)
+
+
+def find_needle(text: str) -> str:
+    name = re.findall(r"What is the magic number of (\w+)\?", text)[-1]
+    return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
+
+
+def find_pass_key(text: str) -> str:
+    return " " + re.search(r"pass key is (\d+)", text)[1]
+
+
+def find_value(text: str) -> str:
+    key = re.search(r'Key: "(.*?)".*Value: "$', text, flags=re.S)[1]
+    return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
+
+
+def look_up(text: str) -> tuple[int, str]:
+    first, second = map(int, re.findall(r"(\d+) \+ (\d+)", text)[-1])
+    return first + second, re.search(rf"\b{first + second}: (\w+)", text)[1]
+
+
+def find_code(text: str) -> str:
+    question = re.search(r"What is the door code of (\w+)\?", text)
+    if question is None:
+        return " All right 99999."
+    return " " + re.search(rf"door code of {question[1]} is (\d+)", text)[1]
+
+
+NEEDLE = Needle(haystack=FILLER, lengths=[144, 200], depths=[0, 0.5, 1], samples_per_place=2)
+PASS_KEY = Needle(
+    haystack=FILLER,
+    lengths=[128],
+    depths=[0.2],
+    fact="\nThe pass key is {number}.\n",
+    question_text="\nWhat is the pass key? The pass key is",
+)
+PAIRS = KeyValuePairs(lengths=[480], depths=[0, 1], samples_per_place=2)
+CHAIN = TwoStageRetrieval(entries=[5, 9], samples_per_place=3)
+DIRECT = TwoStageRetrieval(entries=[5, 9], samples_per_place=3, chain_of_thought=False)
+TURNS = MultiTurnRecall(haystack=FILLER, turns=[2, 4], turn_tokens=24, samples_per_place=2)
+SCRIPTS: dict[str, tuple[Any, Script]] = {
+    "needle": (NEEDLE, find_needle),
+    "passkey": (PASS_KEY, find_pass_key),
+    "key_value": (PAIRS, find_value),
+    "chain": (CHAIN, lambda text: " {0}. The color of {0} is {1}.".format(*look_up(text))),
+    "direct": (DIRECT, lambda text: f" {look_up(text)[1]}"),
+    "turns": (TURNS, find_code),
+}
+
+
+@pytest.fixture(scope="module")
+def model(folders: Any) -> Any:
+    return load_model(folders.stock)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folders.stock)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(folders: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def run(task: Any, script: Script, model: Any, tokenizer: Any, **options: Any) -> list[SampleResult]:
+    engine = ScriptedEngine(model, tokenizer, script, **options)
+    results = task.evaluate(engine, task.samples(tokenizer, 300))
+    assert engine.blocks_in_use == 0
+    return results
+
+
+def in_chat(task: Any) -> Any:
+    return type(task)(**{**vars(task), "chat_template": True})
 
 
 def text_loss(folders: Any, tmp_path: Path, **changes: Any) -> TextLoss:
@@ -21,35 +146,67 @@ def text_loss(folders: Any, tmp_path: Path, **changes: Any) -> TextLoss:
     return TextLoss(TextSource(str(folders.text)), **options)
 
 
-def plain_loss(model: Any, prompt: list[int], continuation: list[int]) -> float:
+def plain_losses(model: Any, sample: Any) -> torch.Tensor:
     """Feed everything at once and read the losses of the continuation off the logits."""
+    tokens = torch.tensor([*sample.prompt, *sample.after, *sample.continuation])
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(continuation)))
+        logits = model(tokens[None], use_cache=False).logits[0, :-1]
+    losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double()
+    return losses[-len(sample.continuation) :]
 
 
-def test_windows_of_text_are_spread_and_scored_behind_their_context(folders: Any, tmp_path: Path) -> None:
-    model, tokenizer = load_model(folders.stock), AutoTokenizer.from_pretrained(folders.stock)
+def test_windows_of_text_are_spread_and_scored_behind_their_context(
+    folders: Any, tmp_path: Path, model: Any, tokenizer: Any
+) -> None:
     task = text_loss(folders, tmp_path)
-    samples = task.samples(tokenizer, model.config.vocab_size)
+    samples = task.samples(tokenizer, 300)
     stream = [*tokenizer(folders.text.read_text())["input_ids"], tokenizer.eos_token_id]
     last = len(stream) // 32 - 1
     expected = [stream[32 * index : 32 * (index + 1)] for index in (0, round(last / 2), last)]
     assert [each.prompt + each.continuation for each in samples] == expected
-    assert {len(each.prompt) for each in samples} == {24}
-    results = task.evaluate(Engine(model), samples)
-    for sample, result in zip(samples, results, strict=True):
-        assert result.metrics["loss"] == pytest.approx(plain_loss(model, sample.prompt, sample.continuation), rel=1e-5)
-        assert (result.stats.tokens_seen, result.stats.achieved_ratio) == (31, 1.0)
+    for sample, result in zip(samples, task.evaluate(Engine(model), samples), strict=True):
+        assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-5)
+        assert (len(sample.prompt), result.stats.tokens_seen, result.stats.achieved_ratio) == (24, 31, 1.0)
 
 
-def test_text_needs_a_tokenizer_and_room(folders: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        text_loss(folders, tmp_path).samples(None, 300)
-    with pytest.raises(ValueError, match="scored_tokens=0: expected a whole number >= 1"):
-        text_loss(folders, tmp_path, scored_tokens=0)
-    with pytest.raises(FileNotFoundError, match="absent"):
-        TextLoss(TextSource(str(tmp_path / "absent.txt"))).identity()
+def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    task = text_loss(folders, tmp_path, context_tokens=1, scored_tokens=20, bucket_tokens=8)
+    samples = task.samples(tokenizer, 300)
+    engine, held = Engine(model, prefill_chunk_size=7), []
+    score = engine.score_with_stats
+    engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
+    table = by_place(task.evaluate(engine, samples))["by_position"]
+    assert held == [(20,)] * 3  # and no whole vocabularies
+    losses = torch.stack([plain_losses(model, each) for each in samples])
+    assert table["position"] == [1, 9, 17] and table["samples"] == [3, 3, 3]
+    assert table["loss"] == pytest.approx([float(losses[:, a:b].mean()) for a, b in ((0, 8), (8, 16), (16, 20))])
+    assert table["cumulative_loss"] == pytest.approx([float(losses[:, :b].mean()) for b in (8, 16, 20)])
+
+
+def test_a_window_that_begins_with_a_document_has_its_beginning_once(
+    beginning_tokenizer: Any, folders: Any, tmp_path: Path
+) -> None:
+    task = TextLoss(TextSource(str(folders.text)), 4, 16, 8, cache_folder=str(tmp_path))
+    begin = list(framing_of(beginning_tokenizer).begin)
+    first, *others = task.samples(beginning_tokenizer, 300)
+    assert first.prompt[:1] == begin and begin[0] not in first.prompt[1:] + first.continuation
+    assert all(sample.prompt[:1] == begin for sample in others)
+    flat = beginning_tokenizer(folders.text.read_text(), add_special_tokens=False)["input_ids"]
+    assert first.prompt[1:] + first.continuation == flat[: len(first.prompt) - 1 + 8]
+
+
+def test_windows_of_one_document_belong_together(folders: Any, tokenizer: Any, tmp_path: Path) -> None:
+    for number, words in enumerate((60, 400, 0, 60)):
+        (tmp_path / f"{number}.txt").write_text("alpha beta " * words)
+    options: Any = {"context_tokens": 24, "scored_tokens": 8, "cache_folder": str(tmp_path / "cache")}
+    samples = TextLoss(TextSource(str(tmp_path / "*.txt")), 1000, **options).samples(tokenizer, 300)
+    ends = found = 0
+    for sample in samples:  # where tokens end documents, counted one by one
+        for place, token in enumerate(sample.prompt + sample.continuation):
+            found = ends if place == len(sample.prompt) else found
+            ends += token == tokenizer.eos_token_id
+        assert sample.context == found + (found > 1)  # the empty document has no token
+    assert len({sample.context for sample in samples}) == 3
 
 
 def test_the_files_of_a_text_belong_to_its_identity(tmp_path: Path) -> None:
@@ -60,6 +217,52 @@ def test_the_files_of_a_text_belong_to_its_identity(tmp_path: Path) -> None:
     assert task.identity() == before
     path.write_text("one and two")
     assert task.identity() != before
+
+
+def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (200,), generator=generator).tolist()
+    for ngram, distance in ((1, 4), (2, 16), (3, 40)):
+        expected = []
+        for end in range(ngram - 1, len(tokens)):
+            words = tokens[end - ngram + 1 : end + 1]
+            before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
+            if before and end - before[-1] >= distance:
+                expected.append(end)
+        assert far_repeats(tokens, ngram, distance) == expected
+        assert expected
+
+
+def test_loss_of_far_repeats_is_that_of_their_tokens(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    words = "alpha beta gamma delta epsilon " * 3
+    (tmp_path / "book.txt").write_text(" ".join([words, "gamma gamma alpha beta " * 20, words] * 4))
+    settings = {"num_samples": 2, "context_tokens": 40, "scored_tokens": 80, "cache_folder": str(tmp_path / "cache")}
+    task = TextLoss(TextSource(str(tmp_path / "book.txt")), repeat_ngram=3, repeat_distance=6, **settings)
+    samples = task.samples(tokenizer, 300)
+    for sample, result in zip(samples, task.evaluate(Engine(model, tokenizer), samples), strict=True):
+        places = [place - 40 for place in far_repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
+        expected = float(plain_losses(model, sample)[places].mean())
+        assert result.metrics["far_repeat_loss"] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match="no window repeats 90 tokens"):
+        TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
+
+
+def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any, tmp_path: Path, model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    task = TextLoss(TextSource(str(folders.text)), 2, 1, 255, cache_folder=str(tmp_path))
+    samples = task.samples(tokenizer, 300)
+    gates = CompressionConfig(
+        action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0
+    )  # drops all but the first
+    delayed = memory_of([each.stats for each in task.evaluate(Engine(retrofit(copy.deepcopy(model), gates)), samples)])
+    assert delayed["achieved_ratio"] == 255 / 65
+    held = [min(seen, 64) + (seen > 64) for seen in range(1, 256)]
+    assert delayed["mean_achieved_ratio"] == pytest.approx(sum(range(1, 256)) / sum(held))  # 2.27
+    policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
+    evicted = memory_of([each.stats for each in task.evaluate(Engine(model, policy=policy), samples)])
+    assert evicted["achieved_ratio"] == delayed["achieved_ratio"]
+    assert evicted["mean_achieved_ratio"] == pytest.approx(255 / 65, rel=0.02)
+    assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
 
 
 @pytest.mark.parametrize("name", ["copy", "needle", "key_value"])
@@ -84,16 +287,285 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
         engine.generate([wholes[0]], greedy)[0].token_ids == samples[0].continuation
     )
     for whole, sample, result in zip(wholes, samples, results, strict=True):
-        assert result.metrics["loss"] == pytest.approx(plain_loss(model, whole, sample.continuation), rel=1e-3)
+        assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-3)
         assert result.stats.tokens_seen == len(whole) + 1 == (41 if name == "key_value" else 39)
         assert result.stats.achieved_ratio > 1.1
 
 
-def test_recall_knows_its_limits() -> None:
-    with pytest.raises(ValueError, match="sequence_length=4 has no room"):
-        Recall("copy", sequence_length=4)
-    with pytest.raises(ValueError, match="vocab_size=400, the model knows 300"):
-        Recall("copy", sequence_length=40, vocab_size=400).samples(None, 300)
+@pytest.mark.parametrize("question", ["known", "hidden"])
+@pytest.mark.parametrize("kind", ["copy", "needle", "key_value"])
+def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, question: Any, make_stock: Any) -> None:
+    task, model = Recall(kind, 24, 40, answer_length=1, question=question), make_stock()
+    full, greedy = Engine(model), SamplingParams(max_new_tokens=1, temperature=0.0)
+    asked = task.samples(None, 83)
+    wholes = [[*sample.prompt, *sample.after] for sample in asked]
+    right = [generation.token_ids for generation in full.generate(wholes, greedy)]
+    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
+    assert {result.metrics["exact_match"] for result in task.evaluate(full, samples)} == {1.0}
+    forgetful = Engine(model, policy=LocalWindow(budget=Budget(tokens=1)))
+    at_once = [generation.token_ids for generation in forgetful.generate(wholes, greedy)]
+    assert at_once == right  # the prompt's own pass sees everything: nothing is measured
+    results = task.evaluate(forgetful, samples)
+    assert sum(result.metrics["exact_match"] for result in results) / 24 < 0.5
+    assert all(result.stats.mean_slots.max() <= 2 for result in results)
+    assert forgetful.blocks_in_use == full.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(
+    name: str, model: Any, tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
+    for answer in (" 1", "", " mauve", ' 31415926"'):
+        assert {each.metrics["exact_match"] for each in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tokenizer: Any) -> None:
+    task, _ = SCRIPTS[name]
+    samples = task.samples(tokenizer, 300)
+    assert samples == task.samples(tokenizer, 300)
+    other = type(task)(**{**vars(task), "seed": 1}).samples(tokenizer, 300)
+    assert [each.continuation for each in other] != [each.continuation for each in samples]
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey", "key_value", "chain", "direct"])
+def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(
+    name: str, tokenizer: Any, model: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
+    assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
+    for one, other in zip(known, hidden, strict=True):
+        assert [*one.prompt, *one.after] == [*other.prompt, *other.after]  # the same conversation
+        assert (one.continuation, one.place) == (other.continuation, other.place)
+        assert one.after and other.after[-len(one.after) :] == one.after and len(other.after) > len(one.after) + 5
+    results = run(dataclasses.replace(task, question="hidden"), script, model, tokenizer)
+    assert {each.metrics["exact_match"] for each in results} == {1.0}
+
+
+METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
+
+
+@pytest.mark.parametrize("method", [*METHODS, "gates"])
+def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
+    method: str, folders: Any, tokenizer: Any
+) -> None:
+    model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
+    asked = {"name": "asked", "like": "passkey", "question": "both", "lengths": [220], "depths": [0, 0.5, 1]}
+    asked |= {"shares_context": True, "fact": NEEDLE.fact, "question_text": NEEDLE.question_text}
+    config = build_config(CompareConfig, {"models": {"m": "x"}, "policies": [], "tasks": [asked], "budgets": []})
+    tasks: Any = plan_tasks(config, CONFIGS, "x")[0]
+    assert {name: task.question for name, task in tasks.items()} == {"asked:known": "known", "asked:hidden": "hidden"}
+    for task in tasks.values():
+        samples = task.samples(tokenizer, 300)
+        prompts, after = [each.prompt for each in samples], [each.after for each in samples]
+        assert len(samples) == 12 and len({tuple(each) for each in prompts}) == (12 if task.question == "known" else 4)
+        engine = Engine(model, tokenizer, policy, max_batch_size=5, prefill_chunk_size=None if policy else 50)
+        together = engine.generate(prompts, task.params(), after=after)
+        results = task.evaluate(engine, samples)
+        assert engine.blocks_in_use == 0
+        for sample, generation, result in zip(samples, together, results, strict=True):
+            own = Engine(model, tokenizer, policy)
+            with own.session() as session:
+                session.feed(sample.prompt)
+                alone = session.generate(sample.after, task.params())
+            assert generation.token_ids == alone.token_ids
+            assert generation.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            for stats in (generation.stats, result.stats):
+                assert torch.equal(stats.slots, alone.stats.slots)
+                assert torch.equal(stats.mean_slots, alone.stats.mean_slots)
+            (scoring,) = own.score_with_stats([sample.prompt], [sample.continuation], after=[sample.after])
+            rows = zip(scoring.logprobs, sample.continuation, strict=True)
+            assert result.metrics["loss"] == pytest.approx(-fmean(float(row[token]) for row, token in rows), abs=1e-4)
+            assert result.metrics.items() >= task.grade(own, sample, alone).items()
+
+
+def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
+    for sample in NEEDLE.samples(tokenizer, 300):
+        assert len(sample.prompt) + len(sample.after) == sample.place["length"]
+        text = tokenizer.decode(sample.prompt)
+        before, after = re.split(r"\nThe magic number of \w+ is \d+.\n", text.partition("\nWhat is")[0])
+        sizes = [len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
+        assert sizes[0] / sum(sizes) == pytest.approx(sample.place["depth"], abs=0.05)
+
+
+def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any) -> None:
+    samples = KeyValuePairs(lengths=[600], depths=[0, 0.5, 1], samples_per_place=3).samples(tokenizer, 300)
+    for sample in samples:
+        text = tokenizer.decode(sample.prompt)
+        keys = re.findall(r'"([0-9a-f-]{36})": "[0-9a-f-]{36}",', text)
+        asked = re.search(r'Key: "(.*)"', text)[1]
+        assert len(keys) > 2 and len(set(keys)) == len(keys)
+        assert keys.index(asked) == round(sample.place["depth"] * (len(keys) - 1))
+        pair = len(sample.prompt) / len(text) * len('"": "",\n' + 72 * "0")
+        assert 600 - 1.3 * pair < len(sample.prompt) <= 600
+
+
+def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    source = TextSource(str(folders.text))
+    options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
+    task = Needle(haystack=source, **options)
+    first, second = task.samples(tokenizer, 300)
+    assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt
+    assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
+    assert task.identity() == source.description()
+
+
+def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokenizer: Any, tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02d}.txt").write_text("alpha beta gamma")
+    (windows,) = Encoder(beginning_tokenizer).filler(
+        TextSource(str(tmp_path / "*.txt")), 40, 1, str(tmp_path / "cache")
+    )
+    framing = framing_of(beginning_tokenizer)
+    assert len(windows) == 40 and not {*framing.begin, framing.end} & set(windows)
+
+
+@pytest.mark.parametrize(
+    ("task", "script", "right"),
+    [
+        (NEEDLE, lambda text: find_needle(text)[:6] + "7", {"exact_match": 0.0}),  # a number that goes on is another
+        (CHAIN, lambda text: f" {look_up(text)[0]}. It is mauve.", {"sum_match": 1.0, "exact_match": 0.0}),
+    ],
+)
+def test_an_answer_that_is_right_in_parts_is_right_in_these_alone(
+    task: Any, script: Script, right: dict[str, float], model: Any, tokenizer: Any
+) -> None:
+    for result in run(task, script, model, tokenizer):
+        assert result.metrics.items() >= right.items()
+
+
+def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
+    for task in (CHAIN, DIRECT):
+        for sample in task.samples(tokenizer, 300):
+            total, color = look_up(tokenizer.decode(sample.prompt))
+            assert 0 <= total < sample.place["entries"]
+            assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
+
+
+def test_each_turn_sees_what_the_ones_before_have_left(model: Any, tokenizer: Any) -> None:
+    seen: list[str] = []
+
+    def note(text: str) -> str:
+        seen.append(text)
+        return find_code(text)
+
+    results = run(TURNS, note, model, tokenizer)
+    last = max(seen, key=len)
+    assert last.count(" All rig") == 3 and last.startswith("The door code of")
+    for result, sample in zip(results, TURNS.samples(tokenizer, 300), strict=True):
+        assert result.stats.tokens_seen > len(sample.prompt)
+        assert result.stats.achieved_ratio == 1.0
+    policy = StreamingLLM(budget=Budget(tokens=32))
+    for result in run(TURNS, find_code, model, tokenizer, policy=policy, max_batch_size=4):
+        assert result.stats.slots.unique().tolist() == [32]
+
+
+def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> None:
+    engine = Engine(model, tokenizer)
+    samples = TURNS.samples(tokenizer, 300)
+    together = TURNS.evaluate(engine, samples)
+    alone = [TURNS.evaluate(engine, [sample])[0] for sample in samples]
+    assert [each.metrics for each in together] == [each.metrics for each in alone]
+    assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_answer_does(
+    name: str, model: Any, chat_tokenizer: Any
+) -> None:
+    task, script = SCRIPTS[name]
+    plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
+    for without, sample in zip(plain, chat, strict=True):
+        assert sample.place == without.place
+        whole = [*sample.prompt, *sample.after]
+        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [whole]))
+        messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
+        for place in range(1, 2 * len(messages) - 1, 2):
+            messages.insert(place, {"role": "assistant", "content": "ok"})
+        start = re.split(r"[?\n]", chat_tokenizer.decode([*without.prompt, *without.after]))[-1].strip()
+        written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert start and "".join(text.split()) == "".join((written + start).split())
+        if "length" in sample.place:
+            assert sample.place["length"] - len(whole) in (range(100) if name == "key_value" else [0])
+    assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
+
+
+def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer: Any) -> None:
+    for sample in in_chat(TURNS).samples(chat_tokenizer, 300):
+        texts = [chat_tokenizer.decode(turn) for turn in sample.turns]
+        assert texts[0].startswith("be brief<user>The door code of")
+        assert all(text.startswith("</assistant><user>") for text in texts[1:])
+        assert all(text.endswith("</user><assistant>") for text in texts[:-1])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "chat_template=true: the tokenizer .* has no chat template"),
+        ("{{ messages[0].content }}", "does not write every turn once and in order"),
+    ],
+)
+def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
+    template: str | None, message: str, chat_tokenizer: Any
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = template
+    for task in (NEEDLE, PAIRS, CHAIN, TURNS):
+        with pytest.raises(ValueError, match=message):
+            in_chat(task).samples(tokenizer, 300)
+
+
+def test_figures_are_averaged_place_by_place() -> None:
+    def result(length: int, depth: float, match: float) -> SampleResult:
+        place = {"length": length, "depth": depth}
+        stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
+        return SampleResult({}, stats, [Part(place, {"match": match})])
+
+    results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
+    assert by_place(results) == {
+        "by_length_and_depth": {
+            "length": [10, 20],
+            "depth": [0, 0.5],
+            "samples": [[1, 1], [0, 2]],
+            "match": [[1, 0], [None, 0.5]],
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths=[2]: expected numbers from 0 to 1"),
+        (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
+        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected whole numbers >= 1"),
+        (lambda _: Needle(haystack=" ").identity(), "haystack is empty"),
+        (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected a whole number"),
+        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected known"),
+        (lambda _: Needle(haystack=FILLER, question="\nWhat is it? It is"), "its wording is question_text"),
+        (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
+        (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
+        (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
+        (lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300), "lengths: 20 tokens have no"),
+        (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
+        (lambda _: KeyValuePairs(lengths=[0]), "lengths=[0]"),
+        (lambda _: TwoStageRetrieval(entries=[]), "entries=[]"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns=[1]: expected whole numbers >= 2"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected hidden"),
+        (lambda _: Recall("copy", sequence_length=4), "sequence_length=4 has no room"),
+        (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows 300"),
+        (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected a whole number >= 1"),
+        (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
+        (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_was_expected(
+    build: Callable[[Any], Any], message: str, tokenizer: Any
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        build(tokenizer)
 
 
 def test_scoring_measures_the_memory_that_generating_takes(folders: Any, make_prompts: Any) -> None:
@@ -126,22 +598,3 @@ def test_speed_counts_all_sequences_and_leaves_nothing_behind(
     assert speed.prefill == 24 / (steps[next(iter(options))] if options else 1)
     assert speed.decode == (1 if "max_batch_size" in options else 2)
     assert engine.blocks_in_use == 0
-
-
-@pytest.mark.parametrize("question", ["known", "hidden"])
-@pytest.mark.parametrize("kind", ["copy", "needle", "key_value"])
-def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, question: Any, make_stock: Any) -> None:
-    task, model = Recall(kind, 24, 40, answer_length=1, question=question), make_stock()
-    full, greedy = Engine(model), SamplingParams(max_new_tokens=1, temperature=0.0)
-    asked = task.samples(None, 83)
-    wholes = [[*sample.prompt, *sample.after] for sample in asked]
-    right = [generation.token_ids for generation in full.generate(wholes, greedy)]
-    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
-    assert {result.metrics["exact_match"] for result in task.evaluate(full, samples)} == {1.0}
-    forgetful = Engine(model, policy=LocalWindow(budget=Budget(tokens=1)))
-    at_once = [generation.token_ids for generation in forgetful.generate(wholes, greedy)]
-    assert at_once == right  # the prompt's own pass sees everything: nothing is measured
-    results = task.evaluate(forgetful, samples)
-    assert sum(result.metrics["exact_match"] for result in results) / 24 < 0.5
-    assert all(result.stats.mean_slots.max() <= 2 for result in results)
-    assert forgetful.blocks_in_use == full.blocks_in_use == 0

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dmc.bounds import Count, check_fields
 from dmc.data import RecallSequences
 from dmc.data.synthetic import RecallTask
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive
+from dmc.results.tasks.base import Part, Sample, SampleResult
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
 
@@ -66,7 +67,7 @@ class Recall(Asking):
     """
 
     task: RecallTask
-    num_samples: int = 32
+    num_samples: Count = 32
     sequence_length: int = 1024
     """Tokens of prompt and answer."""
     answer_length: int = 4
@@ -76,8 +77,8 @@ class Recall(Asking):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_samples")
         self.check_question()
+        check_fields(self)
         self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
 
     def identity(self) -> Any:

@@ -112,13 +112,6 @@ def split_of_text(task: Task) -> str | None:
     return split if isinstance(split, str) else None  # a text itself has a method of this name
 
 
-def check_positive(task: Any, *names: str) -> None:
-    """Raise a ValueError for a setting of a task that is not a whole number >= 1."""
-    for name in names:
-        if getattr(task, name) < 1:
-            raise ValueError(f"{name}={getattr(task, name)}: expected a whole number >= 1")
-
-
 def check_range(task: Any, name: str, least: float, most: float | None = None) -> None:
     """Raise a ValueError for a setting of a task that is no list of numbers in a range, whole ones without an end."""
     values = getattr(task, name)

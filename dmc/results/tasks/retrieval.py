@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive, check_range
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_range
 from dmc.results.tasks.prompts import Encoder, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -30,9 +31,9 @@ class TextRecall(Asking):
         ValueError: a value is out of range.
     """
 
-    samples_per_place: int = 4
+    samples_per_place: Count = 4
     """For each place of the grid."""
-    max_new_tokens: int = 24
+    max_new_tokens: Count = 24
     """Tokens in which the answer must stand."""
     chat_template: bool = False
     """Whether the tokenizer's chat template is written around the prompt: what stands behind the last question mark or
@@ -45,8 +46,8 @@ class TextRecall(Asking):
     """Ends an answer."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "samples_per_place", "max_new_tokens")
         self.check_question()
+        check_fields(self)
 
     def identity(self) -> Any:
         """See `Task.identity`: the settings say all but what the files of a haystack hold."""
@@ -115,7 +116,7 @@ class Needle(TextRecall):
     """Where in the text the fact stands: 0 at its beginning, 1 at its end."""
     fact: str = "\nThe magic number of {name} is {number}.\n"
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
-    digits: int = 5
+    digits: Count = 5
     """Of the number."""
     shares_context: bool = False
     """Whether one text holds the facts of all depths, each asked for by a sample of its own: several questions to one
@@ -135,7 +136,6 @@ class Needle(TextRecall):
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
         check_range(self, "lengths", 1)
         check_range(self, "depths", 0, 1)
-        check_positive(self, "digits")
         if self.shares_context and ("{name}" not in self.fact or len(self.depths) > len(NAMES)):
             raise ValueError(f"shares_context=true: expected {{name}} in fact, and at most {len(NAMES)} depths")
 
@@ -192,7 +192,7 @@ class KeyValuePairs(TextRecall):
     """Tokens that prompts have at most: as many pairs as fit."""
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Which pair is asked for: 0 the first, 1 the last."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     stop: ClassVar[tuple[str, ...]] = ('"', "\n")
     opening: ClassVar[str] = (
         "The JSON object below maps keys to values. Answer with the value of the key that is asked for.\n\n{"
@@ -254,8 +254,8 @@ class TwoStageRetrieval(TextRecall):
     entries: Sequence[int] = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
     """Of the dictionary, the authors' sizes."""
     chain_of_thought: bool = True
-    samples_per_place: int = 15
-    max_new_tokens: int = 48
+    samples_per_place: Count = 15
+    max_new_tokens: Count = 48
     stop: ClassVar[tuple[str, ...]] = ("\n\n",)
 
     def __post_init__(self) -> None:
@@ -315,9 +315,9 @@ class MultiTurnRecall(TextRecall):
     """What is said in between: a source of documents, or a text that is repeated."""
     turns: Sequence[int] = (2, 4, 8)
     """In which the question is asked; the first is 1."""
-    turn_tokens: int = 128
+    turn_tokens: Count = 128
     """Of filler in each turn before."""
-    reply_tokens: int = 8
+    reply_tokens: Count = 8
     """Of each reply before the answer."""
     fact: str = "The door code of {name} is {number}. Remember it.\n"
     question_text: str = "\nWhat is the door code of {name}? The door code of {name} is"
@@ -327,7 +327,6 @@ class MultiTurnRecall(TextRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "turn_tokens", "reply_tokens")
         check_range(self, "turns", 2)  # the fact is told in turn 1
         if self.question != "hidden":
             raise ValueError(f"question={self.question!r}: expected hidden, a conversation is compressed before it")

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_positive
+from dmc.results.tasks.base import Part, Sample, SampleResult
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -31,25 +32,23 @@ class TextLoss:
 
     source: DocumentSource
     """Held-out text, such as `dmc.data.TextSource` or `dmc.data.StandardLibrarySource`."""
-    num_samples: int = 32
+    num_samples: Count = 32
     """Windows, spread evenly over the text; fewer if the text is short."""
-    context_tokens: int = 768
+    context_tokens: Count = 768
     """What precedes the scored tokens, the tokens with which the tokenizer begins a text included."""
-    scored_tokens: int = 256
-    bucket_tokens: int = 64
+    scored_tokens: Count = 256
+    bucket_tokens: Count = 64
     """Neighbouring tokens whose loss is told together, by position."""
-    repeat_ngram: int | None = None
+    repeat_ngram: Count | None = None
     """Length of the n-grams; None: no `far_repeat_loss`."""
-    repeat_distance: int = 64
+    repeat_distance: Count = 64
     cache_folder: str = "outputs/cache"
     """Where tokenised text is kept."""
     main_metric = "loss"
     higher_is_better = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_samples", "context_tokens", "scored_tokens", "bucket_tokens", "repeat_distance")
-        if self.repeat_ngram is not None:
-            check_positive(self, "repeat_ngram")
+        check_fields(self)
 
     def identity(self) -> Any:
         """See `Task.identity`."""
