@@ -14,11 +14,13 @@ from torch import Tensor
 from dmc.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
+from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import Activations, pool_bytes
 from dmc.runtime.paged_cache import PagedCache, check_block_size
+from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
@@ -46,6 +48,16 @@ def _check_kinds(model: Any, tokenizer: Any, kernels: Any) -> None:
         raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
 
 
+def _not_finite(request: Request) -> ArithmeticError:
+    tokens = request.prompt
+    shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
+    return ArithmeticError(
+        f"the model's logits are not finite after a prompt of {len(tokens)} tokens [{shown}] and "
+        f"{len(request.logprobs)} generated ones: expected numbers; look for weights that are not, or a dtype that "
+        "overflows"
+    )
+
+
 class Engine:
     """Serves a compressed or stock causal LM from a paged cache, many sequences at once.
 
@@ -66,6 +78,8 @@ class Engine:
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
         token_budget: most tokens in one forward pass, over all sequences; None: no limit. Prompts under a policy are
             cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
+        prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
+            a policy they are computed again: what stays then depends on where a prompt ends.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
@@ -82,7 +96,10 @@ class Engine:
         max_batch_size: int = 32,
         prefill_chunk_size: int | None = None,
         token_budget: int | None = 2048,
+        prefix_cache: bool = False,
     ) -> None:
+        if not isinstance(prefix_cache, bool):
+            raise ValueError(f"prefix_cache={prefix_cache!r}: expected True or False")
         _check_kinds(model, tokenizer, kernels)
         block_size = check_block_size(block_size)
         max_batch_size = whole_number("max_batch_size", max_batch_size)
@@ -113,7 +130,8 @@ class Engine:
             # a token budget would cut prompts anywhere
             is_whole = prefill_chunk_size is None or policy.prompt_chunk is not None
             pace = Pace(policy.one_by_one, whole_prompts=is_whole)
-        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace)
+        self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
+        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace, self._prefixes)
         self._requests: dict[Sequence, Request] = {}
         self._forced: dict[Sequence, Forced] = {}
         self._failed: set[Request] = set()
@@ -122,8 +140,13 @@ class Engine:
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks held by sequences; 0 when nothing runs and no session rests."""
-        return self.cache.allocator.num_in_use
+        """Blocks held by sequences, shared ones once; 0 when nothing runs and no session rests."""
+        return self.cache.allocator.num_in_use - self.cache.blocks_only_in(self._prefixes or ())
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes that the prefix cache alone holds; their blocks are for whoever needs them."""
+        return 0 if self._prefixes is None else self._prefixes.num_bytes
 
     def generate(
         self,
@@ -190,6 +213,9 @@ class Engine:
         self._failed.clear()
         try:
             segments = self._scheduler.next_segments()
+            if (outgrown := self._scheduler.outgrown) is not None:
+                self._scheduler.outgrown = None
+                self._fail(outgrown, self._outgrown_error(outgrown))
             return self._advance(segments) if segments else []
         except BaseException:
             self._scheduler.reset()
@@ -201,6 +227,7 @@ class Engine:
 
         Raises:
             ArithmeticError: the model's logits for one of them were no numbers; the others have finished.
+            OutOfBlocksError: one of them has outgrown the memory, as alone as it was; the others have finished.
             ValueError: one of them is another engine's.
         """
         requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
@@ -219,7 +246,8 @@ class Engine:
         if failed := [index for index, request in enumerate(requests) if request.error is not None]:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
             error = requests[failed[0]].error
-            raise ArithmeticError(f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
+            assert error is not None
+            raise type(error)(f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
 
     def abort(self, request: Request) -> None:
         """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it.
@@ -261,6 +289,8 @@ class Engine:
             self._scheduler.submit(sequence)
             while forced.stats is None:
                 self.step()
+                if forced.error is not None:
+                    raise forced.error
             sequence.next_prompt = len(sequence.tokens)
             return forced.stats
         finally:
@@ -324,8 +354,11 @@ class Engine:
             for sequence in forced:
                 self._forced[sequence] = forced[sequence]
                 self._scheduler.submit(sequence)
-            while any(sequence.wanted < len(sequence.tokens) for sequence in forced):
+            while any(each.stats is None and each.error is None for each in forced.values()):
                 self.step()
+            for each in forced.values():
+                if each.error is not None:
+                    raise each.error
             return [each.scoring() for each in forced.values()]
         finally:
             for sequence in forced:
@@ -413,11 +446,11 @@ class Engine:
 
     def _check_fits(self, num_tokens: int) -> None:
         cache, limit = self.cache, context_length(self.model.config)
-        blocks = blocks_of(cache.layout, cache.block_size, num_tokens)
+        blocks = cache.blocks_for(num_tokens)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
-                f"a sequence of {num_tokens} tokens may need {blocks} blocks (the worst case: nothing is merged or "
-                f"dropped), memory= holds {cache.allocator.num_blocks}: "
+                f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "
+                f"{cache.expected_ratio:g} that is expected, memory= holds {cache.allocator.num_blocks}: "
                 f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
             )
         if num_tokens > limit and not self._has_warned:
@@ -470,23 +503,31 @@ class Engine:
         events = []
         for request, token, logprob in zip(requests, drawn[0].long().tolist(), drawn[1].tolist(), strict=True):
             if not math.isfinite(logprob):
-                self._fail(request)
+                self._fail(request.sequence, _not_finite(request))
                 continue
             events.append(request.accept(token, logprob))
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
         return events
 
-    def _fail(self, request: Request) -> None:
-        """End a request whose next token cannot be told."""
-        tokens, count = request.prompt, len(request.logprobs)
-        shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
-        request.error = ArithmeticError(
-            f"the model's logits are not finite after a prompt of {len(tokens)} tokens [{shown}] and {count} generated "
-            "ones: expected numbers; look for weights that are not, or a dtype that overflows"
-        )
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End what cannot go on, with what it has come to."""
+        if (forced := self._forced.get(sequence)) is not None:
+            forced.error = error
+            self._scheduler.finish(sequence)
+            return
+        request = self._requests[sequence]
+        request.error = error
         self._failed.add(request)
         self._finish(request, "error")
+
+    def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
+        cache = self.cache
+        return OutOfBlocksError(
+            f"a sequence of {len(sequence.tokens)} tokens has outgrown the {cache.allocator.num_blocks} blocks that "
+            f"memory= holds: it holds {cache.slots(sequence.row or 0).double().mean():.0f} entries per head after "
+            f"{sequence.num_fed}; give more memory, or shorten it"
+        )
 
     def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:
         if len(logits):

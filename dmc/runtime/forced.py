@@ -34,6 +34,8 @@ class Forced:
     num_predicted: int = 0
     stats: GenerationStats | None = None
     """Memory at the last step; None: that is still to come."""
+    error: Exception | None = None
+    """Why it could not go on."""
 
     def add(self, logits: Tensor) -> None:
         """Keep what is wanted of the next predictions, [n, vocab]."""

@@ -104,4 +104,4 @@ class Generation:
     stats: GenerationStats
     finish_reason: FinishReason
     """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off;
-    `error`: the model's logits were no numbers."""
+    `error`: the model's logits were no numbers, or the sequence has outgrown the memory."""

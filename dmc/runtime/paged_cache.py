@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -43,6 +44,13 @@ class Snapshot:
     states: dict[str, Tensor]
     """Its row, block table and lengths included, [layers, ...] each."""
 
+    def first(self, num_tokens: int) -> Snapshot:
+        """Return what was held after so many tokens: all, or those of whole blocks of a full cache."""
+        if num_tokens == self.tokens_seen:
+            return self
+        lengths = torch.full_like(self.states["lengths"], num_tokens)
+        return Snapshot(num_tokens, {**self.states, "lengths": lengths})
+
     @property
     def num_bytes(self) -> int:
         """Beside its blocks."""
@@ -78,6 +86,8 @@ class PagedCache:
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
         self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
+        self.before_growth: Callable[[], bool] = lambda: False
+        """Frees blocks rather than let the pool grow; says whether it did."""
 
     @property
     def num_free_rows(self) -> int:
@@ -232,13 +242,29 @@ class PagedCache:
             **{name: fields[name][index] for name in fields.names("row") if name not in own},
         )
 
-    def fits(self, rows: list[int | None], num_new: list[int]) -> bool:
-        """Whether feeding `num_new[i]` tokens to each row (None: to a new one) cannot run out of blocks.
+    def fits(self, rows: list[int | None], num_new: list[int], others: int = 0) -> bool:
+        """Whether feeding `num_new[i]` tokens to each row (None: to a new one), and taking `others`, leaves none short.
 
         Every token is taken to be appended. The device is asked for the lengths only when what was known of it last
         does not settle the question.
         """
-        return self.grows or self._missing_blocks(rows, num_new) <= 0
+        return self.grows or self._missing_blocks(rows, num_new, others) <= 0
+
+    def tokens_that_fit(self, rows: list[int | None], num_new: list[int], others: int = 0) -> int:
+        """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
+        self._count_free()
+        left = self._known_free - self._blocks_needed(rows, num_new) - others
+        return max(left // (self.layout.num_layers * self.layout.num_kv_heads) * self.block_size, 1)
+
+    @property
+    def expected_ratio(self) -> float:
+        """Compression ratio of the pages that the gates were trained for; 1 without."""
+        return 1.0 if self.layout.compression is None else self.layout.compression.target_ratio
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence is expected to hold of so many tokens, at the expected ratio."""
+        heads = self.layout.num_layers * self.layout.num_kv_heads
+        return heads * math.ceil(num_tokens / self.expected_ratio / self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
         """Whether so many blocks are free, on every rank; the device is asked as by `fits`."""
@@ -301,23 +327,27 @@ class PagedCache:
             if missing > 0:
                 self._grow_pool(missing)
 
-    def _missing_blocks(self, rows: list[int | None], num_new: list[int]) -> int:
+    def _missing_blocks(self, rows: list[int | None], num_new: list[int], others: int = 0) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""
-        heads = self.layout.num_layers * self.layout.num_kv_heads
-        pages = sum(-(-count // self.block_size) for count, row in zip(num_new, rows, strict=True) if row is None)
-        new_rows = heads * pages
-        old = [(row, count) for row, count in zip(rows, num_new, strict=True) if row is not None]
-        index, counts = [row for row, _ in old], torch.tensor([count for _, count in old], dtype=torch.long)
-        fed = self._fed_since_known.clone()
-        fed[index] += counts
-        most_taken = self._most_taken(fed) + new_rows
-        if most_taken <= self._known_free:
+        fed, unheld = self._fed_since_known.clone(), []
+        for row, count in zip(rows, num_new, strict=True):
+            if row is None:
+                unheld.append(count)
+            else:
+                fed[row] += count
+        others += self._most_taken(torch.tensor(unheld))
+        if (most_taken := self._most_taken(fed) + others) <= self._known_free:
             return most_taken - self._known_free
         self._count_free()
-        lengths = self.lengths[:, index].long()
-        grown = lengths + counts.to(lengths.device)[None, :, None]
-        needed = (-(-grown // self.block_size) - -(-lengths // self.block_size)).sum()
-        return self.layout.ranks.maximum(int(needed)) + new_rows - self._known_free
+        return self._blocks_needed(rows, num_new) + others - self._known_free
+
+    def _blocks_needed(self, rows: list[int | None], num_new: list[int]) -> int:
+        """Blocks that tokens of those sequences that have a row take if each is appended; the most of any rank."""
+        held = [(row, count) for row, count in zip(rows, num_new, strict=True) if row is not None]
+        counts = torch.tensor([count for _, count in held], dtype=torch.long, device=self.lengths.device)
+        lengths = self.lengths[:, [row for row, _ in held]].long()
+        grown = -(-(lengths + counts[None, :, None]) // self.block_size)
+        return self.layout.ranks.maximum(int((grown - -(-lengths // self.block_size)).sum()))
 
     def _most_taken(self, num_fed: Tensor) -> int:
         """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
@@ -329,6 +359,11 @@ class PagedCache:
         self._fed_since_known.zero_()
 
     def _grow_pool(self, missing: int) -> None:
+        needed = self.allocator.num_free + missing
+        while missing > 0 and self.grows and self.before_growth():
+            missing = needed - self.allocator.num_free
+        if missing <= 0:
+            return
         if not self.grows:
             raise OutOfBlocksError(
                 f"{missing} more blocks may be needed than the {self.allocator.num_free} of "

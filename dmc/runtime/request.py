@@ -45,7 +45,7 @@ class Request:
     inbox: deque[TokenEvent] | None = None
     """Events that a stream has still to hand out."""
     generation: Generation | None = None
-    error: ArithmeticError | None = None
+    error: Exception | None = None
     """Why it could not go on; its generation holds what came before."""
 
     def begin(self) -> None:

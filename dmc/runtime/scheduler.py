@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from dmc.policies.attention import GENERATED, Phase
-from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.paged_cache import PagedCache, Snapshot
+from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.sequence import Sequence
 
 RESERVE = 2
@@ -53,6 +54,7 @@ class Scheduler:
         prefill_chunk_size: most tokens of one sequence in one step; None: all.
         token_budget: most tokens in one step; None: no limit.
         pace: what a policy asks for; None: prompts and generated tokens are fed alike.
+        prefixes: what was computed before; None: nothing is kept.
     """
 
     def __init__(
@@ -61,37 +63,56 @@ class Scheduler:
         prefill_chunk_size: int | None = None,
         token_budget: int | None = None,
         pace: Pace | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.cache, self.prefill_chunk_size, self.token_budget = cache, prefill_chunk_size, token_budget
-        self.pace = pace
+        self.pace, self.prefixes = pace, prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order in which they were submitted."""
         self.resting: list[Sequence] = []
         """Kept ones that have a row but do not run, or wait for their turn to; the longest unused first."""
+        self.outgrown: Sequence | None = None
+        """One for whose next token the whole memory does not suffice; whoever asks for steps takes it off."""
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.blocks_to_return = 0
         self.waiting.append(sequence)
+        if self.prefixes is not None:
+            self.prefixes.note(sequence)
         if sequence in self.resting:
             self.resting.remove(sequence)
             self.resting.append(sequence)
 
     def next_segments(self) -> list[Segment]:
-        """Choose the next step's tokens so that blocks suffice even if none is merged; admit and preempt as needed."""
+        """Choose the next step's tokens so that blocks suffice even if none is merged; admit and preempt as needed.
+
+        A sequence that has all the memory to itself and not enough of it becomes `outgrown`; then there are none.
+        """
+        if self.prefixes is not None:
+            self.prefixes.keep(self.running)
         segments = self._share_out()
         preempted = False
         while not self._fits(segments):
-            if self.resting:
-                self._evict(self.resting[0])
-            else:
-                self._preempt_youngest()
-                preempted = True
-                segments = self._share_out()
+            if self._make_room():
+                continue
+            segments = self._share_out(shrinks=True)
+            if self._fits(segments):
+                break
+            if len(self.running) == 1:
+                self.outgrown = self.running[0]
+                return []
+            self._preempt_youngest()
+            preempted = True
+            segments = self._share_out()
         if not preempted:
             self._admit(segments)
         return segments
+
+    def _make_room(self, sequence: Sequence | None = None) -> bool:
+        """Take blocks from those who do not run, `sequence` apart; False: there are none."""
+        return (self.prefixes is not None and self.prefixes.reclaim()) or self._evict_another(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence off; its blocks return, or rest until they are needed if it is kept."""
@@ -102,6 +123,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if not sequence.kept:
+            if self.prefixes is not None and self.prefixes.take(sequence):
+                sequence.row = None
             self._release(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -118,40 +141,60 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.resting.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         self.cache.reset()
 
-    def _share_out(self) -> list[Segment]:
+    def _share_out(self, shrinks: bool = False) -> list[Segment]:
         """Give running sequences their share of the budget, those with one token to feed first."""
         segments: list[Segment] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
             left = self._budget_left(segments)
             if left == 0:
                 break
-            segments.append(self._segment(sequence, left))
+            segment = self._segment(sequence, left)
+            segments.append(self._shrunk(segment, segments) if shrinks else segment)
         return segments
 
     def _admit(self, segments: list[Segment]) -> None:
         while self.waiting and (left := self._budget_left(segments)) != 0:
             sequence = self.waiting[0]
-            if not self._may_return(sequence):
-                return
-            segment = self._segment(sequence, left)
-            while not self._has_room([*segments, segment]):
-                others = [each for each in self.resting if each is not sequence]
-                if not others:
+            while True:
+                prefix = self._prefix_of(sequence)
+                if not self._may_enter(sequence):
                     return
-                self._evict(others[0])
+                if sequence.row is None and self.cache.num_free_rows == 0:
+                    if not self._evict_another(sequence):
+                        return
+                    continue
+                copies = 0 if prefix is None else self.cache.blocks_to_share(prefix)
+                segment = self._segment(sequence, left)
+                if self._fits([*segments, segment], copies):
+                    break
+                if not self._make_room(sequence):
+                    segment = self._shrunk(segment, segments, copies)
+                    if not self._fits([*segments, segment], copies):
+                        return
+                    break
             self.running.append(sequence)
             self.waiting.popleft()
             if sequence.row is None:
-                sequence.row = self.cache.open_row()
+                sequence.row = self.cache.open_row(prefix)
                 self.cache.tally.open_row(sequence.row, sequence.held)
             else:
                 self.resting.remove(sequence)
             segments.append(segment)
 
+    def _prefix_of(self, sequence: Sequence) -> Snapshot | None:
+        """Return what a sequence without a row goes on from, if anything."""
+        if sequence.row is not None or self.prefixes is None:
+            return None
+        prefix = self.prefixes.find(sequence)
+        sequence.num_fed = 0 if prefix is None else prefix.tokens_seen
+        return prefix
+
     def _segment(self, sequence: Sequence, left: int | None) -> Segment:
-        begin, stretch, phase = sequence.num_fed, sequence.num_waiting, GENERATED
+        stretch, phase = sequence.num_waiting, GENERATED
         if self.pace is not None:
             stretch, phase = sequence.stretch()
             if Phase.PROMPT in phase:
@@ -159,39 +202,57 @@ class Scheduler:
             elif self.pace.one_by_one:
                 stretch = 1
         count = min(limit for limit in (stretch, self.prefill_chunk_size, left) if limit is not None)
+        if self.prefixes is not None:
+            count = self.prefixes.chunk(sequence, count)
         if Phase.PROMPT in phase and count == stretch:
             phase |= Phase.LAST
+        return self._of(sequence, count, phase)
+
+    def _of(self, sequence: Sequence, count: int, phase: Phase = GENERATED) -> Segment:
+        begin = sequence.num_fed
         wanted = min(max(sequence.wanted - begin, 0), count)
         return Segment(sequence, sequence.tokens[begin : begin + count], wanted, phase)
+
+    def _shrunk(self, segment: Segment, others: list[Segment], copies: int = 0) -> Segment:
+        """Cut tokens off that do not fit beside those of others and so many blocks; a policy's prompts stay whole."""
+        if self.pace is not None or len(segment.tokens) == 1:
+            return segment
+        fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others), copies)
+        return self._of(segment.sequence, min(len(segment.tokens), fitting))
 
     def _budget_left(self, segments: list[Segment]) -> int | None:
         if self.token_budget is None:
             return None
         return max(self.token_budget - sum(len(segment.tokens) for segment in segments), 0)
 
-    def _has_room(self, segments: list[Segment]) -> bool:
-        return (segments[-1].sequence.row is not None or self.cache.num_free_rows > 0) and self._fits(segments)
+    def _fits(self, segments: list[Segment], others: int = 0) -> bool:
+        return self.cache.fits(*self._rows_and_counts(segments), others)
 
-    def _fits(self, segments: list[Segment]) -> bool:
-        return self.cache.fits(
-            [segment.sequence.row for segment in segments], [len(segment.tokens) for segment in segments]
-        )
+    def _rows_and_counts(self, segments: list[Segment]) -> tuple[list[int | None], list[int]]:
+        return [each.sequence.row for each in segments], [len(each.tokens) for each in segments]
 
-    def _may_return(self, sequence: Sequence) -> bool:
-        """Whether a sequence that gave way would not soon give way again; those who rest keep nobody out."""
-        if not self.running or not sequence.blocks_to_return:
+    def _may_enter(self, sequence: Sequence) -> bool:
+        """Whether there is room for what a sequence is expected to hold of its tokens, beside what others have to come.
+
+        One that gave way returns when it would not soon give way again; those who rest keep nobody out.
+        """
+        if self.prefixes is not None and sequence.row is None and self.prefixes.waits(sequence, self.running):
+            return False
+        if not self.running or self.cache.grows:
             return True
-        if self.cache.has_free(sequence.blocks_to_return):
+        wanted = sequence.blocks_to_return or self.cache.blocks_for(sequence.num_waiting)
+        wanted += sum(self.cache.blocks_for(each.num_waiting) for each in self.running if each.num_waiting > 1)
+        if self.cache.has_free(wanted):
             return True
-        others = [each for each in self.resting if each is not sequence]
-        resting = sum(self._blocks_expected(each, each.num_fed) for each in others)
-        return self.cache.has_free(sequence.blocks_to_return - resting)
+        spare = sum(self._blocks_expected(each, each.num_fed) for each in self.resting if each is not sequence)
+        if self.prefixes is not None:
+            spare += self.cache.blocks_only_in(self.prefixes)
+        return self.cache.has_free(wanted - spare)
 
     def _blocks_expected(self, sequence: Sequence, num_tokens: int) -> int:
         return 0 if sequence.row is None else self.cache.blocks_expected(sequence.row, num_tokens)
 
     def _preempt_youngest(self) -> None:
-        assert len(self.running) > 1, "a sequence that never fits was let in"
         youngest = self.running[-1]
         self.waiting.appendleft(youngest)
         youngest.blocks_to_return = RESERVE * self._blocks_expected(youngest, len(youngest.tokens))
@@ -199,10 +260,14 @@ class Scheduler:
         youngest.num_preemptions += 1
         self.running.pop()
 
-    def _evict(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        sequence.num_preemptions += 1
-        self.resting.remove(sequence)
+    def _evict_another(self, sequence: Sequence | None) -> bool:
+        """Take the place of the one that rests and was longest unused, `sequence` apart; False: there is none."""
+        others = [each for each in self.resting if each is not sequence]
+        for each in others[:1]:
+            self._release(each)
+            each.num_preemptions += 1
+            self.resting.remove(each)
+        return bool(others)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.row is not None:

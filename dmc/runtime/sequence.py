@@ -30,6 +30,8 @@ class Sequence:
     """Blocks that must be free before it goes on, since others took its own; 0: they did not."""
     num_preemptions: int = 0
     """Times the cache was lost to others since the last turn ended."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its first 1, 2, ... whole blocks of tokens, as far as a prefix cache has asked."""
     held: Held = field(default_factory=Held)
     """Memory at the positions predicted since the last turn ended."""
 

@@ -183,7 +183,7 @@ def test_preempted_sequences_continue_as_if_they_had_never_stopped(
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs(
     make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(make_compressed(), memory=4 * 2 * BLOCK_BYTES)
+    engine = Engine(make_compressed(gates={"target_ratio": 1.0}), memory=4 * 2 * BLOCK_BYTES)
     monkeypatch.setattr(engine._runner, "forward", lambda *_, **__: pytest.fail("ran"))
     wanted = 4 * 3 * BLOCK_BYTES
     with pytest.raises(ValueError, match=f"a sequence of 33 tokens may need 12 blocks.*at least {wanted} bytes"):

@@ -1,0 +1,172 @@
+"""Prefixes that were computed before: snapshots of sequences, found by the hashes of their tokens' blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from dmc.runtime.paged_cache import PagedCache, Snapshot
+from dmc.runtime.sequence import Sequence
+
+LEAST_BLOCKS = 4
+"""Shorter prefixes are computed again: that is no slower than to find and copy them."""
+CHUNK = 256
+"""Prompts of which nothing is known are cut at multiples of so many tokens where they are cut at all."""
+MOST_SEEN = 2**16
+"""Hashes that are remembered of prompts, with or without a snapshot."""
+
+Key = tuple[bytes, tuple[int, ...]]
+"""Of a prefix: the hash of its whole blocks, and the tokens after them."""
+
+
+class PrefixCache:
+    """Holds on to what sequences held after a prefix, for others that begin alike; the longest unused goes first.
+
+    What a gate does with a token is a function of the tokens before, so that a snapshot serves whoever has the same.
+    One of a full cache serves every shorter prefix of whole blocks too; else one is taken where prompts part, and where
+    chunks end. Blocks that snapshots alone hold count as free.
+
+    Args:
+        cache: whose sequences; no policy acts on them.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache, self._block_size = cache, cache.block_size
+        self._found: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
+        self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # the longest unused first
+        self._seen: OrderedDict[bytes, bool] = (
+            OrderedDict()
+        )  # hashes of prompts, and whether others part from them there
+        cache.before_growth = self._shrink
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self._keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that snapshots alone hold: their blocks and states."""
+        states = sum(snapshot.num_bytes for snapshot in self)
+        return self._cache.blocks_only_in(self) * self._cache.block_bytes + states
+
+    def note(self, sequence: Sequence) -> None:
+        """Remember a prompt, and where it parts from those before it."""
+        hashes, parting = self._hashes(sequence, _most(sequence)), 0
+        for number, each in enumerate(hashes, 1):
+            if each in self._seen:
+                parting = number
+            self._seen.setdefault(each, False)
+            self._seen.move_to_end(each)
+        if parting >= LEAST_BLOCKS:
+            self._seen[hashes[parting - 1]] = True
+        while len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+
+    def find(self, sequence: Sequence) -> Snapshot | None:
+        """Return what was held after the longest known prefix of a sequence that leaves a token to predict from."""
+        most = _most(sequence)
+        hashes = self._hashes(sequence, most)
+        for number in range(len(hashes), LEAST_BLOCKS - 1, -1):
+            here, begin = self._found.get(hashes[number - 1], {}), number * self._block_size
+            for tail in sorted(here, key=len, reverse=True):
+                end = begin + len(tail)
+                if end <= most and tuple(sequence.tokens[begin:end]) == tail:
+                    self._keys.move_to_end(here[tail])
+                    return here[tail].first(end)
+        return None
+
+    def chunk(self, sequence: Sequence, count: int) -> int:
+        """Say how many of the next `count` tokens to feed so that the pass ends where a snapshot may be wanted."""
+        begin, size = sequence.num_fed, self._block_size
+        hashes = self._hashes(sequence, begin + count)
+        for number in range(max(begin // size + 1, LEAST_BLOCKS), len(hashes) + 1):
+            if self._seen.get(hashes[number - 1]):
+                return number * size - begin
+        beyond = (begin + count) % CHUNK
+        return count - beyond if begin + count < len(sequence.tokens) and beyond < count else count
+
+    def waits(self, sequence: Sequence, others: list[Sequence]) -> bool:
+        """Whether others are about to compute more of a sequence's beginning than it would go on from now."""
+        own = self._hashes(sequence, _most(sequence))
+        for other in others:
+            theirs = self._hashes(other, len(other.tokens))
+            common = sum(mine == its for mine, its in zip(own, theirs, strict=False))
+            parts = (i for i in range(common, LEAST_BLOCKS - 1, -1) if self._seen.get(own[i - 1]))
+            if max(other.num_fed, sequence.num_fed) < next(parts, 0) * self._block_size:
+                return True
+        return False
+
+    def keep(self, running: list[Sequence]) -> None:
+        """Take snapshots of sequences that stand where others may go on, as far as there is room."""
+        for sequence in running:
+            number, rest = divmod(sequence.num_fed, self._block_size)
+            if rest or number < LEAST_BLOCKS:
+                continue
+            here = self._hashes(sequence, sequence.num_fed)[-1]
+            ends_chunk = sequence.num_fed % CHUNK == 0 and sequence.num_fed < sequence.wanted
+            if not (ends_chunk or self._seen.get(here)) or () in self._found.get(here, {}):
+                continue
+            if self._cache.has_free(self._cache.blocks_to_share()):
+                assert sequence.row is not None
+                self._add(sequence, self._cache.snapshot(sequence.row))
+
+    def take(self, sequence: Sequence) -> bool:
+        """Take over what a sequence holds that has ended, its row closed; False: it is not worth it."""
+        if sequence.row is None or sequence.num_fed < LEAST_BLOCKS * self._block_size:
+            return False
+        self._add(sequence, self._cache.snapshot(sequence.row, moves=True))
+        return True
+
+    def reclaim(self) -> bool:
+        """Let go of the snapshot that was longest unused; False: there is none."""
+        if not self._keys:
+            return False
+        self._forget(next(iter(self._keys)))
+        return True
+
+    def clear(self) -> None:
+        """Forget all snapshots, whose blocks the cache has taken back."""
+        self._found.clear()
+        self._keys.clear()
+
+    def _shrink(self) -> bool:
+        """Let go of a snapshot, not the latest used, if a pool that grows would grow for snapshots more than others."""
+        if len(self._keys) < 2 or 2 * self._cache.blocks_only_in(self) < self._cache.allocator.num_blocks:
+            return False
+        return self.reclaim()
+
+    def _add(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        end = snapshot.tokens_seen
+        hashes, tail = self._hashes(sequence, end), tuple(sequence.tokens[end - end % self._block_size : end])
+        keys: set[Key] = {(hashes[-1], tail)}
+        if self._cache.layout.compression is None:
+            keys |= {(each, ()) for each in hashes[LEAST_BLOCKS - 1 :]}
+        self._keys[snapshot] = list(keys)
+        for here, rest_of_it in keys:
+            old = self._found.setdefault(here, {}).get(rest_of_it)
+            self._found[here][rest_of_it] = snapshot
+            if old is not None:
+                self._keys[old].remove((here, rest_of_it))
+                if not self._keys[old]:
+                    self._forget(old)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        for here, tail in self._keys.pop(snapshot):
+            del self._found[here][tail]
+            if not self._found[here]:
+                del self._found[here]
+        self._cache.drop(snapshot)
+
+    def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Hashes of a sequence's first 1, 2, ... whole blocks within so many tokens."""
+        size, known = self._block_size, sequence.hashes
+        while (len(known) + 1) * size <= len(sequence.tokens):
+            block = array("q", sequence.tokens[len(known) * size : (len(known) + 1) * size]).tobytes()
+            known.append(hashlib.sha256((known[-1] if known else b"") + block).digest())
+        return known[: num_tokens // size]
+
+
+def _most(sequence: Sequence) -> int:
+    """Tokens that need not be fed again: before the last one, and before the first whose logits are wanted."""
+    return min(sequence.wanted, len(sequence.tokens) - 1)

@@ -1,0 +1,150 @@
+"""What requests share is computed once, and each brings what it would alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+METHODS: dict[str, dict[str, Any] | None] = {
+    "full cache": None,
+    "merge": {},
+    "merge, exact": {"window_size": None},
+    "merge, delay 4": {"delay": 4},
+    "drop, delay 16": {"action": "drop", "delay": 16},
+}
+CLOSE = 1e-5
+
+
+@pytest.fixture(params=METHODS)
+def model(request: pytest.FixtureRequest, make_stock: Any, make_compressed: Any) -> Any:
+    gates = METHODS[request.param]
+    return make_stock() if gates is None else make_compressed(gates=gates)
+
+
+def count_fed(engine: Engine) -> list[int]:
+    """Tokens of each pass from now on."""
+    fed, forward = [], engine._runner.forward
+
+    def counting(segments: list[Any]) -> Any:
+        fed.append(sum(len(segment.tokens) for segment in segments))
+        return forward(segments)
+
+    engine._runner.forward = counting  # type: ignore[method-assign]
+    return fed
+
+
+def assert_same(generations: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(generations, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+        assert torch.equal(ours.stats.slots, theirs.stats.slots)
+        assert ours.stats.tokens_seen == theirs.stats.tokens_seen
+        torch.testing.assert_close(ours.stats.mean_slots, theirs.stats.mean_slots)
+
+
+def test_a_prefix_of_2k_tokens_over_16_requests_is_computed_once(model: Any, make_prompts: Any) -> None:
+    (prefix,) = make_prompts(2000)
+    prompts = [prefix + rest for rest in make_prompts(*range(3, 19), seed=2)]
+    alone = Engine(model, max_batch_size=1)
+    expected = [alone.generate([prompt], GREEDY)[0] for prompt in prompts]
+    engine = Engine(model, prefix_cache=True)
+    fed = count_fed(engine)
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    most = 0
+    while any(request.generation is None for request in requests):
+        engine.step()
+        cache, rows = engine.cache, [each.row for each in engine._scheduler.running]
+        tables = {block for row in rows for block in cache._owned_blocks(row).tolist()}
+        assert engine.blocks_in_use == len(tables)  # shared ones once
+        most = max(most, len(tables))
+    assert_same([request.generation for request in requests], expected)
+    assert sum(fed) == 2000 + sum(range(3, 19)) + 16 * 5
+    own = max(each.stats.bytes_allocated for each in expected) // cache.block_bytes
+    assert most <= own + 16 * 4 * 3  # the prefix once, and of each its open block and at most two more in 4 heads
+    assert engine.blocks_in_use == 0
+    assert engine.prefix_cache_bytes > 0
+
+
+def test_a_prefix_is_found_by_those_who_come_later(model: Any, make_prompts: Any) -> None:
+    """Known once it was seen twice, or where a chunk ended; a conversation that is sent again goes on from its end."""
+    (prefix,), engine = make_prompts(160), Engine(model, prefix_cache=True)
+    prompts = [prefix + rest for rest in make_prompts(20, 9, 30, seed=2)]
+    expected = Engine(model).generate(prompts, GREEDY)
+    fed, counts = count_fed(engine), []
+    generations = []
+    for prompt in prompts:
+        generations += engine.generate([prompt], GREEDY)
+        counts.append(sum(fed) - sum(counts))
+    assert_same(generations, expected)
+    gated = getattr(model.config, "compression", None) is not None
+    assert counts == [180 + 5, (169 if gated else 9) + 5, 30 + 5]
+    again = prompts[2] + generations[2].token_ids + make_prompts(7, seed=3)[0]
+    (expected_again,) = Engine(model).generate([again], GREEDY)
+    fed.clear()
+    assert_same(engine.generate([again], GREEDY), [expected_again])
+    assert sum(fed) == 1 + 7 + 5  # the last token of an answer has not been fed
+    fed.clear()
+    assert_same(engine.generate([prompts[0]] * 3, GREEDY), expected[:1] * 3)
+    assert sum(fed) <= 20 + 2 * 16 + 3 * 5
+
+
+def test_scores_go_on_from_what_prompts_share(model: Any, make_prompts: Any) -> None:
+    (prompt,), continuations = make_prompts(300), make_prompts(4, 9, 2, 7, seed=2)
+    engine = Engine(model, prefix_cache=True, token_budget=96)
+    fed = count_fed(engine)
+    scores = engine.score([prompt] * 4, continuations)
+    for score, expected in zip(scores, Engine(model).score([prompt] * 4, continuations), strict=True):
+        torch.testing.assert_close(score, expected, rtol=0, atol=CLOSE)
+    assert sum(fed) <= 300 + 4 * (300 % 16 + 9)
+    assert engine.blocks_in_use == 0
+
+
+def test_what_prefixes_hold_is_given_up_for_others(model: Any, make_prompts: Any) -> None:
+    heads = 4
+    layout = Engine(model).cache
+    memory = heads * 14 * layout.block_bytes  # one of 200 tokens and a little more
+    engine, free = Engine(model, memory=memory, prefix_cache=True), Engine(model)
+    prompts = make_prompts(150, 120, 150, 200, seed=4)
+    prompts.append(prompts[3][:170] + prompts[0][:20])
+    for prompt in prompts:
+        assert_same(engine.generate([prompt], GREEDY), free.generate([prompt], GREEDY))
+        assert engine.blocks_in_use == 0
+    assert_same(engine.generate(prompts, GREEDY), free.generate(prompts, GREEDY))
+    cache = engine.cache
+    while engine._prefixes.reclaim():
+        pass
+    assert cache.allocator.num_in_use == 0 and not cache.allocator.extra.any()
+
+
+def test_a_pool_that_grows_does_not_grow_for_prefixes(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed(), prefix_cache=True, max_batch_size=2)
+    for prompt in make_prompts(*[400] * 30):
+        engine.generate([prompt], SamplingParams(max_new_tokens=1))
+    assert engine.cache.allocator.num_blocks <= 512
+
+
+def test_sessions_and_interrupts_leave_prefixes_sound(model: Any, make_prompts: Any) -> None:
+    engine, (prefix, more, rest) = Engine(model, prefix_cache=True), make_prompts(130, 40, 9)
+    (expected,) = Engine(model).generate([prefix + more], GREEDY)
+    with engine.session() as session:
+        session.feed(prefix)
+        assert_same([session.generate(more, GREEDY)], [expected])
+    assert_same(engine.generate([prefix + more], GREEDY), [expected])
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prefix + rest], GREEDY)
+    hook.remove()
+    assert engine.blocks_in_use == engine.prefix_cache_bytes == engine.cache.allocator.num_in_use == 0
+    assert_same(engine.generate([prefix + more], GREEDY), [expected])
+
+
+@pytest.mark.parametrize("policy", [policies.H2O(budget=Budget(ratio=2)), policies.SnapKV(budget=Budget(ratio=2))])
+def test_what_a_policy_has_compressed_is_computed_again(policy: Any, make_stock: Any, make_prompts: Any) -> None:
+    (prefix,), model = make_prompts(150), make_stock()
+    prompts = [prefix + rest for rest in make_prompts(9, 20, seed=2)]
+    expected = Engine(model, policy=policy).generate(prompts, GREEDY)
+    assert_same(Engine(model, policy=policy, prefix_cache=True).generate(prompts, GREEDY), expected)
