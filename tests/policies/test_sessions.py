@@ -84,7 +84,7 @@ def test_a_conversation_computed_again_goes_on_as_if_nothing_had_happened(
     engine = Engine(model, policy=policy, prefill_chunk_size=chunk)
 
     def lose_the_cache(session: Any) -> None:
-        engine._scheduler._evict(session.sequence)
+        assert engine._scheduler.resting == [session.sequence] and engine._scheduler._evict_another(None)
         assert engine.blocks_in_use == 0
 
     again = answers(engine, prompts, lose_the_cache)
