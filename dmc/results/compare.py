@@ -204,7 +204,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         },
     }
     if isinstance(task, LMEvalTask):
-        names = {"benchmark": task.benchmark.name, "members": task.benchmark.tasks, "question": "known"}
+        names = {"benchmark": task.benchmark.name, "members": task.benchmark.tasks, "question": task.settings.question}
         shared["settings"] |= {"lm_eval": asdict(task.settings) | {"save_samples": None}}
         return shared | names
     shared["settings"] |= {"speed_tokens": config.speed_tokens}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max
 
 Feed = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and all but the last token of its continuation: continuations that differ in that one share a pass."""
+FindQuestion = Callable[[str, dict[str, Any]], int]
+"""See `Benchmark.question_at`."""
 
 
 class EngineLM(HFLM):
@@ -35,11 +38,15 @@ class EngineLM(HFLM):
         engine: with a tokenizer.
         requests_at_once: likelihoods that are handed to the engine together, and after which progress is shown.
         seed: of sampled generations.
+        question_at: finds where, in a prompt and its document, the question begins, which is fed when what stands
+            before it has been compressed; likelihoods are refused then. None: prompts are compressed with it.
     Raises:
         ValueError: the engine has no tokenizer, or one without an end of text.
     """
 
-    def __init__(self, engine: Engine, requests_at_once: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, requests_at_once: int = 64, seed: int = 0, question_at: FindQuestion | None = None
+    ) -> None:
         if engine.tokenizer is None:
             raise ValueError("lm-eval's tasks are text, and the model's folder has no tokenizer: add tokenizer.json")
         if engine.tokenizer.eos_token_id is None:
@@ -51,6 +58,7 @@ class EngineLM(HFLM):
         super().__init__(engine.model, tokenizer=engine.tokenizer, backend="causal", batch_size=requests_at_once)
         logger.disabled = False
         self.engine, self.requests_at_once, self.seed = engine, requests_at_once, seed
+        self.question_at = question_at
         self.stats: list[GenerationStats] = []
         """Memory of every sequence that has run."""
         self.num_cut = 0
@@ -60,6 +68,10 @@ class EngineLM(HFLM):
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Score (text, prompt, continuation): log-likelihood in nats, and whether greedy decoding would give it."""
+        if self.question_at is not None:
+            raise ValueError(
+                "question=hidden: a task that compares likelihoods has no question to hide; leave it known"
+            )
         askers: dict[Feed, list[int]] = {}
         for index, (_, prompt, continuation) in enumerate(requests):
             askers.setdefault(self._feed(prompt, continuation), []).append(index)
@@ -111,18 +123,21 @@ class EngineLM(HFLM):
             ValueError: a task's generation setting is unknown, or leaves no room for its prompts.
         """
         repeats: Counter[str] = Counter()
-        prompts, params = [], []
-        for context, settings in (request.args for request in requests):
-            repeats[context] += 1
-            params.append(self._sampling(settings, f"{self.seed} {repeats[context]} {context}"))
-            room = self.max_length - params[-1].max_new_tokens
+        prompts, questions, params = [], [], []
+        for request in requests:
+            text, settings = request.args
+            repeats[text] += 1
+            params.append(self._sampling(settings, f"{self.seed} {repeats[text]} {text}"))
+            cut = len(text) if self.question_at is None else self.question_at(text, request.doc)
+            questions.append(self.tok_encode(text[cut:], add_special_tokens=False) if text[cut:] else [])
+            room = self.max_length - params[-1].max_new_tokens - len(questions[-1])
             if room < 1:
                 raise ValueError(
                     f"max_gen_toks={params[-1].max_new_tokens} leaves no room for a prompt: the model has "
                     f"{self.max_length} positions; give fewer"
                 )
-            prompts.append(self._cut(self.tok_encode(context), room))
-        fed, after = self._parts(prompts)
+            prompts.append(self._cut(self.tok_encode(text[:cut]), room))
+        fed, after = self._parts(prompts) if self.question_at is None else (prompts, questions)
         generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
         self.stats += [generation.stats for generation in generations]
         # a stop string that is a special token is in no text: `_sampling` stops there

@@ -20,6 +20,7 @@ from dmc.bounds import Count
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.results.measurement import Row
+from dmc.results.tasks.asking import Question
 from dmc.results.tasks.prompts import check_chat_template
 from dmc.runtime import Engine, GenerationStats
 
@@ -44,11 +45,31 @@ class Benchmark:
     """The one that is shown, or the first of these that a task has; None: a task's first."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Of lm-eval's generation settings those that differ from the task's: {do_sample: true, temperature: 0.1}."""
+    context_field: str | None = None
+    """Field of a document that holds its context, behind which a prompt's question begins; None: see the next."""
+    question_marks: list[str] = field(default_factory=list)
+    """Texts with which a question begins; the last one in a prompt counts."""
 
     @property
     def tasks(self) -> list[str]:
         """Names that lm-eval knows."""
         return self.members or [self.name]
+
+    def question_at(self, prompt: str, document: dict[str, Any]) -> int:
+        """Find where a prompt's question begins.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.context_field is not None:
+            context = str(document[self.context_field]).strip()
+            found = prompt.rfind(context)
+            found += len(context) if found >= 0 else 0
+        else:
+            found = max((prompt.rfind(mark) for mark in self.question_marks), default=-1)
+        if found < 0:
+            raise ValueError(f"question=hidden: no question of {self.name} begins in {prompt[-200:]!r}")
+        return found
 
     def choose(self, metrics: Sequence[str]) -> str:
         """Choose what is shown of a task's metrics (`acc`, or `exact_match,strict-match` where answers are filtered).
@@ -105,6 +126,9 @@ class LMEvalSettings:
     """First documents of every task that are used; None: all."""
     max_gen_toks: Count | None = None
     """Tokens of an answer at the most; None: what the task says."""
+    question: Question = "known"
+    """hidden: of generating tasks the context is compressed before the question is fed, if their benchmark says where
+    that begins."""
     chat_template: bool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
@@ -164,7 +188,8 @@ class LMEvalTask:
 
         if self.settings.chat_template and engine.tokenizer is not None:
             check_chat_template(engine.tokenizer)
-        lm = EngineLM(engine, requests_at_once=8 * together, seed=seed)
+        question_at = self.benchmark.question_at if self.settings.question == "hidden" else None
+        lm = EngineLM(engine, requests_at_once=8 * together, seed=seed, question_at=question_at)
         length = self.settings.max_gen_toks
         generation = self.benchmark.generation | ({} if length is None else {"max_gen_toks": length})
         found: Any = simple_evaluate(
@@ -240,9 +265,15 @@ def plan_lm_eval(
         known: names of other tasks, for suggestions.
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: see `read_benchmarks` and `check_tasks`.
+        ValueError: questions are to be hidden of which nothing is known; see `read_benchmarks` and `check_tasks`.
     """
     benchmarks = read_benchmarks(entries, folder)
+    for each in benchmarks if settings.question == "hidden" else ():
+        if each.context_field is None and not each.question_marks:
+            raise ValueError(
+                f"question=hidden: where questions of {each.name!r} begin is not known; give it a context_field or "
+                f"question_marks, {{name: {each.name}, question_marks: ['Question:']}}"
+            )
     names = tuple(task for each in benchmarks for task in each.tasks)
     try:
         manager = settings.list_tasks(names, model)

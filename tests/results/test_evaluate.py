@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -21,9 +22,11 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from scripts_here import run_script
 
-from dmc import load_model
+from dmc import Engine, SamplingParams, load_model
+from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
+from dmc.policies import H2O
 from dmc.results.compare import run_cells, unfinished
 from dmc.results.grid import CompareConfig, grid_of_one, plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
@@ -124,6 +127,50 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
     ]
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("where", [{"context_field": "context"}, {"question_marks": ["Asked:", "\n\nQuestion:"]}])
+def test_a_hidden_question_comes_when_its_context_has_been_compressed(
+    where: dict[str, Any], policy: str, make_config: Any, folders: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    documents = [{"context": f"Question: alpha {'beta ' * count}", "answer": "x"} for count in (20, 40)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/asked.jsonl}}}}"
+    text = MADE_TASK.replace("custom_dataset: !function make.documents", data).replace("task: made", "task: asked")
+    text = text.replace("doc_to_text: prompt", 'doc_to_text: "{{context}}\\n\\nQuestion: gamma?\\nIt is"')
+    (folder / "asked.yaml").write_text(text)
+    budget = {"ratio": 4.0} if policy != "full" else None
+    asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "hidden"}
+    config = make_config(policy, budget, **asked, save_samples=True)
+    (row,) = run(config)
+    assert (row["status"], row["question"]) == ("done", "hidden"), row
+    samples = (Path(config.output) / "samples" / row["key"] / "asked.jsonl").read_text().splitlines()
+    model, tokenizer = load_with_tokenizer(str(folders.stock))
+    for document, sample in zip(documents, map(json.loads, samples), strict=True):
+        engine = Engine(model, tokenizer, H2O(budget=Budget(ratio=4.0)) if budget else None)
+        context, question = document["context"], "\n\nQuestion: gamma?\nIt is"
+        if "context_field" in where:  # of which spaces at the end are no part
+            question = context[len(context.strip()) :] + question
+        with engine.session() as session:
+            session.feed(context.strip() if "context_field" in where else context)
+            params = SamplingParams(max_new_tokens=4, temperature=0.0)
+            alone = session.generate(tokenizer(question, add_special_tokens=False)["input_ids"], params)
+        assert sample["resps"] == [[alone.text]]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"name": "local_generation", "question_marks": ["Why"]}, "no question of local_generation begins in"),
+        ({"name": "local_choice", "context_field": "question"}, "a task that compares likelihoods hides none"),
+    ],
+)
+def test_a_question_that_cannot_be_hidden_fails_its_task(task: Any, message: str, make_config: Any) -> None:
+    (row,) = run(make_config(tasks=[task], question="hidden"))
+    assert row["status"] == "failed" and message in row["error"]
+
+
 def test_a_task_whose_data_or_package_is_missing_fails_alone(
     make_config: Any, tasks_folder: Path, tmp_path: Path
 ) -> None:
@@ -175,6 +222,7 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, t
         ({"tasks": [{"name": "a", "member": []}]}, "did you mean 'members'"),
         ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
         ({"tasks": []}, "tasks is empty"),
+        ({"question": "hidden"}, "where questions of 'both' begin is not known; give it a context_field"),
         ({"limit": 0}, "limit=0: expected a whole number >= 1"),
         ({"policy": "h2o"}, "H2O needs a budget"),
         ({"policy": {"name": "full", "_target_": "dmc.policies.H2O"}, "budget": {"ratio": 4.0}}, r"\+policy.name=mine"),
@@ -234,6 +282,21 @@ def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everyth
             if name == "humaneval":  # a function of the task's, which answers with this name
                 metrics = ["pass@1"]
             assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
+
+
+def test_the_questions_of_ruler_and_longbench_can_be_hidden() -> None:
+    folder, selections = Path(lm_eval.tasks.__file__).parent, CONFIGS / "evaluation"
+    (ruler,) = read_benchmarks(["ruler_13"], selections)
+    for name in ("niah", "vt", "cwe", "fwe", "qa"):
+        source = (folder / "ruler" / f"{name}_utils.py").read_text().replace("\\n", "\n")
+        template = max(re.findall(r'"""(.*?)"""', source, flags=re.S), key=lambda each: each.count("{context}"))
+        for text in (template, template.replace("are all", "is")):  # as RULER writes it of one
+            assert ruler.question_at(text, {}) > text.index("{context}")
+    (longbench,) = read_benchmarks(["longbench_16"], selections)
+    for name in longbench.tasks:
+        source = (folder / "longbench" / f"{name.removeprefix('longbench_')}.yaml").read_text()
+        (text,) = re.findall(r"^doc_to_text: (.*)$", source, flags=re.M)
+        assert longbench.question_at(text, {"context": "{{context}}"}) < len(text) - 2
 
 
 def test_the_dmc_papers_benchmarks_are_table_1() -> None:
