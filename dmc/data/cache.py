@@ -233,6 +233,9 @@ class _Cache:
 
     def _records(self) -> dict[Path, tuple[int, int]]:
         values = json.loads((self.folder / INDEX_NAME).read_text())["files"]
+        for name in values:
+            if Path(name).is_absolute() or ".." in Path(name).parts or len(Path(name).parts) < 2:
+                raise ValueError(f"it names {name}, outside of the folder's parts")
         return {self.folder / name: (int(size), int(checksum)) for name, (size, checksum) in values.items()}
 
     def _write_index(self, paths: list[Path]) -> None:

@@ -190,6 +190,24 @@ def test_damaged_part_alone_is_rebuilt_with_a_warning(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("name", ["../kept/thesis.txt", "../../kept/thesis.txt", "{outside}", ".."])
+def test_index_that_leads_outside_reads_and_removes_nothing_there(
+    name: str, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build()
+    kept = tmp_path / "cache" / "kept" / "thesis.txt"
+    kept.parent.mkdir()
+    kept.write_text("years of work")
+    (index,) = (tmp_path / "cache").rglob("index.json")
+    (arrow,) = (tmp_path / "cache").rglob("*.arrow")
+    outside = arrow.rename(tmp_path / "elsewhere.arrow")
+    record = next(iter(json.loads(index.read_text())["files"].values()))
+    index.write_text(json.dumps({"files": {name.format(outside=outside): record}}))
+    assert tokens_of(build()) == expected.tolist()
+    assert "outside" in caplog.records[0].getMessage()
+    assert kept.read_text() == "years of work" and outside.exists()
+
+
 @pytest.mark.parametrize("content", ["", '{"files": 1}', "[]", '{"files": {"a": 3}}'])
 def test_damaged_index_means_a_new_build_with_a_warning(
     content: str, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -90,6 +90,23 @@ def test_methods_are_ranked_by_bytes_not_by_entries() -> None:
     assert list(rank_at_bytes(study(1), 0.95)["policy"]) == ["h2o", "snapkv"]
 
 
+def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
+    ratios = {"control-s0": 2.0, "control-s1": 8.0}
+    rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
+    (line,) = summarize(to_frame(each for each_row in rows for each in measurements_of(each_row))).to_dict("records")
+    assert line["achieved_ratio"] == pytest.approx(2 / (1 / 2 + 1 / 8))
+
+
+def test_methods_of_one_sample_are_not_told_apart() -> None:
+    rows = [row("one", "full", None, 1000, 0.0), row("one", "h2o", "2", 500, 0.1), row("one", "tova", "2", 500, 0.9)]
+    single = [
+        each | {"samples": 1, "contexts": [0], "samples_by_metric": {"loss": each["samples_by_metric"]["loss"][:1]}}
+        for each in rows
+    ]
+    ranked = rank_at_bytes(to_frame(each for each_row in single for each in measurements_of(each_row)), 0.5)
+    assert list(ranked["policy"]) == ["h2o", "tova"] and list(ranked["tied"]) == [True, True]
+
+
 def test_another_stock_models_full_cache_is_no_yardstick() -> None:
     rows = [row("one", "full", None, 1000, 0.0), row("two", "h2o", "4", 250, 0.3)]
     frame = to_frame(each for each_row in rows for each in measurements_of(each_row))

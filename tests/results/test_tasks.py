@@ -265,6 +265,18 @@ def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any,
     assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
 
 
+def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all_tokens() -> None:
+    def held(tokens: int, entries: int, size: int) -> GenerationStats:
+        slots = torch.tensor([[entries]])
+        return GenerationStats(tokens, slots, 1, size, size, 0, 0, tokens / 2, slots / 2, size / 4, size / 4, size)
+
+    memory = memory_of([held(100, 100, 1000), held(900, 100, 3000)])
+    assert memory["achieved_ratio"] == memory["mean_achieved_ratio"] == 1000 / 200
+    assert memory["bytes_allocated_per_token"] == memory["bytes_used_per_token"] == 4000 / 1000
+    assert memory["mean_bytes_allocated_per_token"] == memory["mean_bytes_used_per_token"] == 1000 / 500
+    assert (memory["bytes_allocated"], memory["peak_tokens"]) == (3000, 900)
+
+
 @pytest.mark.parametrize("name", ["copy", "needle", "key_value"])
 def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: Any) -> None:
     model = load_model(folders.compressed)

@@ -16,7 +16,7 @@ from dmc.training import PreemptedError, export_checkpoint, train
 from dmc.training.checkpoints.folder import check_whole
 from dmc.training.checkpoints.rotation import saved_checkpoints
 from dmc.training.collect import collect
-from dmc.training.exporter import Exporter
+from dmc.training.exporter import Exporter, roomy_device
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
 from dmc.training.stages import Plan
@@ -342,3 +342,13 @@ def test_a_final_model_without_whole_weights_is_not_finished_and_is_written_agai
     with pytest.raises(ValueError, match="target_ratio=0 is not a compression ratio"):
         export_checkpoint(run.folder, tmp_path / "out", target_ratio=0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("free", "device"), [(3000, "cuda"), (1000, "cpu")])
+def test_a_gpu_exports_where_it_has_room_for_the_model_twice(
+    free: int, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 4000))
+    assert roomy_device(torch.nn.Linear(250, 1, bias=False)) == device  # 1,000 bytes
+    assert (device == "cpu") == ("the CPU exports" in caplog.text)
