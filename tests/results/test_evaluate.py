@@ -163,7 +163,10 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(
     ("task", "message"),
     [
         ({"name": "local_generation", "question_marks": ["Why"]}, "no question of local_generation begins in"),
-        ({"name": "local_choice", "context_field": "question"}, "a task that compares likelihoods hides none"),
+        (
+            {"name": "local_choice", "context_field": "question"},
+            "a task that compares likelihoods has no question to hide",
+        ),
     ],
 )
 def test_a_question_that_cannot_be_hidden_fails_its_task(task: Any, message: str, make_config: Any) -> None:
