@@ -1,14 +1,17 @@
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from scripts_here import run_script
 
 from dmc.command_line import plain_settings
 from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config, run_config
+from dmc.results.grid import CompareConfig, named_settings, plan_methods
 from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
@@ -34,6 +37,17 @@ def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
     assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
+
+
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])
+def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
+    overrides = [] if name.startswith("quickstart") else ["models={base: DIR, cr4: DIR}"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("compare", overrides=[f"experiment={name}", *overrides])
+    config = build_config(CompareConfig, OmegaConf.to_container(settings, resolve=True))
+    assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
+    words = shlex.split(opening(name)[1])
+    assert words == ["#", "python", "scripts/compare.py", f"experiment={name}", *overrides] and len(config.models) == 2
 
 
 def study_runs() -> list[tuple[str, list[str]]]:

@@ -192,20 +192,6 @@ def test_a_stop_string_that_is_a_special_token_stops_where_hugging_faces_adapter
     assert [stopped] == theirs.generate_until(request, disable_tqdm=True)
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
-
-
-def test_a_conversation_is_written_with_the_models_template(folders: Any, tasks_folder: Any) -> None:
-    lm = engine_lm(folders.stock)
-    lm.tokenizer.chat_template = CHAT_TEMPLATE
-    result = run(lm, tasks_folder, ["local_generation"], apply_chat_template=True, system_instruction="alpha")
-    prompt = result["samples"]["local_generation"][0]["arguments"][0][0]
-    assert prompt.startswith("<system>alpha<user>")
-    assert prompt.endswith("<a>")
-
-
 def test_the_harness_begins_a_text_as_training_begins_a_document(beginning_tokenizer: Any, folders: Any) -> None:
     adapter = EngineLM(Engine(load_model(folders.stock), beginning_tokenizer))
     framing = framing_of(beginning_tokenizer)

@@ -294,10 +294,7 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
     (generation,) = engine.generate([wholes[1]], greedy)
     samples[1].continuation[:] = generation.token_ids  # one that the model knows
     results = task.evaluate(engine, samples)
-    assert [result.metrics["exact_match"] for result in results][1] == 1.0
-    assert results[0].metrics["exact_match"] == float(
-        engine.generate([wholes[0]], greedy)[0].token_ids == samples[0].continuation
-    )
+    assert [result.metrics["exact_match"] for result in results] == [0.0, 1.0, 0.0]
     for whole, sample, result in zip(wholes, samples, results, strict=True):
         assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-3)
         assert result.stats.tokens_seen == len(whole) + 1 == (41 if name == "key_value" else 39)
@@ -578,21 +575,6 @@ def test_bad_settings_are_refused_with_what_was_expected(
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         build(tokenizer)
-
-
-def test_scoring_measures_the_memory_that_generating_takes(folders: Any, make_prompts: Any) -> None:
-    engine = Engine(load_model(folders.compressed))
-    prompts = make_prompts(30, 21)
-    generations = engine.generate(prompts, SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True))
-    scorings = engine.score_with_stats(prompts, [each.token_ids for each in generations])
-    for scoring, generation, plain in zip(
-        scorings, generations, engine.score(prompts, [each.token_ids for each in generations]), strict=True
-    ):
-        assert torch.equal(scoring.stats.slots, generation.stats.slots)
-        assert scoring.stats.bytes_allocated == generation.stats.bytes_allocated
-        assert scoring.stats.tokens_seen == generation.stats.tokens_seen
-        assert torch.equal(scoring.logprobs, plain)
-    assert engine.blocks_in_use == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}, {"max_batch_size": 1}])
