@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Iterable
@@ -21,11 +22,35 @@ def file_checksum(path: Path) -> int:
     return value
 
 
-def file_checksums(paths: Iterable[Path]) -> dict[Path, int]:
-    """Return the CRC-32 of several files, read at the same time."""
+def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Return bytes and CRC-32 of files by their names in a folder, read at the same time."""
     paths = list(paths)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-        return dict(zip(paths, threads.map(file_checksum, paths), strict=True))
+        sums = list(threads.map(file_checksum, paths))
+    pairs = zip(paths, sums, strict=True)
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, each) for path, each in pairs}
+
+
+def write_list(file: Path, paths: Iterable[Path]) -> None:
+    """Write a file that lists others of its folder, as `list_files` does; it is there as a whole or not at all."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text(json.dumps({"files": list_files(file.parent, paths)}, indent=1) + "\n")
+    os.replace(partial, file)
+
+
+def read_list(file: Path) -> dict[str, tuple[int, int]]:
+    """Read what `write_list` has written.
+
+    Raises:
+        ValueError: it is not there, is damaged, or leads outside its folder.
+    """
+    try:
+        files = json.loads(file.read_text())["files"]
+        if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it names {outside[0]}, outside of its folder")
+        return {str(name): (int(num_bytes), int(checksum)) for name, (num_bytes, checksum) in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no list of files ({error})") from error
 
 
 def file_damage(path: Path, num_bytes: int, checksum: int | None = None) -> str | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dmc.checksums import file_checksums, file_damage
+from dmc.checksums import file_damage, read_list, write_list
 
 RECORD_NAME = "files.json"
 """Lists every other file of a folder written here, with its bytes and its CRC-32."""
@@ -27,10 +26,10 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
     _remove(partial)
     partial.mkdir(parents=True)
-    _write_record(partial, {})  # what a kill leaves is known as ours
+    write_list(partial / RECORD_NAME, [])  # what a kill leaves is known as ours
     try:
         yield partial
-        _write_record(partial, _contents(partial))
+        write_list(partial / RECORD_NAME, _files(partial))
         refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
     except BaseException:
         _remove(partial)
@@ -90,9 +89,8 @@ def _foreign(folder: Path, thoroughly: bool) -> str | None:
     if not folder.is_dir():
         return "is a file"
     try:
-        listed = json.loads((folder / RECORD_NAME).read_text())["files"]
-        listed = {str(name): (int(num_bytes), int(checksum)) for name, (num_bytes, checksum) in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        listed = read_list(folder / RECORD_NAME)
+    except ValueError:
         return f"holds files but no {RECORD_NAME}, the list of its files that an export of this version writes"
     for path in _files(folder):
         name = path.relative_to(folder).as_posix()
@@ -108,16 +106,6 @@ def _files(folder: Path) -> list[Path]:
     """List what a folder and its folders hold, links among it, but for the record."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return sorted(path for path in found if path != folder / RECORD_NAME)
-
-
-def _contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return bytes and checksum of each file."""
-    checksums = file_checksums(_files(folder))
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, each) for path, each in checksums.items()}
-
-
-def _write_record(folder: Path, files: dict[str, tuple[int, int]]) -> None:
-    (folder / RECORD_NAME).write_text(json.dumps({"files": files}, indent=1) + "\n")
 
 
 def _beside(folder: Path, kind: str) -> Path:

@@ -31,7 +31,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from dmc.checksums import file_checksums, file_damage
+from dmc.checksums import file_damage, read_list, write_list
 from dmc.data.blend import Blend
 from dmc.data.encoding import DocumentEncoder
 from dmc.data.megatron import MegatronSource
@@ -143,7 +143,7 @@ class _Cache:
             table = self._open_whole()
             if table is None:
                 self._remove_damaged()
-                self._write_index([path for part in self._parts(num_processes) for path in part])
+                write_list(self.folder / INDEX_NAME, [path for part in self._parts(num_processes) for path in part])
                 table = TokenTable(partial(_open_files, list(self._records())))
                 if table.num_skipped:
                     counts = self.source.label, table.num_skipped, table.num_documents
@@ -206,18 +206,18 @@ class _Cache:
             return None
         try:
             records = self._records()
-            total = sum(size for size, _ in records.values())
-            num_checked = min(len(records), max(1, _CHECKED_BYTES * len(records) // max(1, total)))
-            checked = {len(records) * place // num_checked for place in range(num_checked)}
-            for number, (path, (size, checksum)) in enumerate(records.items()):
-                problem = file_damage(path, size, checksum if number in checked else None)
-                if problem:
-                    logger.warning("Cached tokens %s: the file %s; it is rebuilt.", path, problem)
-                    return None
-            return TokenTable(partial(_open_files, list(records)))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             logger.warning("Cached tokens %s: the index cannot be read (%s); it is rebuilt.", self.folder, error)
             return None
+        total = sum(size for size, _ in records.values())
+        num_checked = min(len(records), max(1, _CHECKED_BYTES * len(records) // max(1, total)))
+        checked = {len(records) * place // num_checked for place in range(num_checked)}
+        for number, (path, (size, checksum)) in enumerate(records.items()):
+            problem = file_damage(path, size, checksum if number in checked else None)
+            if problem:
+                logger.warning("Cached tokens %s: the file %s; it is rebuilt.", path, problem)
+                return None
+        return TokenTable(partial(_open_files, list(records)))
 
     def _remove_damaged(self) -> None:
         """Remove what is not as the index says; all of it, where the index itself cannot be read."""
@@ -226,24 +226,16 @@ class _Cache:
         try:
             damaged = [path for path, record in self._records().items() if file_damage(path, *record)]
             parts = {path.relative_to(self.folder).parts[0] for path in damaged}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except ValueError:
             parts = {part.name for part in self.folder.iterdir() if part.is_dir()}
         for part in parts:
             shutil.rmtree(self.folder / part)
 
     def _records(self) -> dict[Path, tuple[int, int]]:
-        values = json.loads((self.folder / INDEX_NAME).read_text())["files"]
-        for name in values:
-            if Path(name).is_absolute() or ".." in Path(name).parts or len(Path(name).parts) < 2:
-                raise ValueError(f"it names {name}, outside of the folder's parts")
-        return {self.folder / name: (int(size), int(checksum)) for name, (size, checksum) in values.items()}
-
-    def _write_index(self, paths: list[Path]) -> None:
-        sums = file_checksums(paths)
-        files = {path.relative_to(self.folder).as_posix(): (path.stat().st_size, sums[path]) for path in paths}
-        temporary = self.folder / f".{INDEX_NAME}"
-        temporary.write_text(json.dumps({"files": files}, indent=1))
-        os.replace(temporary, self.folder / INDEX_NAME)
+        records = read_list(self.folder / INDEX_NAME)
+        if flat := [name for name in records if len(Path(name).parts) < 2]:
+            raise ValueError(f"it names {flat[0]}, which is in no part")
+        return {self.folder / name: record for name, record in records.items()}
 
 
 @dataclass(frozen=True)

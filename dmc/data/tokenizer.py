@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from dmc.checksums import file_damage, read_list
+from dmc.replacement import RECORD_NAME, refuse_occupied, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +103,6 @@ def _texts_digest(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _load_trained(folder: Path, record: dict[str, object]) -> PreTrainedTokenizerFast | None:
-    """Load the tokenizer in `folder` if it is whole and was trained as `record` says."""
-    try:
-        found = json.loads((folder / _TRAINING_FILE).read_text())
-        content = (folder / "tokenizer.json").read_bytes()
-    except (OSError, ValueError):
-        return None
-    if found != record | {"tokenizer_sha256": hashlib.sha256(content).hexdigest()}:
-        return None
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -137,7 +127,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
 
     `<|endoftext|>` (id 0) is the eos token, the document separator and the pad token. Deterministic. The folder is
     reused if it holds a tokenizer trained on the same texts with the same `vocab_size`, and replaced if it holds one
-    trained on others. It is written beside its place and renamed, so it is never half there.
+    trained on others. One process trains, others wait for it.
 
     Args:
         texts: the training texts; all are held in memory.
@@ -145,45 +135,28 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
             more pairs to merge.
         folder: where the tokenizer is saved.
     Raises:
-        ValueError: `vocab_size` is too small, there is no text, or `folder` holds files of something else.
+        ValueError: `vocab_size` is too small, or there is no text.
+        FileExistsError: `folder` holds files of something else.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} is below 257: 256 bytes and {END_OF_TEXT}.")
     texts = list(texts)
     if not any(texts):
         raise ValueError(f"No text to train a tokenizer on ({len(texts)} documents, all empty).")
-    folder = Path(folder)
-    record: dict[str, object] = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
-    trained = _load_trained(folder, record)
-    if trained is not None:
-        return trained
-    if folder.exists() and any(folder.iterdir()) and not (folder / _TRAINING_FILE).exists():
-        raise ValueError(f"{folder} holds files that are not a tokenizer trained here; give a new or empty folder.")
-
-    tokenizer = _train(texts, vocab_size)
-    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        tokenizer.save_pretrained(temporary)
-        digest = hashlib.sha256((temporary / "tokenizer.json").read_bytes()).hexdigest()
-        (temporary / _TRAINING_FILE).write_text(json.dumps(record | {"tokenizer_sha256": digest}))
-        if folder.exists():
-            meanwhile = _load_trained(folder, record)  # another process was faster: others may be reading it
-            if meanwhile is not None:
-                return meanwhile
-            foreign = {path.name for path in folder.iterdir()} - {path.name for path in temporary.iterdir()}
-            if foreign:
-                raise ValueError(
-                    f"{folder} holds a tokenizer trained otherwise, and {min(foreign)} beside it: give a new or empty "
-                    "folder"
-                )
-            logger.warning("%s holds a tokenizer trained otherwise or damaged; it is replaced.", folder)
-            shutil.rmtree(folder)
+    folder = Path(folder).absolute()
+    record = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
+    refuse_occupied(folder, overwrite=True, thoroughly=False)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
         try:
-            temporary.rename(folder)
-        except OSError:
-            # Another process trained the same tokenizer meanwhile: its folder stands, if it is that.
-            if _load_trained(folder, record) is None:
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            known = read_list(folder / RECORD_NAME)
+            same = json.loads((folder / _TRAINING_FILE).read_text()) == record
+            if same and not any(file_damage(folder / name, *each) for name, each in known.items()):
+                return PreTrainedTokenizerFast.from_pretrained(folder)
+            logger.warning("%s holds a tokenizer trained otherwise; it is replaced.", folder)
+        except (OSError, ValueError):  # none, or not whole
+            pass
+        with replacement(folder, overwrite=True) as partial:
+            _train(texts, vocab_size).save_pretrained(partial)
+            (partial / _TRAINING_FILE).write_text(json.dumps(record))
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,11 +1,10 @@
 import copy
 import json
-import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -17,6 +16,11 @@ from dmc.data.tokenizer import END_OF_TEXT, Framing, framing_of, tokenizer_diges
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged", ""] * 3
 STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
+
+
+def names(folder: Path) -> list[str]:
+    """Name what lies in a folder but for locks."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def digest_of(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -32,7 +36,7 @@ def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
     assert loaded.eos_token_id == 0 and framing_of(loaded) == Framing((), 0)
     assert loaded(TEXTS)["input_ids"] == trained(TEXTS)["input_ids"]
     assert digest_of(loaded) == digest_of(trained)
-    assert [path.name for path in tmp_path.iterdir()] == ["bpe"]
+    assert names(tmp_path) == ["bpe"]
 
 
 def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -69,17 +73,6 @@ def test_folder_is_reused_for_the_same_texts_and_size_only(
     assert len(num_trained) == 3 and len(caplog.records) == 2
 
 
-def test_torn_tokenizer_is_trained_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "bpe"
-    first = train_tokenizer(TEXTS, 300, folder)
-    path = folder / "tokenizer.json"
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    assert train_tokenizer(TEXTS, 300, folder).get_vocab() == first.get_vocab()
-    assert path.read_bytes() == content
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
 def test_digest_follows_what_changes_the_ids(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     same, other_separator = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
     same(["a", "a b c d"], padding=True, truncation=True, max_length=3)
@@ -109,33 +102,30 @@ def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrai
             train_tokenizer(texts, 300, tmp_path / "bpe")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds files that are not a tokenizer trained here"):
+    with pytest.raises(FileExistsError, match=r"holds files but no files.json"):
         train_tokenizer(TEXTS, 300, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_what_lies_beside_a_tokenizer_is_not_removed_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("vocab_size", [280, 300])
+def test_folder_that_is_not_as_it_was_written_is_neither_used_nor_replaced(vocab_size: int, tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300, tmp_path / "bpe")
     (tmp_path / "bpe" / "model.safetensors").write_text("weeks of training")
-    with pytest.raises(ValueError, match=r"trained otherwise, and model.safetensors beside it"):
-        train_tokenizer(TEXTS, 280, tmp_path / "bpe")
-    assert (tmp_path / "bpe" / "model.safetensors").read_text() == "weeks of training"
-    assert [path.name for path in tmp_path.iterdir()] == ["bpe"]
+    with pytest.raises(FileExistsError, match=r"holds model.safetensors, which its files.json does not list"):
+        train_tokenizer(TEXTS, vocab_size, tmp_path / "bpe")
+    (tmp_path / "bpe" / "model.safetensors").unlink()
+    path = tmp_path / "bpe" / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(FileExistsError, match=r"holds tokenizer.json, which has changed since"):
+        train_tokenizer(TEXTS, vocab_size, tmp_path / "bpe")
+    assert names(tmp_path) == ["bpe"]
 
 
-def test_a_process_that_was_slower_leaves_the_folder_of_the_faster_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts, folder, inodes = ["some text to train on " * 20], tmp_path / "tokenizer", []
-    train = tokenizer_module._train
-
-    def train_slowly(*arguments: Any) -> Any:
-        monkeypatch.setattr(tokenizer_module, "_train", train)
-        train_tokenizer(texts, 300, folder)  # the other process begins later and is done before
-        inodes.append(folder.stat().st_ino)
-        return train(*arguments)
-
-    monkeypatch.setattr(tokenizer_module, "_train", train_slowly)
-    train_tokenizer(texts, 300, folder)
-    assert [folder.stat().st_ino] == inodes
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, trained = tokenizer_module._train, []
+    monkeypatch.setattr(tokenizer_module, "_train", lambda *given: trained.append(1) or train(*given))
+    with ThreadPoolExecutor(3) as threads:
+        found = [
+            each.result() for each in [threads.submit(train_tokenizer, TEXTS, 300, tmp_path / "t") for _ in range(3)]
+        ]
+    assert len(trained) == 1 and {len(each) for each in found} == {300} and names(tmp_path) == ["t"]

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dmc.checksums import file_checksum, file_checksums, file_damage
+from dmc.checksums import file_damage, list_files
 from dmc.training.checkpoints.trust import refuse_code
 
 MODEL_CONFIG = "model_config"
@@ -41,10 +40,8 @@ class Header:
     """Shape of each whole weight, under the model's own name."""
     tied: dict[str, str]
     """Names of weights that are stored once, under another name."""
-    files: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes of each file."""
-    checksums: dict[str, int] = dataclasses.field(default_factory=dict)
-    """CRC-32 of each file."""
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Bytes and CRC-32 of each file."""
 
     @classmethod
     def of(cls, format: str, checkpoint: dict[str, Any], model: Any) -> Header:
@@ -74,12 +71,9 @@ def write_header(folder: Path, header: Header, group: Any = None) -> None:
     Raises:
         OSError: on all ranks, where one could not.
     """
-    names = gathered(_names_in(folder), group)[0]
-    sums, problem = _each_its_own(names, lambda name: (_flush(folder / name), file_checksum(folder / name)), group)
+    files, problem = _each_its_own(gathered(_names_in(folder), group)[0], folder, group, flush=True)
     if problem is None and (not dist.is_initialized() or dist.get_rank() == 0):
-        values = dataclasses.asdict(header)
-        values["files"] = {name: size for name, (size, _) in sums.items()}
-        values["checksums"] = {name: checksum for name, (_, checksum) in sums.items()}
+        values = dataclasses.asdict(dataclasses.replace(header, files=files))
         try:
             (folder / HEADER_NAME).write_text(json.dumps(values | {"checksum": _checksum_of(values)}))
             _flush(folder / HEADER_NAME)
@@ -102,12 +96,13 @@ def read_header(folder: Path) -> Header:
     try:
         values = json.loads((folder / HEADER_NAME).read_text())
         checksum = values.pop("checksum")
+        values["files"] = {name: (int(size), int(each)) for name, (size, each) in values["files"].items()}
         header = Header(**values)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
     if checksum != _checksum_of(values):
         raise ValueError(f"{folder} is damaged: {HEADER_NAME} has a wrong checksum; {REMEDY}")
-    for name, size in header.files.items():
+    for name, (size, _) in header.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{folder} is no training checkpoint: its {HEADER_NAME} names {name}, outside of it")
         if damage := file_damage(folder / name, size):
@@ -123,9 +118,7 @@ def check_whole(folder: Path) -> Header:
         FileNotFoundError, ValueError: see `read_header`; or bytes are not what was written.
     """
     header = read_header(folder)
-    if damage := _damage_in(folder, header, header.checksums):
-        raise ValueError(f"{folder} is damaged: {damage}; {REMEDY}")
-    return header
+    return _compared(folder, header, list_files(folder, map(folder.joinpath, header.files)))
 
 
 def check_whole_together(folder: Path, group: Any = None) -> Header:
@@ -135,11 +128,8 @@ def check_whole_together(folder: Path, group: Any = None) -> Header:
         ValueError: on all ranks, see `check_whole`.
     """
     header = read_header(folder)
-    damage, problem = _each_its_own(sorted(header.checksums), lambda name: _damage_in(folder, header, [name]), group)
-    found = next((each for each in damage.values() if each is not None), problem)
-    if found is not None:
-        raise ValueError(f"{folder} is damaged: {found}; {REMEDY}")
-    return header
+    found, problem = _each_its_own(sorted(header.files), folder, group)
+    return _compared(folder, header, found, problem)
 
 
 def check_fits(folder: Path, model: Any, format: str = SHARDED) -> Header:
@@ -178,13 +168,14 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _damage_in(folder: Path, header: Header, names: Iterable[str]) -> str | None:
-    """Name the first of some files whose bytes are not what was written; None: there is none."""
-    for path, checksum in file_checksums(folder / name for name in names).items():
-        name = path.relative_to(folder).as_posix()
-        if header.checksums.get(name) != checksum:
-            return f"{name} has a wrong checksum"
-    return None
+def _compared(folder: Path, header: Header, found: dict[str, tuple[int, int]], problem: str | None = None) -> Header:
+    """Refuse a folder with files that are not what was written."""
+    damaged = sorted(name for name, each in header.files.items() if found.get(name) != each)
+    if problem is None and damaged:
+        problem = f"{damaged[0]} has a wrong checksum"
+    if problem is not None:
+        raise ValueError(f"{folder} is damaged: {problem}; {REMEDY}")
+    return header
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -192,29 +183,31 @@ def _names_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _each_its_own(names: list[str], act: Callable[[str], Any], group: Any) -> tuple[dict[str, Any], str | None]:
-    """Let each rank act on the files that it wrote, and tell all of them what came out and what failed, if anything."""
+def _each_its_own(
+    names: list[str], folder: Path, group: Any, flush: bool = False
+) -> tuple[dict[str, tuple[int, int]], str | None]:
+    """Let each rank read the files that it wrote, and tell all of them their bytes and CRC-32, and what failed."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    results: dict[str, Any] = {}
-    problem = None
-    for place, name in enumerate(names):
-        writer = WRITER.search(Path(name).name)
-        if (int(writer[1]) if writer else place) % size == rank:
-            try:
-                results[name] = act(name)
-            except OSError as error:  # a rank that ended here would leave the others waiting
-                problem = str(error)
-    parts = gathered((results, problem), group)
-    merged = {name: result for each, _ in parts for name, result in each.items()}
-    return merged, next((each for _, each in parts if each is not None), None)
+    writers = [WRITER.search(Path(name).name) for name in names]
+    places = [int(writer[1]) if writer else place for place, writer in enumerate(writers)]
+    own = [folder / name for name, place in zip(names, places, strict=True) if place % size == rank]
+    result: tuple[dict[str, tuple[int, int]], str | None]
+    try:
+        for path in own if flush else ():
+            _flush(path)
+        result = list_files(folder, own), None
+    except OSError as error:  # a rank that ended here would leave the others waiting
+        result = {}, str(error)
+    parts = gathered(result, group)
+    merged = {name: each for part, _ in parts for name, each in part.items()}
+    return merged, next((problem for _, problem in parts if problem is not None), None)
 
 
 def _checksum_of(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
-def _flush(path: Path) -> int:
-    """Wait until a file is on the disk; return its bytes."""
+def _flush(path: Path) -> None:
+    """Wait until a file is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return path.stat().st_size

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from tqdm import tqdm
 from transformers import AutoConfig
 
 from dmc.models.build import assemble
@@ -21,21 +20,8 @@ WEIGHTS, OPTIMIZER = "model.", "optimizer."
 """Of names in a checkpoint: the model's weights, and optimizer states, which stay on the disk here."""
 
 
-class _ShowingPlanner(checkpoint.DefaultLoadPlanner):
-    """Reads as the default one, and moves a bar on by the bytes that have been read."""
-
-    def __init__(self, bar: tqdm) -> None:
-        super().__init__()
-        self.bar = bar
-
-    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """See `LoadPlanner.commit_tensor`."""
-        super().commit_tensor(read_item, tensor)
-        self.bar.update(tensor.nbytes)
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the whole weights of a checkpoint under the model's names, with a bar that a job's log shows too.
+    """Read the whole weights of a checkpoint under the model's names.
 
     Raises:
         FileNotFoundError, ValueError: see `read_header`.
@@ -60,9 +46,7 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
         for name, each in read_metadata(folder).state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(each, TensorStorageMetadata)
     }
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with tqdm(total=num_bytes, desc="joining shards", unit="B", unit_scale=True) as bar:
-        checkpoint.load(tensors, checkpoint_id=folder, planner=_ShowingPlanner(bar), no_dist=True)
+    checkpoint.load(tensors, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
