@@ -1,9 +1,9 @@
 """Training data: sources of documents, packed tokens, and an order that resumes anywhere.
 
 Read in this order: `sources.py` and `text.py`, `code.py` or `megatron.py` (documents) -> `tokenizer.py` and
-`encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) -> `tokens.py` (read at any
-window) -> `packing.py` (sequences) -> `blend.py` -> `order.py` (which sequence at which position) -> `report.py` (how
-much there is of what). `streaming.py` does all of it on the fly.
+`encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) -> `packing.py` (read at any
+window, in sequences) -> `blend.py` -> `order.py` (which sequence at which position) -> `report.py` (how much there is
+of what). `streaming.py` does all of it on the fly.
 """
 
 from dmc.data.blend import Blend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dmc.data.order import shuffled_index
+from dmc.data.packing import PackedTokens
 
 _MAX_PERIOD = 2**16
 
@@ -74,30 +75,18 @@ class Blend(Dataset[dict[str, Any]]):
     it through `ResumableOrder.over`, which leaves that order as it is.
     """
 
-    def __init__(self, datasets: Sequence[Dataset[dict[str, Any]]], weights: Sequence[float], seed: int = 0) -> None:
+    def __init__(self, datasets: Sequence[PackedTokens], weights: Sequence[float], seed: int = 0) -> None:
         """Compute the schedule.
 
         Args:
-            datasets: the sources, each with a length.
+            datasets: the sources, none of them empty.
             weights: relative number of samples drawn from each source, > 0; they need not sum to 1.
             seed: selects the permutations.
         Raises:
-            TypeError: a source has no length.
-            ValueError: there is no source, a source is empty, a weight is not > 0, or the lengths differ.
+            ValueError: a weight is not > 0.
         """
-        if not datasets or len(datasets) != len(weights):
-            raise ValueError(f"{len(datasets)} datasets and {len(weights)} weights; expected one weight per dataset.")
-        lengths: list[int] = []
-        for number, dataset in enumerate(datasets):
-            if not isinstance(dataset, Sized):
-                raise TypeError(
-                    f"datasets[{number}] ({type(dataset).__name__}) has no length; blend its parts instead."
-                )
-            if len(dataset) == 0:
-                raise ValueError(f"datasets[{number}] is empty; leave it out of the blend.")
-            lengths.append(len(dataset))
         self.datasets = list(datasets)
-        self.lengths = lengths
+        self.lengths = [len(each) for each in datasets]
         self.seed = seed
         self.shares = integer_shares(weights)
         self._schedule = blend_schedule(self.shares)
@@ -107,8 +96,6 @@ class Blend(Dataset[dict[str, Any]]):
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the source of a position and how many samples of that source were drawn before it."""
-        if position < 0:
-            raise IndexError(f"position={position} must be at least 0.")
         period, slot = divmod(position, len(self._schedule))
         source = int(self._schedule[slot])
         return source, period * self.shares[source] + int(self._count_before[slot])

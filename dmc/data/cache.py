@@ -35,10 +35,9 @@ from dmc.checksums import file_damage, read_list, write_list
 from dmc.data.blend import Blend
 from dmc.data.encoding import DocumentEncoder
 from dmc.data.megatron import MegatronSource
-from dmc.data.packing import PackedTokens
+from dmc.data.packing import PackedTokens, TokenChunk, TokenTable
 from dmc.data.sources import Document, DocumentSource
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
-from dmc.data.tokens import TokenChunk, TokenTable
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +88,11 @@ def build_packed(
         The sequences of the one source, in the documents' order; of several sources, an endless blend in their weights.
     Raises:
         FileNotFoundError: a file, folder or hub name does not exist.
-        ValueError: no source, a corpus without documents or shorter than one sequence, a missing column, no eos token.
+        ValueError: a corpus without documents or shorter than one sequence, a missing column, no eos token.
         TypeError: a column does not hold text.
         ChildProcessError: a process that tokenised was killed.
     """
     sources = list(sources) if isinstance(sources, Iterable) else [sources]
-    if not sources:
-        raise ValueError("No source of documents; pass at least one, for instance TextSource('corpus/*.txt').")
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
     cached = [_Cache(source, encoder, Path(cache_folder)) for source in sources]
     for each in cached:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
+from dmc.data.packing import TokenChunk, TokenTable
 from dmc.data.sources import DocumentSource, file_stamps
-from dmc.data.tokens import TokenChunk, TokenTable
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = "<9sQBQQ"  # magic, version, type of the ids, number of sequences, number of document boundaries

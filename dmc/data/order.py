@@ -11,6 +11,7 @@ puts the position in it, so that noise can be keyed by it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -55,6 +56,7 @@ def shuffled_index(offset: int, num_samples: int, *keys: int) -> int:
             return index
 
 
+@dataclass(frozen=True)
 class ResumableOrder(Sampler[int]):
     """Yields the global draw positions of one rank, from any position on, at any world size.
 
@@ -63,45 +65,17 @@ class ResumableOrder(Sampler[int]):
     Draws that do not fill a last round of all ranks are dropped, so every rank yields equally many.
     """
 
-    def __init__(
-        self,
-        num_samples: int | None,
-        seed: int,
-        *,
-        num_draws: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Check the numbers.
-
-        Args:
-            num_samples: length of the dataset; None: an endless dataset with an order of its own (`Blend`), which is
-                read in that order.
-            seed: selects the permutations.
-            num_draws: samples drawn over the whole training by all ranks, >= world_size.
-            start: first position drawn, 0 <= start <= num_draws.
-            rank: this process, 0 <= rank < world_size.
-            world_size: processes that share the draws.
-        Raises:
-            ValueError: a number is outside its range.
-        """
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples={num_samples}: the dataset is empty.")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must be at least 0 and below world_size={world_size}.")
-        if num_draws < world_size:
-            raise ValueError(f"num_draws={num_draws} gives some of the world_size={world_size} ranks no sample.")
-        if not 0 <= start <= num_draws:
-            raise ValueError(
-                f"start={start} must lie in 0 .. num_draws={num_draws}; it counts the samples consumed by all ranks."
-            )
-        self.num_samples = num_samples
-        self.seed = seed
-        self.num_draws = num_draws
-        self.start = start
-        self.rank = rank
-        self.world_size = world_size
+    num_samples: int | None
+    """Length of the dataset; None: an endless dataset with an order of its own (`Blend`), which is read in that."""
+    seed: int
+    """Selects the permutations."""
+    num_draws: int
+    """Samples drawn over the whole training by all ranks."""
+    start: int = 0
+    """First position drawn."""
+    rank: int = 0
+    world_size: int = 1
+    """Processes that share the draws."""
 
     @classmethod
     def over(cls, dataset: Dataset[dict[str, Any]], seed: int, **options: Any) -> ResumableOrder:
@@ -129,19 +103,7 @@ class OrderedDataset(Dataset[dict[str, Any]]):
     """Maps a global draw position to its item and adds `"position": int` to it."""
 
     def __init__(self, dataset: Dataset[dict[str, Any]], order: ResumableOrder) -> None:
-        """Join the two.
-
-        Raises:
-            ValueError: `order` was built for another length.
-        """
-        length = len(dataset) if isinstance(dataset, Sized) else None
-        if order.num_samples != length:
-            raise ValueError(
-                f"The order covers num_samples={order.num_samples} but the dataset has {length}; "
-                "build it with ResumableOrder.over(dataset, ...)."
-            )
-        self.dataset = dataset
-        self.order = order
+        self.dataset, self.order = dataset, order
 
     def __len__(self) -> int:
         return self.order.num_draws

@@ -1,14 +1,105 @@
-"""Tokens of documents, one behind the other, cut in sequences of equal length."""
+"""Token ids of many documents as one array on disk, read through memory maps and cut in sequences of equal length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dmc.data.tokens import TokenChunk, TokenTable
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """A stretch of whole documents, one behind the other."""
+
+    token_ids: np.ndarray
+    """[num_tokens], an integer type."""
+    ends: np.ndarray
+    """Place behind each document in `token_ids`, that of the one before for a document without tokens."""
+    scored: np.ndarray | None = None
+    """Whether each token is learned; None: all are."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some tokens that stand one behind the other."""
+
+    token_ids: np.ndarray
+    scored: np.ndarray
+    """Whether each is learned."""
+    starts: np.ndarray
+    """Whether each is the first of the window or of a document."""
+
+
+class TokenTable:
+    """Reads chunks as one flat array; pickling copies how they are opened, not what they hold.
+
+    Args:
+        open_chunks: opens them, at the first use in every process.
+    """
+
+    def __init__(self, open_chunks: Callable[[], Sequence[TokenChunk]]) -> None:
+        self._open_chunks = open_chunks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_open_chunks": self._open_chunks}
+
+    @cached_property
+    def _chunks(self) -> list[TokenChunk]:
+        return [chunk for chunk in self._open_chunks() if len(chunk.ends)]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0, *(len(chunk.token_ids) for chunk in self._chunks)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the token ids on disk."""
+        return sum(chunk.token_ids.nbytes for chunk in self._chunks)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents with tokens."""
+        return sum(int(np.count_nonzero(np.diff(chunk.ends, prepend=0))) for chunk in self._chunks)
+
+    @property
+    def num_skipped(self) -> int:
+        """Documents without."""
+        return sum(len(chunk.ends) for chunk in self._chunks) - self.num_documents
+
+    def document_at(self, position: int) -> int:
+        """Number the document that a token is of; those without tokens are counted too."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        before = sum(len(chunk.ends) for chunk in self._chunks[:number])
+        ends, place = self._chunks[number].ends, position - self._starts[number]
+        return before + int(np.searchsorted(ends, place, side="right"))
+
+    def window(self, start: int, stop: int) -> Window:
+        """Return the tokens from `start` up to `stop`, which may stand in several chunks."""
+        token_ids = np.empty(stop - start, dtype=np.int64)
+        scored, starts = np.ones(stop - start, dtype=bool), np.zeros(stop - start, dtype=bool)
+        starts[:1] = True
+        number = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
+        for chunk, begin in zip(self._chunks[number:], self._starts[number:-1].tolist(), strict=True):
+            if begin >= stop:
+                break
+            first, last = max(start - begin, 0), min(stop - begin, len(chunk.token_ids))
+            place = slice(first + begin - start, last + begin - start)
+            token_ids[place] = chunk.token_ids[first:last]
+            if chunk.scored is not None:
+                scored[place] = chunk.scored[first:last]
+            low, high = np.searchsorted(chunk.ends, [first, last])
+            ends = chunk.ends[low:high].astype(np.int64) + begin - start
+            starts[ends[ends > 0]] = True
+            starts[place.start : place.start + 1] |= first == 0
+        return Window(token_ids, scored, starts)
 
 
 class PackedTokens(Dataset[dict[str, Any]]):
@@ -21,33 +112,22 @@ class PackedTokens(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        tokens: np.ndarray | TokenTable,
+        tokens: TokenTable,
         sequence_length: int,
         *,
         loss_mask: bool = False,
         document_starts: bool = False,
     ) -> None:
-        """Check the array and count its sequences.
+        """Count the sequences.
 
         Args:
-            tokens: token ids, integer, in memory [num_tokens] or on disk.
+            tokens: of all documents.
             sequence_length: tokens per sequence, >= 1.
             loss_mask: whether items have one.
             document_starts: whether items have them.
         Raises:
-            TypeError: `tokens` is not a one-dimensional integer array.
-            ValueError: `sequence_length` < 1, or `tokens` is shorter than one sequence.
+            ValueError: `tokens` is shorter than one sequence.
         """
-        if isinstance(tokens, np.ndarray):
-            if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-                raise TypeError(
-                    f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected one flat array of "
-                    "integers."
-                )
-            chunk = TokenChunk(tokens, np.array([len(tokens)]))
-            tokens = TokenTable(lambda: [chunk])
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
         if len(tokens) < sequence_length:
             raise ValueError(
                 f"The corpus has {len(tokens)} tokens, fewer than one sequence (sequence_length={sequence_length}); "

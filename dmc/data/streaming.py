@@ -55,12 +55,8 @@ def open_lanes(sources: Sequence[DocumentSource], num_lanes: int) -> list[list[I
     Returns:
         The streams of each lane, in the order of `sources`.
     Raises:
-        ValueError: there is no source, or a source is empty or has no such column.
+        ValueError: a source is empty or has no such column.
     """
-    if not sources:
-        raise ValueError("No source to stream; pass at least one TextSource.")
-    if num_lanes < 1:
-        raise ValueError(f"num_lanes={num_lanes} must be at least 1.")
     parts = []
     for source in sources:
         stream = source.stream()
@@ -222,20 +218,13 @@ class StreamLoader:
             framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
             document_starts: whether batches say where documents start.
         Raises:
-            ValueError: a number is outside its range, or there is no source or an empty one.
+            ValueError: the ranks cannot share the lanes, or a source is empty.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must be at least 0 and below world_size={world_size}.")
         check_lanes(num_lanes, world_size)
-        for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
         self.sources, self.lanes = sources, open_lanes(sources, num_lanes)
         self.shares = integer_shares([source.weight for source in sources])
-        self.encoder, self.sequence_length = (
-            DocumentEncoder(tokenizer, framing or framing_of(tokenizer)),
-            sequence_length,
-        )
+        self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+        self.sequence_length = sequence_length
         self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
         self.draws_per_step = draws_per_step

@@ -2,77 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 RecallTask = Literal["copy", "needle", "key_value"]
 
 QUERY_ID, MARK_ID, NUM_MARKERS = 0, 1, 2
 
 
-class RecallSequences(Dataset[dict[str, Any]]):
-    """Generates random sequences that end in a query and its answer.
+class RecallSequence(NamedTuple):
+    """A sequence whose tokens from `answer_start` to the end repeat those from `source_start` on."""
 
-    An item is `{"input_ids": int64 [sequence_length], "index": int, "answer_start": int, "source_start": int}`: the
-    `answer_length` tokens from `answer_start` to the end repeat those from `source_start` on. Token 0 asks, token 1
-    marks what must be remembered, all others are drawn evenly. Item i is a pure function of (seed, i).
+    tokens: list[int]
+    answer_start: int
+    source_start: int
+
+
+@dataclass(frozen=True)
+class RecallSequences:
+    """Draws random sequences that end in a query and its answer; number i is a pure function of (seed, i).
+
+    Token 0 asks, token 1 marks what must be remembered, all others are drawn evenly.
 
     * copy: `1 answer filler 0 answer`; the answer stands at the beginning.
     * needle: `filler 1 answer filler 0 answer`; the answer stands anywhere.
     * key_value: `1 key value 1 key value ... 0 key value`; keys are distinct, and one of them is asked for.
+
+    Raises:
+        ValueError: the task is unknown, the sequence has no room, or the vocabulary too few keys.
     """
 
-    def __init__(
-        self,
-        task: RecallTask,
-        *,
-        num_sequences: int,
-        sequence_length: int,
-        vocab_size: int,
-        answer_length: int = 4,
-        seed: int = 0,
-    ) -> None:
-        """Check that the sequences have room for the task.
+    task: RecallTask
+    sequence_length: int
+    """Tokens, query and answer included."""
+    vocab_size: int
+    """Token ids lie below it."""
+    answer_length: int = 4
+    seed: int = 0
 
-        Args:
-            task: "copy", "needle" or "key_value".
-            num_sequences: length of the dataset.
-            sequence_length: tokens per sequence, query and answer included.
-            vocab_size: token ids lie below it.
-            answer_length: tokens of the answer.
-            seed: selects the sequences.
-        Raises:
-            ValueError: the task is unknown, the sequence has no room, or the vocabulary too few keys.
-        """
+    def __post_init__(self) -> None:
+        task, length = self.task, self.answer_length
         if task not in get_args(RecallTask):
             raise ValueError(f"task={task!r} is unknown; choose one of {list(get_args(RecallTask))}.")
         # A mark and the answer, a query and the answer; key_value adds the key to both.
-        shortest = 2 * (1 + answer_length + (task == "key_value"))
-        if answer_length < 1 or sequence_length < shortest:
+        shortest = 2 * (1 + length + (task == "key_value"))
+        if length < 1 or self.sequence_length < shortest:
             raise ValueError(
-                f"sequence_length={sequence_length} has no room for {task!r} with answer_length={answer_length}; "
+                f"sequence_length={self.sequence_length} has no room for {task!r} with answer_length={length}; "
                 f"it needs answer_length >= 1 and sequence_length >= {shortest}."
             )
-        self.task = task
-        self.num_sequences = num_sequences
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
-        self.answer_length = answer_length
-        self.seed = seed
-        self._num_pairs = sequence_length // (2 + answer_length) - 1
         smallest = NUM_MARKERS + (self._num_pairs if task == "key_value" else 1)
-        if vocab_size < smallest:
-            raise ValueError(f"vocab_size={vocab_size} is too small for {task!r}; it needs at least {smallest}.")
+        if self.vocab_size < smallest:
+            raise ValueError(f"vocab_size={self.vocab_size} is too small for {task!r}; it needs at least {smallest}.")
 
-    def __len__(self) -> int:
-        return self.num_sequences
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.num_sequences:
-            raise IndexError(f"index={index} is outside the {self.num_sequences} sequences.")
+    def __getitem__(self, index: int) -> RecallSequence:
         generator = np.random.default_rng([self.seed, index])
         tokens = generator.integers(NUM_MARKERS, self.vocab_size, size=self.sequence_length)
         answer_start = self.sequence_length - self.answer_length
@@ -81,16 +66,14 @@ class RecallSequences(Dataset[dict[str, Any]]):
         else:
             last_mark = answer_start - 1 - (1 + self.answer_length)
             mark = 0 if self.task == "copy" else int(generator.integers(0, last_mark + 1))
-            tokens[mark] = MARK_ID
-            tokens[answer_start - 1] = QUERY_ID
+            tokens[mark], tokens[answer_start - 1] = MARK_ID, QUERY_ID
             source_start = mark + 1
         tokens[answer_start:] = tokens[source_start : source_start + self.answer_length]
-        return {
-            "input_ids": torch.from_numpy(tokens),
-            "index": int(index),
-            "answer_start": answer_start,
-            "source_start": source_start,
-        }
+        return RecallSequence(tokens.tolist(), answer_start, source_start)
+
+    @property
+    def _num_pairs(self) -> int:
+        return self.sequence_length // (2 + self.answer_length) - 1
 
     def _write_pairs(self, tokens: np.ndarray, generator: np.random.Generator) -> int:
         """Write marks, distinct keys and the query into random tokens; return where the asked value stands."""

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
-from dmc.training.checkpoints.folder import check_whole
+from dmc.training.checkpoints.folder import check_whole, read_header
 from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
 from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.module import RetrofitModule
@@ -59,7 +59,6 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous=False)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
-    header = check_whole(checkpoint)
     model = load_checkpoint_model(checkpoint)
     plan = Plan(config.training, config.target_ratio, config.compression)
     module = RetrofitModule(model, config, plan, Parallelism(config))
@@ -69,7 +68,7 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     losses = [_run(module, config, kept["step"], batch, len(kept["micro_batches"])) for batch in kept["micro_batches"]]
     return Replay(
         step=kept["step"],
-        weights_step=header.global_step,
+        weights_step=read_header(checkpoint).global_step,
         losses=[(batch["loss"], loss) for batch, loss in zip(kept["micro_batches"], losses, strict=True)],
         gradient_norms=_norms(model),
         first_nonfinite=nonfinite[0] if nonfinite else None,

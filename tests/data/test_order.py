@@ -9,10 +9,12 @@ from torch.utils.data import DataLoader
 
 from dmc.data import Blend, OrderedDataset, PackedTokens, ResumableOrder
 from dmc.data.order import shuffled_index
+from dmc.data.packing import TokenChunk, TokenTable
 
 
 def make_dataset(num_sequences: int) -> PackedTokens:
-    return PackedTokens(np.arange(num_sequences * 4, dtype=np.int32), 4)
+    token_ids = np.arange(num_sequences * 4, dtype=np.int32)
+    return PackedTokens(TokenTable(lambda: [TokenChunk(token_ids, np.array([len(token_ids)]))]), 4)
 
 
 @given(st.integers(1, 300), st.integers(-(2**70), 2**70), st.integers(0, 10))
@@ -126,26 +128,3 @@ def test_item_carries_its_position() -> None:
         assert item["position"] == position
         assert item["index"] == ordered.order.index_at(position)
         assert item["input_ids"].tolist() == [4 * item["index"] + place for place in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_samples": 0}, "dataset is empty"),
-        ({"rank": 2, "world_size": 2}, "rank=2"),
-        ({"rank": -1}, "rank=-1"),
-        ({"num_draws": 3, "world_size": 4}, "num_draws=3"),
-        ({"start": 11}, "start=11"),
-        ({"start": -1}, "start=-1"),
-    ],
-)
-def test_number_outside_its_range_is_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ResumableOrder(**({"num_samples": 5, "seed": 0, "num_draws": 10} | options))
-
-
-def test_order_of_another_dataset_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_samples=8 but the dataset has 6"):
-        OrderedDataset(make_dataset(6), ResumableOrder(8, 0, num_draws=10))
-    with pytest.raises(ValueError, match="num_samples=8 but the dataset has None"):
-        OrderedDataset(Blend([make_dataset(6)], [1.0]), ResumableOrder(8, 0, num_draws=10))

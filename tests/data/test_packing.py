@@ -5,39 +5,7 @@ import pytest
 import torch
 
 from dmc.data import PackedTokens
-from dmc.data.tokens import TokenChunk, TokenTable
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_sequences_cut_the_array_without_overlap(dtype: type) -> None:
-    tokens = np.arange(50_000, 50_023).astype(dtype)
-    dataset = PackedTokens(tokens, 5)
-    assert (len(dataset), len(dataset.tokens)) == (4, 23)
-    items = [dataset[index] for index in range(len(dataset))]
-    assert [item["index"] for item in items] == [0, 1, 2, 3]
-    assert all(item["input_ids"].dtype == torch.int64 for item in items)
-    assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(50_000, 50_020))
-
-
-def test_items_do_not_share_memory_with_the_array() -> None:
-    tokens = np.arange(10, dtype=np.int64)
-    PackedTokens(tokens, 5)[0]["input_ids"].zero_()
-    assert tokens.tolist() == list(range(10))
-
-
-def test_errors_name_the_value_and_the_remedy() -> None:
-    tokens = np.arange(4, dtype=np.uint16)
-    with pytest.raises(ValueError, match=r"4 tokens, fewer than one sequence.*sequence_length=5"):
-        PackedTokens(tokens, 5)
-    with pytest.raises(ValueError, match="sequence_length=0"):
-        PackedTokens(tokens, 0)
-    with pytest.raises(TypeError, match="float32"):
-        PackedTokens(tokens.astype(np.float32), 2)
-    with pytest.raises(TypeError, match=r"\[2, 2\]"):
-        PackedTokens(tokens.reshape(2, 2), 2)
-    for index in (-1, 2):
-        with pytest.raises(IndexError):
-            PackedTokens(tokens, 2)[index]
+from dmc.data.packing import TokenChunk, TokenTable
 
 
 class Opening:
@@ -77,8 +45,19 @@ def test_every_window_equals_that_of_the_flat_arrays(lengths: list[list[int]]) -
 def test_items_carry_what_is_asked_for_and_pickling_copies_no_token() -> None:
     packed = PackedTokens(TokenTable(Opening([[20, 5], [25]])), 10, loss_mask=True, document_starts=True)
     items = [packed[index] for index in range(len(packed))]
+    assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(50))
+    assert [item["index"] for item in items] == list(range(5)) and items[0]["input_ids"].dtype == torch.int64
     assert [item["document_starts"].nonzero().flatten().tolist() for item in items] == [[0], [0], [0, 5], [0], [0]]
     assert items[1]["loss_mask"].tolist() == [number % 3 > 0 for number in range(10, 20)]
     content = pickle.dumps(packed)
     assert len(content) < 1000
     assert pickle.loads(content)[2]["input_ids"].tolist() == list(range(20, 30))
+
+
+def test_errors_name_the_value_and_the_remedy() -> None:
+    table = TokenTable(Opening([[4]]))
+    with pytest.raises(ValueError, match=r"4 tokens, fewer than one sequence.*sequence_length=5"):
+        PackedTokens(table, 5)
+    for index in (-1, 2):
+        with pytest.raises(IndexError):
+            PackedTokens(table, 2)[index]

@@ -193,21 +193,13 @@ def test_every_stretch_of_a_blend_holds_the_weights(tmp_path: Path, tokenizer: P
 def test_errors_name_the_value_and_the_remedy(
     make_loader: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ValueError, match="rank=3"):
-        make_loader(rank=3, world_size=3)
     with pytest.raises(ValueError, match=r"data\.streaming_lanes=12 cannot be shared out evenly to 5 ranks"):
         make_loader(world_size=5)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        make_loader(batch_size=0)
     with pytest.raises(ValueError, match=r"12 lanes of the stream, data\.streaming_lanes is 6"):
         make_loader(num_lanes=6).load_state_dict(make_loader().state_dict())
     with pytest.raises(ValueError, match=r"14 samples are drawn, no multiple of world_size=4"):
         make_loader(world_size=4).load_state_dict({"num_drawn": 14, "num_lanes": NUM_LANES, "lanes": {}})
-    with pytest.raises(ValueError, match="No source to stream"):
-        open_lanes([], 4)
     source = TextSource(str(tmp_path / "a.txt"))
-    with pytest.raises(ValueError, match="num_lanes=0"):
-        open_lanes([source], 0)
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is empty: no document is text"):
         open_lanes([source], 1)
@@ -219,8 +211,6 @@ def test_errors_name_the_value_and_the_remedy(
         list(
             StreamLoader([TextSource(str(tmp_path / "a.jsonl"))], tokenizer, 4, num_lanes=1, batch_size=1, num_draws=4)
         )
-    with pytest.raises(ValueError, match="sequence_length=0"):
-        StreamLoader([source], tokenizer, 0, num_lanes=1, batch_size=1, num_draws=4)
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):

@@ -59,12 +59,6 @@ def test_text_is_utf8_without_byte_order_mark_and_with_its_line_ends(tmp_path: P
     assert list(TextSource(str(tmp_path)).documents()) == ["Zürich\r\n", None]
 
 
-def test_missing_value_is_an_empty_document(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": null}\n{"other": 1}\n')
-    packed = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
-    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (1, 2)
-
-
 def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "some words", "number": 3}\n')
     source = TextSource(str(tmp_path / "a.jsonl"), column="content")

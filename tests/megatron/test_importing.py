@@ -98,22 +98,6 @@ def test_gates_are_those_of_the_stored_arguments(tmp_path):
     assert model.config.rope_parameters["rope_theta"] == 100.0
 
 
-def test_published_layout_reads_ranks_beside_the_tracker(tmp_path):
-    source = write(GROUPED, tmp_path / "source")
-    (source / "iter_0000040" / "mp_rank_00").rename(source / "mp_rank_00")
-    (source / "iter_0000040").rmdir()
-    load_model(import_checkpoint(source, tmp_path / "out"))
-
-
-def test_release_and_iteration_folders_are_read(tmp_path):
-    source = write(GROUPED, tmp_path / "source")
-    import_checkpoint(source / "iter_0000040", tmp_path / "one")
-    (source / "iter_0000040").rename(source / "release")
-    (source / "latest_checkpointed_iteration.txt").write_text("release")
-    import_checkpoint(source, tmp_path / "two")
-    assert weights_in(tmp_path / "one").keys() == weights_in(tmp_path / "two").keys()
-
-
 def test_weights_keep_their_type_and_are_written_in_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(dmc.megatron.importing, "FILE_SIZE", 4000)
     source = write(Weights(dtype=torch.bfloat16), tmp_path / "source")
@@ -254,31 +238,58 @@ def test_files_with_something_else_are_refused(content, message, tmp_path):
         import_checkpoint(tmp_path / "source", tmp_path / "out")
 
 
-def test_damaged_files_are_named(tmp_path):
-    source = write(GROUPED, tmp_path / "source")
-    path = source / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(ValueError, match=r"model_optim_rng.pt is cut off"):
-        import_checkpoint(source, tmp_path / "out")
+RANK = Path("iter_0000040", "mp_rank_01", "model_optim_rng.pt")
 
 
-def test_weights_that_a_llama_has_not_are_named(tmp_path):
-    source = write(GROUPED, tmp_path / "source")
-    path = source / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    content["model"]["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.zeros(128)
-    torch.save(content, path)
-    with pytest.raises(ValueError, match=r"holds decoder.layers.0.self_attention.linear_qkv.bias .*a Llama has not"):
-        import_checkpoint(source, tmp_path / "out")
+def cut_off(source: Path) -> None:
+    (source / RANK).write_bytes((source / RANK).read_bytes()[:-500])
 
 
-def test_ranks_of_different_iterations_are_not_joined(tmp_path):
+def add_a_bias(source: Path) -> None:
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        content = torch.load(path := source / RANK.parent.with_name(rank) / RANK.name, weights_only=False)
+        content["model"]["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.zeros(64)
+        torch.save(content, path)
+
+
+def take_a_rank_of_another_run(source: Path) -> None:
+    (write(Weights(groups=2, seed=1), source.with_name("other"), sizes=(2, 1)) / RANK).replace(source / RANK)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut_off, "model_optim_rng.pt is cut off"),
+        (add_a_bias, r"holds decoder.layers.0.self_attention.linear_qkv.bias .*a Llama has not"),
+        (take_a_rank_of_another_run, r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"),
+    ],
+)
+def test_what_is_wrong_with_a_rank_is_named(spoil, message, tmp_path):
     source = write(GROUPED, tmp_path / "source", sizes=(2, 1))
-    other = write(Weights(groups=2, seed=1), tmp_path / "other", sizes=(2, 1))
-    name = Path("iter_0000040", "mp_rank_01", "model_optim_rng.pt")
-    (other / name).replace(source / name)
-    with pytest.raises(ValueError, match=r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"):
+    spoil(source)
+    with pytest.raises(ValueError, match=message):
         import_checkpoint(source, tmp_path / "out")
+
+
+def of_an_iteration(source: Path) -> Path:
+    return source / "iter_0000040"
+
+
+def of_a_release(source: Path) -> Path:
+    (source / "iter_0000040").rename(source / "release")
+    (source / "latest_checkpointed_iteration.txt").write_text("release")
+    return source
+
+
+def beside_the_tracker(source: Path) -> Path:
+    (source / "iter_0000040" / "mp_rank_00").rename(source / "mp_rank_00")
+    (source / "iter_0000040").rmdir()
+    return source
+
+
+@pytest.mark.parametrize("lay_out", [of_an_iteration, of_a_release, beside_the_tracker])
+def test_ranks_are_read_wherever_megatron_lays_them(lay_out, tmp_path):
+    load_model(import_checkpoint(lay_out(write(GROUPED, tmp_path / "source")), tmp_path / "out"))
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path):

@@ -28,22 +28,21 @@ def logged_out(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", StringIO())
 
 
-def test_nobody_logged_in_means_offline(logged_out):
-    assert choose_wandb_mode("auto") == "offline"
-
-
-def test_login_means_online(logged_out, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "environment", "logged_in", "chosen"),
+    [
+        ("auto", None, False, "offline"), ("auto", None, True, "online"), ("offline", None, True, "offline"),
+        ("auto", "offline", True, "offline"), ("auto", "disabled", False, "disabled"),
+    ],
+)  # fmt: skip
+def test_wandb_has_nothing_to_ask_for(mode, environment, logged_in, chosen, logged_out, monkeypatch):
     import wandb
 
-    monkeypatch.setattr(wandb, "login", lambda **options: options == {"prompt": False, "verify": False})
-    assert choose_wandb_mode("auto") == "online"
-    assert choose_wandb_mode("offline") == "offline"
-
-
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_environment_decides_where_the_settings_do_not(logged_out, monkeypatch, mode):
-    monkeypatch.setenv("WANDB_MODE", mode)
-    assert choose_wandb_mode("auto") == mode
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    if logged_in:
+        monkeypatch.setattr(wandb, "login", lambda **options: options == {"prompt": False, "verify": False})
+    assert choose_wandb_mode(mode) == chosen
 
 
 def test_online_without_a_login_is_refused_before_anything_is_written(logged_out, run_values, tmp_path):

@@ -196,26 +196,6 @@ def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
     assert load_model(run / "final").compression.delay == 2
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_scaled_decisions_learn_as_rows_with_a_rate_of_their_own(run_config, optimizer):
-    """With Adam a scale is a factor on the learning rate of the rows alone; with plain descent it counts twice."""
-    scale, rate = 4.0, 1e-3
-    offset = run_config.compression.decision_offset
-    trained_logits = {}
-    for scaled in (True, False):
-        row = torch.zeros(8, dtype=torch.double, requires_grad=True)
-        factor = scale if scaled else 1.0
-        own_rate = rate if scaled else rate * (scale if optimizer is torch.optim.Adam else scale**2)
-        steps = optimizer([row], lr=own_rate, **({"eps": 0.0} if optimizer is torch.optim.Adam else {}))
-        states = torch.randn(20, 8, generator=torch.Generator().manual_seed(1)).double()
-        for step in range(20):
-            steps.zero_grad()
-            torch.sigmoid(factor * (states[step] @ row) - offset).backward()
-            steps.step()
-        trained_logits[scaled] = factor * (states @ row.detach())
-    torch.testing.assert_close(trained_logits[True], trained_logits[False])
-
-
 def test_a_scaled_gate_is_the_gate_of_scaled_rows(run_config):
     import dataclasses
 

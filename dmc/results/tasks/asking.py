@@ -97,21 +97,13 @@ class Recall(Asking):
         if self.vocab_size is not None and self.vocab_size > vocab_size:
             raise ValueError(f"{self.task}: vocab_size={self.vocab_size}, the model knows {vocab_size} tokens")
         samples, sequences = [], self._sequences(self.vocab_size or vocab_size)
-        for index in range(len(sequences)):
-            item = sequences[index]
-            tokens, start = item["input_ids"].tolist(), item["answer_start"]
-            place = {"length": self.sequence_length, "depth": round(item["source_start"] / start, 1)}
+        for index in range(self.num_samples):
+            tokens, start, source = sequences[index]
+            place = {"length": self.sequence_length, "depth": round(source / start, 1)}
             asked = start - (2 if self.task == "key_value" else 1)
             end = start if self.task == "key_value" and self.question == "known" else asked
             samples.append(Sample(tokens[:end], tokens[start:], place, after=tokens[asked:start]))
         return samples
 
     def _sequences(self, vocab_size: int) -> RecallSequences:
-        return RecallSequences(
-            self.task,
-            num_sequences=self.num_samples,
-            sequence_length=self.sequence_length,
-            vocab_size=vocab_size,
-            answer_length=self.answer_length,
-            seed=self.seed,
-        )
+        return RecallSequences(self.task, self.sequence_length, vocab_size, self.answer_length, self.seed)

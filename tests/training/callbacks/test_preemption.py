@@ -90,30 +90,30 @@ class FakeSaver:
         trainer.saved.append(step)
 
 
-def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(fake_scontrol, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "rank", "others", "calls"),
+    [
+        (signal.SIGUSR1, 0, None, ["requeue 17"]), (signal.SIGTERM, 0, None, []),
+        (None, 1, OtherRank(True, False, True), []),
+    ],
+    ids=["requeue", "terminate", "another rank's"],
+)  # fmt: skip
+def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
+    number, rank, others, calls, fake_scontrol, monkeypatch
+):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = FakeTrainer()
+    trainer = FakeTrainer(rank)
     trainer.global_step = 3  # whole steps: the next one is under way
     with Preemption(FakeSaver()) as preemption:
         preemption.on_train_start(trainer, None)
         preemption.on_train_batch_end(trainer, None)
         assert not trainer.saved and not trainer.should_stop
-        os.kill(os.getpid(), signal.SIGUSR1)
+        preemption.hosts = others or preemption.hosts
+        if number is not None:
+            os.kill(os.getpid(), number)
         preemption.on_train_batch_end(trainer, None)
     assert trainer.saved == [3] and trainer.should_stop and preemption.stopped_at == 3
-    assert fake_scontrol() == ["requeue 17"]
-
-
-def test_rank_that_got_no_signal_stops_with_the_others_and_does_not_requeue(fake_scontrol, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = FakeTrainer(rank=1)
-    with Preemption(FakeSaver()) as preemption:
-        preemption.on_train_start(trainer, None)
-        preemption.hosts = OtherRank(True, False, True)
-        trainer.global_step = 1
-        preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [1] and trainer.should_stop
-    assert fake_scontrol() == []
+    assert fake_scontrol() == calls
 
 
 @pytest.mark.parametrize("others", [(False, False, False), (True, True, False)], ids=["rank 0", "another rank"])
@@ -128,18 +128,6 @@ def test_a_start_that_was_taken_for_dead_stops_without_saving(others, tmp_path):
         with pytest.raises(ClaimedError, match="run is being trained by another start"):
             preemption.on_train_batch_end(trainer, None)
     assert not list(tmp_path.iterdir())
-
-
-def test_termination_saves_without_requeue(fake_scontrol, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = FakeTrainer()
-    with Preemption(FakeSaver()) as preemption:
-        preemption.on_train_start(trainer, None)
-        os.kill(os.getpid(), signal.SIGTERM)
-        trainer.global_step = 1
-        preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [1]
-    assert fake_scontrol() == []
 
 
 def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save(caplog):
