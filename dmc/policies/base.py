@@ -157,6 +157,11 @@ class CachePolicy:
         """Whether it can compress further what a model's own gates leave."""
         return False
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether all that it keeps of a sequence lies in the cache's fields, so that a copy of them is another one."""
+        return True
+
     def fitted(self, num_layers: int, block_size: int) -> CachePolicy:
         """Return the policy with what depends on the model filled in.
 

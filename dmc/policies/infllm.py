@@ -62,6 +62,11 @@ class InfLLM(ReadingPolicy):
         """See `CachePolicy`."""
         return self.chunk
 
+    @property
+    def can_fork(self) -> bool:
+        """See `CachePolicy`: which blocks have keys is known beside the cache."""
+        return False
+
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
         """The attention that entries receive, and a key for each block of the policy's, where its first entry lies."""
         keys = Field("block_key", torch.float32, "block", (layout.head_dim,), self.block_size)

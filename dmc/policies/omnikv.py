@@ -95,6 +95,11 @@ class OmniKV(ReadingPolicy):
         return self.chunk if self.prefill == "sparse" else None
 
     @property
+    def can_fork(self) -> bool:
+        """See `CachePolicy`."""
+        return not self.offload
+
+    @property
     def num_queries(self) -> int:
         """Queries that choose."""
         return 1 if self.selector == "last" else self.window

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections import deque
@@ -53,8 +54,8 @@ def _not_finite(request: Request) -> ArithmeticError:
     shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
     return ArithmeticError(
         f"the model's logits are not finite after a prompt of {len(tokens)} tokens [{shown}] and "
-        f"{len(request.logprobs)} generated ones: expected numbers; look for weights that are not, or a dtype that "
-        "overflows"
+        f"{len(request.logprobs)} generated ones: expected numbers; look for weights that are not, a dtype that "
+        "overflows, or a logits_processor that leaves no token"
     )
 
 
@@ -129,13 +130,11 @@ class Engine:
         if policy is not None:
             # a token budget would cut prompts anywhere
             is_whole = prefill_chunk_size is None or policy.prompt_chunk is not None
-            pace = Pace(policy.one_by_one, whole_prompts=is_whole)
+            pace = Pace(policy.one_by_one, is_whole, policy.can_fork)
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace, self._prefixes)
         self._requests: dict[Sequence, Request] = {}
         self._forced: dict[Sequence, Forced] = {}
-        self._failed: set[Request] = set()
-        """Requests that the last step could not go on with."""
         self._has_warned = False
 
     @property
@@ -205,12 +204,12 @@ class Engine:
 
         Returns:
             The new tokens of all requests; empty where the pass only fed parts of prompts, or nothing is to be done.
-            A request whose logits are no numbers ends with its `error`, and no event tells of it.
+            A request that cannot go on (its logits are no numbers, its processor fails, it outgrows the memory) ends
+            with its `error`, and no event tells of it.
         Raises:
             BaseException: whatever the pass raises. Every request has then been aborted and all blocks are free;
                 sessions keep their tokens and are computed again.
         """
-        self._failed.clear()
         try:
             segments = self._scheduler.next_segments()
             if (outgrown := self._scheduler.outgrown) is not None:
@@ -238,7 +237,7 @@ class Engine:
             with open_bar(pending, progress) as bar:
                 while pending:
                     events = [event for event in self.step() if event.request in pending]
-                    pending -= {event.request for event in events if event.finish_reason is not None} | self._failed
+                    pending = {request for request in pending if request.generation is None}
                     advance_bar(bar, events, len(self._scheduler.running), len(self._scheduler.waiting))
         except BaseException:
             self._abort_all(requests)
@@ -256,8 +255,7 @@ class Engine:
             ValueError: it is another engine's.
         """
         self._check_is_mine(of_kind("request", request, Request, "what `submit` returned"))
-        if request.generation is None:
-            self._finish(request, "abort")
+        self._abort_all([request])
 
     def stream(
         self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
@@ -384,6 +382,8 @@ class Engine:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
         if session is not None:
             self._check_is_free(session)
+            if params.n > 1:
+                raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
         sequence = Sequence([], wanted=0) if session is None else session.sequence
         if context is not None:
             sequence.add_prompt(self._encode(context))
@@ -405,13 +405,13 @@ class Engine:
         ends = end if isinstance(end, list) else [] if end is None else [end]
         return frozenset((*params.stop_token_ids, *ends))
 
-    def _generator(self, params: SamplingParams) -> torch.Generator | None:
+    def _generator(self, params: SamplingParams, index: int = 0) -> torch.Generator | None:
         if params.temperature == 0:
             return None
         seed = params.seed
         if seed is None:
             seed = self.cache.layout.ranks.minimum(int(torch.randint(2**62, ())))  # all ranks must draw alike
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed((seed + index) % 2**64)
 
     def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
         return encode(text, self.tokenizer, self._vocab_size, begins_text)
@@ -433,7 +433,9 @@ class Engine:
 
     def _check_is_mine(self, request: Request) -> None:
         """Refuse a request that runs elsewhere: its row names another sequence's blocks here."""
-        if request.generation is None and self._requests.get(request.sequence) is not request:
+        if request.generation is None and not any(
+            self._requests.get(each.sequence) is each for each in request.branches
+        ):
             raise ValueError("the request is another engine's, or has not begun: give it to that one")
 
     def _check_has_no_turn(self, sequence: Sequence) -> None:
@@ -483,29 +485,59 @@ class Engine:
 
     def _advance(self, segments: list[Segment]) -> list[TokenEvent]:
         logits = self._runner.forward(segments)
-        asking, rows, begin = [], [], 0
+        asking: list[Request] = []
+        rows: list[int] = []
+        begin = 0
         for segment in segments:
             end = begin + segment.num_wanted
             if (forced := self._forced.get(segment.sequence)) is not None:
                 self._force(segment.sequence, forced, logits[begin:end])
             elif segment.num_wanted:
-                asking.append(self._requests[segment.sequence])
-                rows.append(begin)
+                request = self._requests[segment.sequence]
+                if request.params.n > 1 and not request.logprobs and request.root is None:
+                    self._branch(request)
+                asking += request.branches if not request.logprobs else [request]
+                rows += [begin] * (len(asking) - len(rows))
             begin = end
-        return self._sample(asking, logits if len(rows) == len(logits) else logits[rows]) if asking else []
+        return self._sample(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
+
+    def _branch(self, request: Request) -> None:
+        """Begin the other continuations of a prompt that has just been computed."""
+        for index in range(1, request.params.n):
+            sequence = request.sequence.copy()
+            self.cache.tally.close_row(request.sequence.row or 0, sequence.held)
+            text_stream = None if request.text_stream is None else TextStream(self.tokenizer, request.params.stop)
+            generator = self._generator(request.params, index)
+            other = dataclasses.replace(
+                request,
+                sequence=sequence,
+                generator=generator,
+                text_stream=text_stream,
+                logprobs=[],
+                top_logprobs=[],
+                root=request,
+                alternatives=[],
+                inbox=None,
+            )
+            self._requests[sequence] = other
+            request.alternatives.append(other)
+        self._scheduler.fork(request.sequence, [each.sequence for each in request.alternatives])
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
-        tokens, logprobs = choose_tokens(
-            logits, [request.params for request in requests], [request.generator for request in requests]
+        choice = choose_tokens(
+            logits,
+            [request.params for request in requests],
+            [request.generator for request in requests],
+            [request.history if request.params.changes_logits else ([], []) for request in requests],
         )
         # ranks may have summed in another order, and a token of their own would part them for good
-        drawn = self.cache.layout.ranks.of_first(torch.stack((tokens.double(), logprobs.double())))
-        events = []
-        for request, token, logprob in zip(requests, drawn[0].long().tolist(), drawn[1].tolist(), strict=True):
-            if not math.isfinite(logprob):
-                self._fail(request.sequence, _not_finite(request))
+        drawn, events = self.cache.layout.ranks.of_first(choice.as_rows()).tolist(), []
+        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=True)):
+            if index in choice.errors or not math.isfinite(logprob):
+                self._fail(request.sequence, choice.errors.get(index) or _not_finite(request))
                 continue
-            events.append(request.accept(token, logprob))
+            top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
+            events.append(request.accept(int(token), logprob, top_logprobs))
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
         return events
@@ -517,8 +549,7 @@ class Engine:
             self._scheduler.finish(sequence)
             return
         request = self._requests[sequence]
-        request.error = error
-        self._failed.add(request)
+        (request.root or request).error = error
         self._finish(request, "error")
 
     def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
@@ -547,6 +578,6 @@ class Engine:
             self.cache.tally.open_row(sequence.row, sequence.held)
 
     def _abort_all(self, requests: Collection[Request]) -> None:
-        for request in requests:
-            if self._requests.get(request.sequence) is request:
-                self._finish(request, "abort")
+        for each in [each for request in requests for each in request.branches]:
+            if self._requests.get(each.sequence) is each:
+                self._finish(each, "abort")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -22,7 +22,8 @@ class GenerationStats:
 
     What is called a mean is one over the positions whose predictions were asked for (of a turn, in a session), each
     measured after its step, as it would be token by token; where there were none, what is held at the last step. Rings
-    and tables count as they are in the end.
+    and tables count as they are in the end. Blocks that are shared count as if they were not: `Engine.blocks_in_use`
+    counts them once.
     """
 
     tokens_seen: int
@@ -105,3 +106,7 @@ class Generation:
     finish_reason: FinishReason
     """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off;
     `error`: the model's logits were no numbers, or the sequence has outgrown the memory."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """For each token the most likely ones, as many as were asked for, under the unmodified distribution."""
+    alternatives: list[Generation] = field(default_factory=list)
+    """The others of `n` continuations."""

@@ -176,12 +176,11 @@ class PagedCache:
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
         return int(((held > 0) & (held == self.allocator.extra + 1)).sum())
 
-    def blocks_to_share(self, snapshot: Snapshot | None = None) -> int:
-        """Blocks that one more holder of what a row or a snapshot holds may need for itself."""
-        heads = self.layout.num_layers * self.layout.num_kv_heads
-        if snapshot is None or not self.layout.policy_fields:
-            return heads
-        return self._blocks_of(snapshot.states["block_tables"], snapshot.states["lengths"]).numel()
+    def blocks_to_share(self, row: int | None = None) -> int:
+        """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
+        if row is not None and self.layout.policy_fields:
+            return self._owned_blocks(row).numel()
+        return self.layout.num_layers * self.layout.num_kv_heads
 
     def _share(self, tables: Tensor, lengths: Tensor) -> Tensor:
         """Hold blocks [L, H, M] once more; of those that a holder may write into it gets copies, in place.

@@ -16,7 +16,7 @@ def open_bar(requests: Collection[Request], progress: bool | None) -> tqdm:
     """Open a bar over the most tokens that requests may bring; None: on a terminal, if it takes long."""
     return tqdm(
         desc="generating",
-        total=sum(request.params.max_new_tokens for request in requests),
+        total=sum(request.params.max_new_tokens * request.params.n for request in requests),
         unit=" tokens",
         disable=None if progress is None else not progress,
         delay=0 if progress else SECONDS_BEFORE_BAR,
@@ -29,6 +29,6 @@ def advance_bar(bar: tqdm, events: list[TokenEvent], num_running: int, num_waiti
         return
     for event in events:
         if event.finish_reason is not None:
-            bar.total -= event.request.params.max_new_tokens - len(event.request.logprobs)
+            bar.total -= event.request.params.max_new_tokens - len(event.request.branches[event.number].logprobs)
     bar.set_postfix(running=num_running, waiting=num_waiting, refresh=False)
     bar.update(len(events))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ class TokenEvent(NamedTuple):
     """Natural-log probability of the token under the unmodified distribution."""
     finish_reason: FinishReason | None
     """None: more is to come."""
+    number: int = 0
+    """Which of the request's `n` continuations it belongs to."""
+    top_logprobs: dict[int, float] | None = None
+    """Of the most likely tokens, if they were asked for."""
 
 
 @dataclass(eq=False)
@@ -42,9 +46,17 @@ class Request:
     text_stream: TextStream | None
     """None: nobody asks for text before the end."""
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    root: Request | None = None
+    """The request that was submitted, of which this is another continuation; None: this one."""
+    alternatives: list[Request] = field(default_factory=list)
+    """The others of `n` continuations, as soon as the prompt has been computed."""
+    outcome: Generation | None = None
+    """This continuation, when it has ended."""
     inbox: deque[TokenEvent] | None = None
     """Events that a stream has still to hand out."""
     generation: Generation | None = None
+    """All continuations, when the last has ended."""
     error: Exception | None = None
     """Why it could not go on; its generation holds what came before."""
 
@@ -53,12 +65,25 @@ class Request:
         self.sequence.add_prompt(self.prompt)
         self.sequence.wanted = len(self.sequence.tokens) - 1
 
-    def accept(self, token: int, logprob: float) -> TokenEvent:
+    @property
+    def branches(self) -> list[Request]:
+        """All continuations that have begun."""
+        return [self, *self.alternatives]
+
+    @property
+    def history(self) -> tuple[list[int], list[int]]:
+        """Tokens before the continuation, and its own."""
+        tokens, count = self.sequence.tokens, len(self.logprobs)
+        return tokens[: len(tokens) - count], tokens[len(tokens) - count :]
+
+    def accept(self, token: int, logprob: float, top: dict[int, float]) -> TokenEvent:
         """Append a generated token and tell what it means."""
         self.sequence.next_prompt = len(self.sequence.tokens)
         self.sequence.tokens.append(token)
         self.sequence.wanted += 1
         self.logprobs.append(logprob)
+        if self.params.top_logprobs:
+            self.top_logprobs.append(top)
         text = "" if self.text_stream is None else self.text_stream.push(token)
         reason: FinishReason | None = None
         if token in self.stop_ids or (self.text_stream is not None and self.text_stream.stopped):
@@ -67,15 +92,21 @@ class Request:
             reason = "length"
         if reason is not None and self.text_stream is not None:
             text += self.text_stream.finish()
-        event = TokenEvent(self, token, text, logprob, reason)
-        if self.inbox is not None:
-            self.inbox.append(event)
+        root = self.root or self
+        number = root.branches.index(self)
+        event = TokenEvent(root, token, text, logprob, reason, number, top if self.params.top_logprobs else None)
+        if root.inbox is not None:
+            root.inbox.append(event)
         return event
 
     def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
         """Put the generation together."""
-        tokens = self.sequence.tokens[len(self.sequence.tokens) - len(self.logprobs) :]
+        tokens = self.history[1]
         text: str | None = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         if self.text_stream is not None and self.text_stream.stopped:
             text = "".join(self.text_stream.pieces)
-        self.generation = Generation(tokens, text, self.logprobs, stats, reason)
+        self.outcome = Generation(tokens, text, self.logprobs, stats, reason, self.top_logprobs)
+        root = self.root or self
+        outcomes = [each.outcome for each in root.branches if each.outcome is not None]
+        if len(outcomes) == len(root.branches):
+            root.generation = replace(outcomes[0], alternatives=outcomes[1:])

@@ -1,15 +1,27 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p; all rows of a step at once."""
+"""From logits to the next token: penalties, greedy, temperature, top-k, top-p, min-p; all rows of a step at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from dmc.runtime.arguments import index_of, real_number, whole_number
+
+LEAST = math.ulp(0.0)
+RANGES = {
+    "temperature": (0, math.inf, "a number >= 0 (0 is greedy)"),
+    "top_p": (LEAST, 1, "a number in (0, 1]"),
+    "min_p": (0, 1, "a number in [0, 1]"),
+    "repetition_penalty": (LEAST, math.inf, "a number > 0 (1 is none)"),
+    "presence_penalty": (-2, 2, "a number in [-2, 2]"),
+}
+"""The smallest and largest value of each, and what to tell."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +48,37 @@ class SamplingParams:
     """Go on after the model's end of sequence."""
     stop: tuple[str, ...] = ()
     """Stop when the text contains one of these; the text ends before it. Needs a tokenizer."""
+    n: int = 1
+    """Continuations of the prompt, which is computed once; number i draws as a request of its own with seed + i."""
+    min_p: float = 0.0
+    """Sample among tokens at least so likely as this share of the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides what speaks for tokens that have come, the prompt's too (as transformers does); > 0, 1 is none."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens are told with each, under the unmodified distribution."""
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Changes logits before temperature, after the penalties, as one of transformers': (tokens so far [1, t], logits
+    [1, vocab]) -> logits. If it fails, its request does."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether they depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.logits_processor is not None
 
     def __post_init__(self) -> None:
         # values of NumPy, and lists, become Python's own
         self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
-        self._set("temperature", real_number("temperature", self.temperature, "a number >= 0 (0 is greedy)"))
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: expected a number >= 0 (0 is greedy)")
+        self._set("n", whole_number("n", self.n))
+        self._set("top_logprobs", whole_number("top_logprobs", self.top_logprobs, least=0))
+        for name, (least, most, expected) in RANGES.items():
+            number = real_number(name, getattr(self, name), expected)
+            if not least <= number <= most:
+                raise ValueError(f"{name}={number}: expected {expected}")
+            self._set(name, number)
         if self.top_k is not None:
             self._set("top_k", whole_number("top_k", self.top_k, also=", or None"))
-        self._set("top_p", real_number("top_p", self.top_p, "a number in (0, 1]"))
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: expected a number in (0, 1]")
         if self.seed is not None:
             self._set("seed", whole_number("seed", self.seed, least=0, most=2**64 - 1, also=", or None"))
         given = self.stop_token_ids
@@ -61,34 +92,106 @@ class SamplingParams:
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"stop={texts!r}: expected a tuple of strings that are not empty")
         self._set("stop", tuple(texts))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ValueError(f"logits_processor={self.logits_processor!r}: expected one of transformers', or None")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
 
+History = tuple[list[int], list[int]]
+"""Tokens of a row before its continuation, and those of it so far."""
+
+
+class Choice(NamedTuple):
+    """The next tokens."""
+
+    tokens: Tensor
+    """Int64 [R]."""
+    logprobs: Tensor
+    """Natural-log probabilities in the unmodified distribution, NaN where none could be chosen, float32 [R]."""
+    top_tokens: Tensor
+    """The most likely ones, as many as any row asks for, int64 [R, k]."""
+    top_logprobs: Tensor
+    """Theirs, float32 [R, k]."""
+    errors: dict[int, Exception]
+    """Of the rows whose processors failed."""
+
+    def as_rows(self) -> Tensor:
+        """Lay all of it out as one: token, its log-probability, then the most likely tokens and theirs by turns."""
+        top = torch.stack((self.top_tokens.double(), self.top_logprobs.double()), dim=-1).flatten(1)
+        return torch.cat((self.tokens[:, None].double(), self.logprobs[:, None].double(), top), dim=1)
+
+
 def choose_tokens(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator | None],
+    histories: Sequence[History] | None = None,
+) -> Choice:
     """Choose the next token of every row; a row's choice does not depend on the others.
 
     Args:
         logits: [R, vocab].
         params: of each row.
         generators: of each row, on the CPU; a sampled row takes one number. None: torch's default generator.
-    Returns:
-        Token ids, int64 [R], and their natural-log probabilities in the unmodified distribution, float32 [R].
+        histories: of each row, of whose params `changes_logits`; None: there is nothing before.
     """
     log_probs = logits.float().log_softmax(-1)
+    scores, errors = _processed(log_probs, logits, params, histories or [([], [])] * len(params))
     sampled = [row for row, each in enumerate(params) if each.temperature > 0]
     if len(sampled) < len(params):
-        tokens = log_probs.argmax(-1)
+        tokens = scores.argmax(-1)
     else:
         tokens = torch.empty(len(params), dtype=torch.long, device=logits.device)
     if sampled:
         uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in sampled])
-        rows = log_probs if len(sampled) == len(params) else log_probs[sampled]
+        rows = scores if len(sampled) == len(params) else scores[sampled]
         tokens[sampled] = _draw(rows, [params[row] for row in sampled], uniform)
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    if scores is not log_probs:
+        chosen = chosen.where(scores.amax(-1).isfinite(), torch.nan)
+    top = log_probs.topk(min(max((each.top_logprobs for each in params), default=0), logits.shape[-1]))
+    return Choice(tokens, chosen, top.indices, top.values, errors)
+
+
+def _processed(
+    log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Apply penalties and processors to the logits of rows that have any; others' log-probabilities serve as well."""
+    scores, errors = log_probs, {}
+    rows = [row for row, each in enumerate(params) if each.changes_logits]
+    if rows:
+        scores = log_probs.clone()
+        scores[rows] = logits[rows].float()
+    for penalty in {params[row].repetition_penalty for row in rows} - {1.0}:
+        alike = [row for row in rows if params[row].repetition_penalty == penalty and any(histories[row])]
+        if alike:
+            tokens = _padded([before + since for before, since in (histories[row] for row in alike)], logits.device)
+            scores[alike] = RepetitionPenaltyLogitsProcessor(penalty)(tokens, scores[alike])
+    if alike := [row for row in rows if params[row].presence_penalty and histories[row][1]]:
+        tokens = _padded([histories[row][1] for row in alike], logits.device)
+        penalties = torch.tensor([params[row].presence_penalty for row in alike], device=logits.device)[:, None]
+        scores[alike] = scores[alike].scatter(1, tokens, scores[alike].gather(1, tokens) - penalties)
+    for row in rows:
+        if (processor := params[row].logits_processor) is not None:
+            before, since = histories[row]
+            try:
+                processed = processor(torch.tensor([before + since], device=logits.device), scores[row : row + 1])
+                if processed.shape != (1, logits.shape[-1]):
+                    raise ValueError(
+                        f"logits_processor gave {tuple(processed.shape)}: expected {(1, logits.shape[-1])}"
+                    )
+                scores[row] = processed[0]
+            except Exception as error:
+                errors[row] = error
+    return scores, errors
+
+
+def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Lay token ids out as a rectangle; what comes once may come again."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *row[:1] * (longest - len(row))] for row in rows], device=device)
 
 
 def _draw(log_probs: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
@@ -98,6 +201,9 @@ def _draw(log_probs: Tensor, params: Sequence[SamplingParams], uniform: Tensor) 
     for limits in {(each.top_k, each.top_p) for each in params} - {(None, 1)}:
         rows = [row for row, each in enumerate(params) if (each.top_k, each.top_p) == limits]
         scores[rows] = _truncate(scores[rows], *limits)
+    if any(each.min_p for each in params):
+        least = torch.tensor([math.log(each.min_p) if each.min_p else -math.inf for each in params])
+        scores = scores.masked_fill(scores < least.to(scores)[:, None], -torch.inf)
     # float32 sums over a large vocabulary would misplace unlikely tokens
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     target = uniform.to(log_probs.device)[:, None] * cumulative[:, -1:]

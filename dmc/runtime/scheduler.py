@@ -42,6 +42,8 @@ class Pace:
     """Whether each generated token has a pass of its own."""
     whole_prompts: bool
     """Whether the token budget cuts no prompt, so that its layers are compressed one after the other."""
+    can_fork: bool = True
+    """Whether what a sequence holds can be held by another one too."""
 
 
 class Scheduler:
@@ -114,6 +116,20 @@ class Scheduler:
         """Take blocks from those who do not run, `sequence` apart; False: there are none."""
         return (self.prefixes is not None and self.prefixes.reclaim()) or self._evict_another(sequence)
 
+    def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
+        """Let others go on from where one that runs stands: at once as far as there is room, else computed again."""
+        cache, waiting = self.cache, deque(others)
+        assert sequence.row is not None
+        while (self.pace is None or self.pace.can_fork) and waiting and cache.num_free_rows:
+            if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # of a snapshot too
+                break
+            other, snapshot = waiting.popleft(), cache.snapshot(sequence.row)
+            other.row, other.num_fed = cache.open_row(snapshot), sequence.num_fed
+            cache.drop(snapshot)
+            cache.tally.open_row(other.row, other.held)
+            self.running.append(other)
+        self.waiting.extendleft(reversed(waiting))
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence off; its blocks return, or rest until they are needed if it is kept."""
         if sequence in self.running:
@@ -167,7 +183,7 @@ class Scheduler:
                     if not self._evict_another(sequence):
                         return
                     continue
-                copies = 0 if prefix is None else self.cache.blocks_to_share(prefix)
+                copies = 0 if prefix is None else self.cache.blocks_to_share()
                 segment = self._segment(sequence, left)
                 if self._fits([*segments, segment], copies):
                     break

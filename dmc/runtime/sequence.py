@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dmc.policies.attention import GENERATED, Phase
 from dmc.runtime.tally import Held
@@ -44,6 +44,12 @@ class Sequence:
     def prompt_end(self) -> int:
         """Where the prompt ends that is being fed, or was fed last; 0 before any."""
         return max((end for begin, end in self.prompts if begin <= self.num_fed), default=0)
+
+    def copy(self) -> Sequence:
+        """Return another one with the same tokens, which has nothing in the cache."""
+        other = replace(self, held=replace(self.held), row=None, num_fed=0)
+        other.tokens, other.prompts, other.hashes = [*self.tokens], [*self.prompts], [*self.hashes]
+        return other
 
     def add_prompt(self, tokens: list[int]) -> None:
         """Append a turn's prompt; one before it that was taken off unanswered becomes a part of it."""

@@ -26,6 +26,12 @@ BAD_SETTINGS: dict[str, list[Any]] = {
     "seed": [-1, 2**64, 1.0, 0.5, "7", True, NAN, [7]],
     "stop_token_ids": [5, "5", (1.0,), ("5",), (-1,), (True,), None, (None,), "", {3: 4}],
     "ignore_eos": [1, 0, "no", None],
+    "n": [*WHOLE, None],
+    "min_p": [-0.1, 1.1, NAN, INF, "0.1", None, True],
+    "repetition_penalty": [0, 0.0, -1, NAN, INF, "2", None, True],
+    "presence_penalty": [-2.1, 2.1, NAN, INF, "1", None, True],
+    "top_logprobs": [-1, 2.0, True, "3", None],
+    "logits_processor": ["none", 3, [], {}],
     "stop": ["end", "", ("a", ""), (1,), [None], 5, None, (b"a",), {"a": 1}],
 }
 BAD_OPTIONS: dict[str, list[Any]] = {
@@ -35,6 +41,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "max_batch_size": [*WHOLE, None],
     "prefill_chunk_size": WHOLE,
     "token_budget": WHOLE,
+    "prefix_cache": [1, 0, "yes", None],
     "policy": ["h2o", policies.H2O, Budget(ratio=2), {}, 0, False],
     "tokenizer": ["gpt2", 3, {}],
     "model": ["folder", None, torch.nn.Linear, {}, torch.nn.Linear(2, 2)],
@@ -155,6 +162,7 @@ def test_prompts_that_are_none_are_refused(entry: str, engine: Engine) -> None:
         lambda engine: engine.stream([1], GREEDY, 3),
         lambda engine: engine.submit([1], SamplingParams(stop_token_ids=(83,))),
         lambda engine: engine.submit([1], SamplingParams(stop=("a",))),
+        lambda engine: engine.submit([1], SamplingParams(n=2), engine.session()),
         lambda engine: engine.score("text", ["a"]),
         lambda engine: engine.score([[1]], "a"),
         lambda engine: engine.score([[1]], 3),

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import transformers
 
 from dmc import SamplingParams
 from dmc.runtime.sampling import choose_tokens
@@ -12,12 +13,12 @@ LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 def frequencies(count: int = 5_000, **settings: object) -> list[float]:
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
-    drawn, _ = choose_tokens(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
+    drawn, *_ = choose_tokens(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
     return (drawn.bincount(minlength=5) / count).tolist()
 
 
 def test_zero_temperature_is_greedy() -> None:
-    tokens, log_probs = choose_tokens(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
+    tokens, log_probs, *_ = choose_tokens(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
     assert tokens.tolist() == [1]
     assert log_probs.tolist() == pytest.approx([LOG_PROBS[1].item()])
 
@@ -42,6 +43,9 @@ def test_zero_temperature_is_greedy() -> None:
         ({"temperature": 1e300}, [0.2] * 5),
         ({"temperature": 1e300, "top_k": 2}, [0, 0.5, 0, 0.5, 0]),
         ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.4}, [0, 0.4 / 0.7, 0, 0.3 / 0.7, 0]),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.1, "temperature": 0.5}, [0, 0.16 / 0.2725, 0, 0.09 / 0.2725, 0.0225 / 0.2725]),
     ],
 )
 def test_tokens_come_with_the_probabilities_asked_for(settings: dict, expected: list[float]) -> None:
@@ -86,10 +90,10 @@ def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
     logits = 3 * torch.randn(40, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
     for trial, rows in enumerate(logits):
         seeds = [100 * trial + row for row in range(len(SETTINGS))]
-        tokens, log_probs = choose_tokens(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])
+        tokens, log_probs, *_ = choose_tokens(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])
         for row, params in enumerate(SETTINGS):
             generator = torch.Generator().manual_seed(seeds[row])
-            alone, _ = choose_tokens(rows[row : row + 1], [params], [generator])
+            alone, *_ = choose_tokens(rows[row : row + 1], [params], [generator])
             assert tokens[row] == alone
             uniform = torch.rand(1, dtype=torch.float64, generator=torch.Generator().manual_seed(seeds[row])).item()
             assert int(tokens[row]) == choose_naively(rows[row].tolist(), params, uniform)
@@ -101,7 +105,7 @@ def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.tensor([0.0, -math.inf, 1.0]).expand(300, 3)
     for temperature in (1e-45, 1.0, 1e39, 1e300):
         params = [SamplingParams(temperature=temperature, top_p=0.99)] * 300
-        tokens, _ = choose_tokens(logits, params, [torch.Generator().manual_seed(0)] * 300)
+        tokens, *_ = choose_tokens(logits, params, [torch.Generator().manual_seed(0)] * 300)
         assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
@@ -125,17 +129,100 @@ def test_unseeded_rows_follow_the_default_generator() -> None:
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
     logits = torch.tensor([2.0, 1.0, 2.0, 1.0, 1.0, 0.0]).expand(600, 6)
-    tokens, _ = choose_tokens(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
+    tokens, *_ = choose_tokens(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
     assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tokens, log_probs = choose_tokens(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
+    tokens, log_probs, *_ = choose_tokens(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
     assert log_probs.dtype == torch.float32
     torch.testing.assert_close(log_probs, logits.float().log_softmax(-1).amax(-1))
     assert torch.equal(tokens, logits.argmax(-1))
+
+
+HISTORIES = [([3, 7, 7, 11], [7, 2]), ([5], []), ([], [9, 9, 9, 1]), ([], [])]
+
+
+def warped(scores: torch.Tensor, history: list[int], params: SamplingParams) -> torch.Tensor:
+    """Do what transformers' own sampling does with a row [vocab]."""
+    processors = transformers.LogitsProcessorList()
+    if params.repetition_penalty != 1 and history:
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.logits_processor is not None:
+        processors.append(params.logits_processor)  # type: ignore[arg-type]
+    processors.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.top_k is not None:
+        processors.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(transformers.MinPLogitsWarper(params.min_p))
+    return processors(torch.tensor([history], dtype=torch.long), scores[None].clone())[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.4, "temperature": 0.6},
+        {"min_p": 0.1, "temperature": 1.3},
+        {"min_p": 0.02, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"logits_processor": transformers.SuppressTokensLogitsProcessor(list(range(10)), device="cpu")},
+        {"logits_processor": transformers.NoRepeatNGramLogitsProcessor(1), "repetition_penalty": 1.3, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_distributions_are_those_of_transformers(settings: dict) -> None:
+    params, uniforms = SamplingParams(**settings), 200
+    for trial, history in enumerate(HISTORIES):
+        (logits,) = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(trial)) + 1
+        expected = warped(logits, history[0] + history[1], params).softmax(-1)
+        generator = torch.Generator().manual_seed(trial)
+        rows = [logits.expand(uniforms, -1), [params] * uniforms, [generator] * uniforms, [history] * uniforms]
+        choice = choose_tokens(*rows)
+        generator.manual_seed(trial)
+        uniform = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for _ in range(uniforms)])
+        cumulative = expected.double().cumsum(0).expand(uniforms, -1)
+        naive = torch.searchsorted(cumulative.contiguous(), uniform * cumulative[:, -1:], right=True)[:, 0]
+        assert (choice.tokens == naive).float().mean() > 0.98  # but for roundings at the edges
+        assert (expected[choice.tokens] > 0).all()
+        torch.testing.assert_close(choice.logprobs, logits.log_softmax(-1)[choice.tokens])
+
+
+def test_penalties_and_processors_act_on_their_own_rows() -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(3))
+    params = [
+        SamplingParams(temperature=0, repetition_penalty=1.5),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, presence_penalty=1.25),
+        SamplingParams(temperature=0, logits_processor=lambda tokens, scores: -scores, top_logprobs=3),
+    ]
+    histories = [([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8])]
+    choice = choose_tokens(logits, params, [None] * 4, histories)
+    for row in range(4):
+        alone = choose_tokens(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
+        assert alone.tokens[0] == choice.tokens[row]
+    expected = logits[2].clone()
+    expected[[5, 6]] -= 1.25  # once, and not the prompt's
+    assert choice.tokens[2] == expected.argmax()
+    assert choice.tokens[3] == logits[3].argmin()
+    best = logits.log_softmax(-1).topk(3)
+    assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
+    assert choice.errors == {}
+
+
+def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone() -> None:
+    def fail(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("lost")
+
+    processors = [fail, lambda tokens, scores: scores[0], lambda tokens, scores: scores - torch.inf, None]
+    params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]  # type: ignore[arg-type]
+    choice = choose_tokens(torch.zeros(4, 9), params, [None] * 4)
+    assert [type(choice.errors.get(row)) for row in range(4)] == [KeyError, ValueError, type(None), type(None)]
+    assert "gave (9,): expected (1, 9)" in str(choice.errors[1])
+    assert choice.logprobs.isfinite().tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Several continuations of one prompt: each is what a request of its own would be, the prompt is held once."""
+
+from typing import Any
+
+import pytest
+import torch
+from runtime.test_laws import BOTH, GATES, POLICIES
+from runtime.test_prefix_cache import count_fed
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+
+READING = {
+    "Quest": policies.Quest(budget=Budget(tokens=32), dense_layers=0),
+    "OmniKV": policies.OmniKV(budget=Budget(ratio=4), filter_layers=(0,), selector="exponential", lazy_reload=0.4),
+    "OmniKV, offloaded": policies.OmniKV(budget=Budget(ratio=4), filter_layers=(0,), offload=True),
+    "InfLLM": policies.InfLLM(budget=Budget(tokens=40), block_size=8, initial=4, local=12, chunk=8),
+}
+METHODS = [*GATES, *POLICIES, *BOTH, *READING]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
+def test_continuations_equal_requests_of_their_own(
+    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    gates, policy = BOTH.get(method) or (GATES.get(method), POLICIES.get(method) or READING.get(method))
+    layers = 4 if method in READING else 2
+    model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
+    prompts = make_prompts(50)
+    alone, engine = Engine(model, policy=policy, max_batch_size=1), Engine(model, policy=policy, max_batch_size=3)
+    few = Engine(model, policy=policy, max_batch_size=2)  # not all have a row
+    several = SamplingParams(max_new_tokens=9, seed=5, n=3)
+    expected = [
+        [alone.generate([prompt], SamplingParams(max_new_tokens=9, seed=seed))[0] for seed in (5, 6, 7)]
+        for prompt in prompts
+    ]
+    fed = count_fed(engine)
+    for each in (engine, few):
+        for generation, theirs in zip(each.generate(prompts, several), expected, strict=True):
+            mine = [generation, *generation.alternatives]
+            for ours, own in zip(mine, theirs, strict=True):
+                assert ours.token_ids == own.token_ids
+                assert ours.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+                assert torch.equal(ours.stats.slots, own.stats.slots)
+                torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
+                assert (ours.alternatives == [] and ours.finish_reason == "length") or ours is generation
+        assert each.blocks_in_use == 0 and not each.cache.allocator.extra.any()
+    if policy is None:
+        assert sum(fed) == 50 + 3 * 8
+
+
+@pytest.mark.parametrize("gates", [None, {}, {"action": "drop", "delay": 4}], ids=str)
+def test_the_prompt_of_several_is_held_once(
+    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    engine = Engine(make_stock() if gates is None else make_compressed(gates=gates))
+    request = engine.submit(make_prompts(400)[0], SamplingParams(max_new_tokens=4, n=8, seed=1))
+    engine.step()
+    assert len(request.alternatives) == 7
+    counts = -(-engine.cache.lengths // 16)
+    assert int(counts[:, :8].min()) > 1
+    assert engine.blocks_in_use <= int(counts[:, 0].sum()) + 7 * 4
+    events = []
+    while request.generation is None:
+        events += engine.step()
+    assert {event.number for event in events} == set(range(8)) and {event.request for event in events} == {request}
+    assert engine.blocks_in_use == 0
+
+
+def test_several_are_taken_off_together_and_told_apart(make_compressed: Any, make_prompts: Any) -> None:
+    engine, (prompt,) = Engine(make_compressed(), max_batch_size=2), make_prompts(30)
+    params = SamplingParams(max_new_tokens=6, n=3, seed=2, top_logprobs=2)
+    (expected,) = engine.generate([prompt], params)
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for event in engine.stream(prompt, params):
+        tokens[event.number].append(event.token_id)
+        assert len(event.top_logprobs) == 2
+    assert list(tokens.values()) == [each.token_ids for each in (expected, *expected.alternatives)]
+    assert all(len(each.top_logprobs) == 6 for each in expected.alternatives)
+    early, request = engine.submit(prompt, params), engine.submit(prompt, params)
+    engine.abort(early)
+    assert early.generation.alternatives == []
+    for _ in range(3):
+        engine.step()
+    engine.abort(request)
+    generations = [request.generation, *request.generation.alternatives]
+    assert [each.finish_reason for each in generations] == ["abort"] * 3
+    assert generations[2].token_ids == expected.alternatives[1].token_ids[:1]  # which waits for a row
+    assert engine.blocks_in_use == 0 and engine.step() == []
+
+
+def test_a_processor_that_fails_ends_its_request_alone(make_compressed: Any, make_prompts: Any) -> None:
+    def fail_late(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if tokens.shape[1] > 12:
+            raise KeyError("lost")
+        return scores
+
+    engine, prompts = Engine(make_compressed()), make_prompts(10, 20)
+    greedy, broken = (
+        SamplingParams(max_new_tokens=8, temperature=0, logits_processor=each) for each in (None, fail_late)
+    )
+    expected = engine.generate(prompts, greedy)
+    requests = [engine.submit(prompts[0], broken), engine.submit(prompts[1], greedy)]
+    with pytest.raises(KeyError, match="lost"):
+        engine.run(requests)
+    assert requests[0].generation.token_ids == expected[0].token_ids[:3]
+    assert requests[0].generation.finish_reason == "error"
+    assert requests[1].generation.token_ids == expected[1].token_ids
+    assert engine.blocks_in_use == 0
