@@ -225,11 +225,14 @@ def check_speed(place: Place) -> Rows:
         ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig()) for ratio in config.ratios
     }
     for found in run_benchmark(config, models, None, lambda _: None):
-        if "memory" in found:
-            yield row(found["name"], found["batch_size"], "sequences", f"in {found['memory'] / 2**20:.0f} MiB of pages")
+        metrics, name = found["metrics"], found["policy"]
+        if "largest_batch" in metrics:
+            in_bytes = f"in {found['coordinates']['memory'] / 2**20:.0f} MiB of pages"
+            yield row(f"largest batch, {name}", metrics["largest_batch"], "sequences", in_bytes)
         else:
-            beside = f"achieved CR {found['achieved_ratio']:.2f}, first token {found['first_token_seconds']:.2f} s"
-            yield row(f"{found['name']}, batch {found['batch_size']}", found["tokens_per_second"], "tokens/s", beside)
+            beside = f"achieved CR {found['achieved_ratio']:.2f}, first token {metrics['first_token_seconds']:.2f} s"
+            title = f"{name}, batch {found['coordinates']['batch']}"
+            yield row(title, metrics["tokens_per_second"], "tokens/s", beside)
 
 
 def beside_first(found: Mapping[str, float], title: str) -> Rows:

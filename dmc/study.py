@@ -1,7 +1,7 @@
 """A study that anyone can rerun: bases, retrofits and controls over seeds, all methods at equal bytes, one table.
 
-Trainings run in processes of their own; what they cost is measured into the one store of results and shown by its table
-function: see `dmc.results`.
+Trainings run in processes of their own; what they cost is one grid of `dmc.results.compare`. What trainings say of
+themselves, `collect` puts into a store of results too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 from dmc.data.cache import available_cores
-from dmc.export import is_final
+from dmc.export import METRICS_NAME, is_final, is_of_last_step
+from dmc.json_file import read_mapping
 from dmc.loading import load_with_tokenizer
-from dmc.results.compare import run_cells, unfinished
-from dmc.results.grid import FULL, CompareConfig, EngineSettings, named_settings, plan_grid, plan_methods
-from dmc.results.store import FAILED, NOT_FINITE, Store
-from dmc.results.tables import write_tables
+from dmc.results.compare import compare
+from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
+from dmc.results.measurement import FULL, Row, new_row
 from dmc.target import build_target
 
 CONTROL = "control"
@@ -167,40 +167,70 @@ def check_measurements(config: StudyConfig, configs: Path) -> None:
         build_target(settings, f"tasks.{name}")
 
 
-def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> tuple[str, list[str]]:
-    """Run all policies on the controls, and every other model as it is; finished cells are not run again.
+def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> str:
+    """Run all policies on the controls, and every other model as it is, beside the control of its seed.
 
     Args:
         config: policies, budgets, tasks.
         runs: finished ones.
         configs: folder that holds `policy/*.yaml` and `task/*.yaml`.
     Returns:
-        The table of these runs under these settings (the folder may hold others), which is written to `study.md`; and
-        the cells that have no figures.
+        The tables of these runs under these settings; the folder `compare` may hold others.
     Raises:
-        ValueError, FileNotFoundError: see `plan_grid`.
+        ValueError, FileNotFoundError, ArithmeticError: see `compare`.
     """
-    store = Store(Path(config.output) / "compare" / "cells.jsonl")
-    models = {run.label: {"path": str(run.final), "variant": run.name, "seed": run.seed} for run in runs}
-    controls = {run.seed: run.label for run in runs if run.name == CONTROL}
-    grids: list[tuple[list[str], list[Any], list[Any], str | None]] = [
-        (list(controls.values()), config.policies, config.budgets, None)
-    ]
-    for seed, control in controls.items():  # every other run beside the control of its seed
-        grids.append(([run.label for run in runs if run.seed == seed], [FULL], [], control))
-    keys: list[str] = []
-    for labels, policies, budgets, reference in grids:
-        if labels:
-            settings = CompareConfig(
-                {label: models[label] for label in labels}, policies, config.tasks, budgets, config.engine,
-                speed_tokens=0, reference=reference, output=config.output,
-            )  # fmt: skip
-            grid = plan_grid(settings, configs)
-            keys += [cell.key for cell in grid.cells]
-            cells = unfinished(grid.cells, store.rows())
-            run_cells(cells, grid, settings, store, lambda each: load_with_tokenizer(each.path))
-    ends = {row["key"]: row for row in store.rows() if row["status"] in (FAILED, NOT_FINITE) and row["key"] in keys}
-    wrong = [f"{row['method']} on {row['task']}" for row in ends.values()]
-    table = write_tables(store, Path(config.output), metrics=METRICS, name="study.md", keys=set(keys))
-    write_tables(store, store.path.parent)
-    return table, wrong
+    seeds = [run.seed for run in runs if run.name == CONTROL]
+    models = {
+        run.label: {"path": str(run.final), "variant": run.name, "seed": run.seed}
+        | ({} if run.name == CONTROL else {"policies": [FULL]})
+        for run in runs
+        if run.seed in seeds
+    }
+    if not models:
+        return "no control is finished: there is nothing to compare with"
+    grid = CompareConfig(
+        models, config.policies, config.tasks, config.budgets, config.engine, speed_tokens=0, reference=CONTROL,
+        output=str(Path(config.output) / "compare"),
+    )  # fmt: skip
+    return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_own=True)
+
+
+def collect(folder: Path) -> tuple[list[Row], list[str]]:
+    """Read what the exported models of all runs in a folder were measured at, the last of each run and its snapshots.
+
+    Args:
+        folder: of one run, or of several at any depth.
+    Returns:
+        Rows for a `Store`, by target ratio, and the names of runs that have not finished.
+    Raises:
+        FileNotFoundError: there is no run.
+    """
+    from dmc.training.record import CONFIG_NAME
+
+    runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
+    if not runs:
+        raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
+    rows, unfinished = [], []
+    for run in runs:
+        name = run.name if run == folder else str(run.relative_to(folder))
+        models = [run / "final"] if _is_measured(run / "final") else []
+        unfinished += [] if models else [name]
+        for path in (*models, *(run / "snapshots").glob("[!.]*")):
+            if (path / METRICS_NAME).is_file():
+                rows.append(_row_of(f"{name}/{path.name}", read_mapping(path / METRICS_NAME)))
+    return sorted(rows, key=lambda row: (row["requested_ratio"], row["model"])), unfinished
+
+
+def _is_measured(final: Path) -> bool:
+    record = final / METRICS_NAME
+    return record.is_file() and is_of_last_step(read_mapping(record)["metrics"])
+
+
+def _row_of(name: str, record: Mapping[str, Any]) -> Row:
+    metrics, compression = record["metrics"], record["compression"]
+    split, prefix = ("test", "test_") if "test_loss_nats_per_token" in metrics else ("validation", "")
+    figures: Row = {"metrics": {"loss": metrics[f"{split}_loss_nats_per_token"]}, "main_metric": "loss", "split": split}
+    figures |= {"higher_is_better": False, "achieved_ratio": metrics[f"{prefix}achieved_ratio"]}
+    if compression is not None:
+        figures |= {"own_gates": True, "requested_ratio": compression["target_ratio"]}
+    return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)

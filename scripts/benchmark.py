@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,9 +13,10 @@ from dmc.command_line import script
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.models.build import random_model, twin
-from dmc.provenance import provenance
-from dmc.results.benchmark import BenchmarkConfig, format_table, run_benchmark
+from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.plots import draw_speed
+from dmc.results.store import Store
+from dmc.results.tables import replace_file, speeds_of, write_tables
 
 
 def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
@@ -39,18 +37,13 @@ def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]
 def main(settings: DictConfig) -> None:
     config = build_config(BenchmarkConfig, OmegaConf.to_container(settings, resolve=True))  # type: ignore[arg-type]
     folder = Path(config.output)
-    models = build_models(config)
-
-    def store(row: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps({**row, "settings": asdict(config), **provenance()}) + "\n")
-
-    rows = run_benchmark(config, *models, store)
-    table = format_table(rows)
-    (folder / "table.md").write_text(table + "\n")
-    draw_speed(pandas.DataFrame(rows).dropna(subset="token_seconds")).write(folder / "pareto.png")
-    print(f"\n{table}\n\n{folder / 'results.jsonl'}, {folder / 'pareto.png'}")
+    path = folder / "cells.jsonl"
+    rows = run_benchmark(config, *build_models(config), lambda row: Store(path).append(row))  # no folder before a row
+    store, keys = Store(path), [row["key"] for row in rows]
+    table = write_tables(store, folder, keys=keys)
+    speeds = speeds_of(store.frame(keys))
+    replace_file(folder / "pareto.png", draw_speed(speeds[speeds["batch"].notna()]).png())
+    print(f"\n{table}\n\n{store.path}, {folder / 'pareto.png'}")
 
 
 if __name__ == "__main__":

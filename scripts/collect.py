@@ -7,15 +7,19 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmc.command_line import script
-from dmc.training.collect import collect, format_table, write_results
+from dmc.results.store import Store
+from dmc.results.tables import write_tables
+from dmc.study import collect
 
 
 @script("collect")
 def main(settings: DictConfig) -> None:
     folder = Path(settings.folder)
-    results, unfinished = collect(folder)
-    write_results(results, folder)
-    print(format_table(results))
+    rows, unfinished = collect(folder)
+    store = Store(folder / "cells.jsonl")
+    for row in rows:
+        store.append(row)
+    print(write_tables(store, folder, keys=[row["key"] for row in rows]))
     if unfinished:
         print(f"\nnot finished: {', '.join(unfinished)}")
 

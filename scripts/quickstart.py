@@ -38,7 +38,7 @@ def main() -> None:
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
         try:
-            run_quickstart(base, control, retrofit, Path("outputs/quickstart"))
+            run_quickstart(base, control, retrofit, Path("outputs/quickstart"), CONFIGS)
         except PreemptedError as stop:
             print(stop)
             sys.exit(EXIT_PREEMPTED)

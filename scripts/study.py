@@ -25,10 +25,12 @@ def main(settings: DictConfig) -> None:
             sys.exit(f"error: {base.label} failed, see {log_of(base)}")
     runs = plan_runs(config)
     failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
-    table, wrong = evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs")
-    print(table)
-    if names := [*(f"{run.label} ({log_of(run)})" for run in failed), *wrong]:
-        sys.exit(f"error: failed: {', '.join(names)}")
+    try:
+        print(evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs"))
+    finally:
+        if names := [f"{run.label} ({log_of(run)})" for run in failed]:
+            print(f"failed: {', '.join(names)}", file=sys.stderr)
+    sys.exit(f"error: {len(failed)} trainings failed" if failed else 0)
 
 
 if __name__ == "__main__":

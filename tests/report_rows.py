@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dmc.results.measurement import new_row
+
 POLICIES = (
     *("local_window", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "lava", "cake", "vatp"),
     *("roco", "cam", "d2o", "quest"),
@@ -117,24 +119,24 @@ def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: fl
     return {**row, **changes}
 
 
-def benchmark_rows() -> list[dict[str, Any]]:
+def benchmark_rows(**task: Any) -> list[dict[str, Any]]:
     """Return three contestants at three batch sizes, and a largest batch."""
     rows: list[dict[str, Any]] = []
+    command = {"provenance": PROVENANCE | {"command": "python scripts/benchmark.py prompt_length=4096"}}
     contestants = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
     for name, ratio, speed in contestants:
+        settings = {"model": {"path": None}, "policy": {"ratio": ratio}, "task": task}
+        shared = {"requested_ratio": ratio, "achieved_ratio": ratio, **command}
         for batch_size in (1, 4, 16):
             seconds = (0.012 + 0.004 * batch_size / speed) / speed**0.3
-            rows.append(
-                {
-                    **{"name": name, "ratio": ratio, "achieved_ratio": ratio, "batch_size": batch_size},
-                    **{"prompt_length": 4096, "first_token_seconds": 2.0 * batch_size, "token_seconds": seconds},
-                    **{"tokens_per_second": batch_size / seconds, "bytes_allocated": int(2**25 * batch_size / ratio)},
-                    **PROVENANCE,
-                    "command": "python scripts/benchmark.py prompt_length=4096",
-                }
-            )
-    memory = {"name": "largest batch, CR 4", "ratio": 4.0, "memory": 2**29, "batch_size": 30}
-    return [*rows, {**memory, **PROVENANCE, "command": "python scripts/benchmark.py prompt_length=4096"}]
+            metrics = {"tokens_per_second": batch_size / seconds, "token_seconds": seconds}
+            shared |= {"metrics": metrics | {"first_token_seconds": 2.0 * batch_size}}
+            shared |= {"coordinates": {"batch": batch_size, "length": 4096}}
+            shared |= {"peak_bytes_allocated": int(2**25 * batch_size / ratio)}
+            rows.append(new_row("random weights", name, "speed", settings, **shared))
+    largest = {"metrics": {"largest_batch": 30}, "coordinates": {"memory": 2**29}, "achieved_ratio": None, **command}
+    settings = {"model": {"path": None}, "policy": {"ratio": 4.0}, "task": task}
+    return [*rows, new_row("random weights", "engine CR 4", "speed", settings, requested_ratio=4.0, **largest)]
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> Path:

@@ -52,20 +52,8 @@ ALLOWED = {
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
-    "study": {"results", "data", "loading", "export", "target"},
-    "quickstart": {
-        "training",
-        "loading",
-        "models",
-        "runtime",
-        "policies",
-        "results",
-        "data",
-        "config",
-        "budget",
-        "measure",
-        "provenance",
-    },
+    "study": {"results", "training", "data", "loading", "export", "target", "json_file"},
+    "quickstart": {"training", "loading", "models", "runtime", "results", "config"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
 CORE = (

@@ -1,8 +1,12 @@
 """What a study trains, and what it refuses; its table is that of every comparison."""
 
-import pytest
+import json
 
-from dmc.study import StudyConfig, plan_bases, plan_runs
+import pytest
+from scripts_here import run_script
+
+from dmc.results.store import Store
+from dmc.study import StudyConfig, collect, plan_bases, plan_runs
 
 SETTINGS = {"bases": {"base": ["a=1"]}, "runs": {"control": ["b=1"], "merge": ["b=2"]}, "policies": ["full"],
             "budgets": [4], "tasks": ["text_loss"], "seeds": [3, 5], "output": "out"}  # fmt: skip
@@ -32,3 +36,49 @@ def test_runs_are_planned_seed_by_seed_each_with_its_command():
 def test_studies_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         StudyConfig(**SETTINGS | change)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two finished runs, one with a snapshot, one without gates, and one that has not finished."""
+    for run, ratio, loss in (("cr8", 8.0, 2.5), ("control", None, 2.0), ("cr4", None, None)):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "run.json").write_text("{}")
+        for name, target in (("final", ratio), ("snapshots/cr3", 3.0 if run == "cr8" else None)):
+            if loss is not None and (target is not None or name == "final"):
+                folder = tmp_path / run / name
+                folder.mkdir(parents=True)
+                held = 1.0 if target is None else target - 0.125
+                metrics = {
+                    "achieved_ratio": held,
+                    "validation_loss_nats_per_token": loss,
+                }
+                if run == "cr8":  # has test text: nothing was chosen on that
+                    metrics |= {"test_achieved_ratio": held, "test_loss_nats_per_token": loss}
+                    metrics |= {"achieved_ratio": 1.0, "validation_loss_nats_per_token": 0.1}
+                compression = None if target is None else {"target_ratio": target}
+                (folder / "retrofit.json").write_text(json.dumps({"metrics": metrics, "compression": compression}))
+    return tmp_path
+
+
+def test_every_exported_model_of_a_sweep_is_in_one_table_and_plot(sweep, capsys):
+    rows, unfinished = collect(sweep)
+    assert [row["model"] for row in rows] == ["control/final", "cr8/cr3", "cr8/final"] and unfinished == ["cr4"]
+    for _ in range(2):  # the second replaces the first
+        assert run_script("collect.py", f"folder={sweep}") == ""
+        shown = capsys.readouterr().out
+    frame = Store(sweep / "cells.jsonl").frame()
+    found = frame[["model", "requested_ratio", "achieved_ratio", "value", "split"]].to_numpy().tolist()
+    assert found == [
+        ["control/final", 1.0, 1.0, 2.0, "validation"],
+        ["cr8/cr3", 3.0, 2.875, 2.5, "test"],
+        ["cr8/final", 8.0, 7.875, 2.5, "test"],
+    ]
+    assert "| cr8/final, own gates | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
+    assert "nan" not in shown and (sweep / "table.md").read_text().strip() in shown
+    assert (sweep / "quality.png").read_bytes().startswith(b"\x89PNG") and (sweep / "results.csv").is_file()
+
+
+def test_a_folder_without_runs_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        collect(tmp_path)

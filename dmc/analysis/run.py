@@ -1,4 +1,4 @@
-"""Plan an analysis, check all that can be checked before a model is loaded, and write its figures."""
+"""Plan an analysis, check all that can be checked before a model is loaded, and store and draw what it finds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from dmc.analysis.decisions import collect_decisions
-from dmc.analysis.figures import Figures
+from dmc.analysis.decisions import Decisions, collect_decisions
 from dmc.analysis.segments import segment_text
 from dmc.analysis.survivors import find_survivors
 from dmc.data import DocumentSource, build_packed
 from dmc.policies import EvictionPolicy
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
-from dmc.provenance import provenance
-from dmc.results.grid import ComparedModel, EngineSettings, check_fits, describe_model
+from dmc.results.grid import ComparedModel, EngineSettings, check_fits, describe_model, model_settings
+from dmc.results.measurement import Row, new_row
+from dmc.results.report import read_folders, write_plots
+from dmc.results.store import Store
+from dmc.results.tables import MEASUREMENTS, write_measurements
 from dmc.runtime import Engine
 from dmc.target import build_target
 from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory
@@ -79,18 +81,6 @@ class AnalyseConfig:
         if self.segmentation.tokens < 1:
             raise ValueError(f"segmentation.tokens={self.segmentation.tokens}: expected a whole number >= 1")
 
-    @property
-    def name(self) -> str:
-        """Of model, policy and budget, or of the training run."""
-        if self.model is None:
-            return Path(str(self.run)).name
-        name = "/".join(Path(self.model.path).parts[-2:])
-        if not self.policy:
-            return name
-        budget = parse_budget(self.budget)
-        asked = f"CR {budget_name(budget)}" if budget.tokens is None else f"{budget.tokens} tokens"
-        return f"{name}, {self.policy['_target_'].rpartition('.')[2]} at {asked}"
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -98,6 +88,8 @@ class Analysis:
 
     source: DocumentSource | None
     policy: EvictionPolicy | None
+    target_ratio: float | None
+    """Of the model's own gates."""
     history: tuple[list[int], torch.Tensor] | None
     """Steps of validations, and the shares held after each, [S, L, H]."""
 
@@ -111,7 +103,7 @@ def plan_analysis(config: AnalyseConfig) -> Analysis:
     """
     history = None if config.run is None else _read_history(Path(config.run) / "heatmaps" / RATIOS_NAME)
     if config.model is None:
-        return Analysis(None, None, history)
+        return Analysis(None, None, None, history)
     _, values, target_ratio = describe_model(config.model, "model")
     policy: Any = policy_from_config(config.policy, config.budget)
     if policy is None:
@@ -127,7 +119,7 @@ def plan_analysis(config: AnalyseConfig) -> Analysis:
         check_fits(policy, values["num_hidden_layers"], config.engine.block_size, f"{name} on {config.model.path}")
     source = build_target(config.source, "source")
     source.check()
-    return Analysis(source, policy, history)
+    return Analysis(source, policy, target_ratio, history)
 
 
 def _read_history(path: Path) -> tuple[list[int], torch.Tensor]:
@@ -149,7 +141,7 @@ def _check_head(settings: SegmentationSettings, values: dict[str, Any]) -> None:
 def run_analysis(
     analysis: Analysis, config: AnalyseConfig, load: Callable[[ComparedModel], tuple[Any, Any]]
 ) -> list[Path]:
-    """Write the figures.
+    """Store what the model, and the run, show, and draw all that the folder's store holds.
 
     Args:
         analysis: the plan.
@@ -160,7 +152,7 @@ def run_analysis(
     Raises:
         ValueError: the text is too short, or the tokenizer does not suit.
     """
-    figures = Figures(Path(config.output), config.name)
+    rows, pages, folder = [], dict[str, str](), Path(config.output)
     if config.model is not None and analysis.source is not None:
         model, tokenizer = load(config.model)
         if tokenizer is None:
@@ -168,24 +160,32 @@ def run_analysis(
         windows: Any = build_packed(analysis.source, tokenizer, config.sequence_length, config.cache_folder)
         sequences = [windows[index]["input_ids"] for index in range(min(config.num_sequences, len(windows)))]
         if analysis.policy is None:
-            _analyse_gates(figures, model, tokenizer, sequences, _text(config, analysis.source), config)
+            chosen, text = config.segmentation, _text(config, analysis.source)
+            cut = segment_text(model, tokenizer, text, chosen.layer, chosen.head, chosen.tokens)
+            pages = {"segmentation.html": cut.page()}
+            pages["segmentation.json"] = json.dumps(asdict(cut), indent=1, ensure_ascii=False)
+            decisions = collect_decisions(model, torch.stack(sequences).split(config.batch_size), "sequences")
+            figures = tables_of_gates(decisions) | {"own_gates": True, "requested_ratio": analysis.target_ratio}
         else:
-            options: dict[str, Any] = asdict(config.engine)
-            engine = Engine(model, tokenizer, analysis.policy, **options)
+            engine = Engine(model, tokenizer, analysis.policy, **asdict(config.engine))
             prompts = [each.tolist() for each in sequences]
-            survives = find_survivors(engine, prompts, config.new_tokens, "prompts")
-            figures.survivors(survives.float().mean(0))
-            figures.entries_by_head(survives.sum(-1).float().mean(0))
-    if analysis.history is not None:
-        figures.ratio_over_training(*analysis.history)
-    record = {
-        "name": config.name,
-        "config": asdict(config),
-        "files": [path.name for path in figures.paths],
-        "provenance": provenance(),
-    }
-    figures.path("analysis.json").write_text(json.dumps(record, indent=1))
-    return figures.paths
+            figures = tables_of_survivors(find_survivors(engine, prompts, config.new_tokens, "prompts"))
+            budget = parse_budget(config.budget)
+            figures |= {"budget": budget_name(budget), "requested_ratio": budget.ratio or figures["achieved_ratio"]}
+        policy = "full" if analysis.policy is None else type(analysis.policy).__name__
+        read = {name: getattr(config, name) for name in ("source", "num_sequences", "sequence_length", "new_tokens")}
+        settings = {"model": model_settings(config.model), "policy": config.policy, "task": read}
+        rows.append(new_row("/".join(Path(config.model.path).parts[-2:]), policy, "inside", settings, **figures))
+    if config.run is not None and analysis.history is not None:
+        rows.append(_row_of_run(Path(config.run), *analysis.history))
+    store = Store(folder / "cells.jsonl")
+    for row in rows:
+        store.append(row)
+    for name, content in pages.items():
+        (folder / name).write_text(content)
+    write_measurements(store.frame(), folder)
+    drawn = [path for _, _, path in write_plots(read_folders([folder]), folder / "plots")]
+    return [*drawn, *(folder / name for name in pages), store.path, folder / MEASUREMENTS]
 
 
 def _text(config: AnalyseConfig, source: DocumentSource) -> str:
@@ -194,18 +194,46 @@ def _text(config: AnalyseConfig, source: DocumentSource) -> str:
     return next((text for text in source.documents() if text and text.strip()), "")
 
 
-def _analyse_gates(
-    figures: Figures, model: Any, tokenizer: Any, sequences: list[Any], text: str, config: AnalyseConfig
-) -> None:
-    chosen = config.segmentation
-    cut = segment_text(model, tokenizer, text, chosen.layer, chosen.head, chosen.tokens)
-    batches = torch.stack(sequences).split(config.batch_size)
-    decisions = collect_decisions(model, batches, "sequences")
-    step = max(1, config.sequence_length // NUM_LENGTHS)
-    lengths = range(step, config.sequence_length + 1, step)
-    figures.ratio_by_head(decisions.ratio_by_head())
-    figures.ratio_over_length(lengths, decisions.ratio_over_length(lengths))
-    figures.decision_over_position(decisions.decision_over_position())
-    figures.segment_lengths(decisions.segment_lengths())
-    figures.path("segmentation.html").write_text(cut.page())
-    figures.path("segmentation.json").write_text(json.dumps(asdict(cut), indent=1, ensure_ascii=False))
+def tables_of_gates(decisions: Decisions) -> Row:
+    """Put what gates decide into the fields of a row."""
+    merged, counts = decisions.merged, decisions.segment_lengths()
+    layers, samples, _, length = merged.shape
+    step = max(1, length // NUM_LENGTHS)
+    lengths, ratios = range(step, length + 1, step), decisions.ratio_by_head()
+    of_layers = {"layer": [*range(layers)], "samples": samples}
+    return {
+        "achieved_ratio": float(1 / (1 / ratios).mean()),
+        "samples": samples,
+        "head_ratios": ratios.tolist(),
+        "by_tokens": {"tokens": [*lengths], **of_layers}
+        | {"compression_ratio": decisions.ratio_over_length(lengths).tolist()},
+        "by_position": {"position": [*range(length)], **of_layers}
+        | {"share_merged": decisions.decision_over_position().T.tolist()},
+        "by_segment_length": {"segment_length": [*range(1, counts.shape[1])], **of_layers}
+        | {"segments": counts[:, 1:].T.tolist()},
+    }
+
+
+def tables_of_survivors(survives: torch.Tensor) -> Row:
+    """Put what a policy leaves of sequences, bool [B, L, H, T], into the fields of a row."""
+    samples, layers, heads, length = survives.shape
+    entries = survives.sum(-1).double().mean(0)
+    of_heads = {"layer": [*range(layers)], "head": [*range(heads)], "samples": samples}
+    places = {"layer": [*range(layers)], "position": [*range(length)], "samples": samples}
+    return {
+        "achieved_ratio": float(length / entries.mean()),
+        "samples": samples,
+        "head_ratios": (length / entries).tolist(),
+        "by_head": of_heads | {"entries": entries.tolist()},
+        "by_position": places | {"share_held": survives.float().mean((0, 2)).tolist()},
+    }
+
+
+def _row_of_run(run: Path, steps: list[int], held: torch.Tensor) -> Row:
+    """Put the shares held at each validation of a run, [S, L, H], into a row: the paper's figure 7."""
+    ratio = float(1 / held[-1].mean())
+    places = {"step": steps, "layer": [*range(held.shape[1])], "samples": 1}
+    figures: Row = {"achieved_ratio": ratio, "requested_ratio": round(ratio, 2), "own_gates": True}
+    figures |= {"head_ratios": (1 / held[-1]).tolist(), "samples": 1}
+    figures["by_step"] = places | {"compression_ratio": (1 / held.mean(-1)).tolist()}
+    return new_row(run.name, "full", "training", {"model": {"run": str(run)}, "task": {}}, **figures)

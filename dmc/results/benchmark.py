@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StaticCache
 
+from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.generation import GenerationStats
@@ -88,27 +90,6 @@ class BenchmarkConfig:
             raise ValueError(f"block_size={self.block_size}: expected a whole number of slots >= 1")
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One contestant at one batch size."""
-
-    name: str
-    ratio: float
-    """Requested CR."""
-    achieved_ratio: float
-    """Tokens over entries held, at the end."""
-    batch_size: int
-    prompt_length: int
-    first_token_seconds: float
-    """From the prompts to the first token of all of them."""
-    token_seconds: float
-    """Median time of a decode step: time per output token of each sequence."""
-    tokens_per_second: float
-    """Of the whole batch while decoding."""
-    bytes_allocated: int
-    """Cache of all sequences."""
-
-
 class Contestant(Protocol):
     """Something that decodes a batch step by step."""
 
@@ -132,13 +113,12 @@ class EngineContestant:
         self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
         self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK)
         beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens that the first get while the last are fed
-        most = 3 + config.new_tokens + beside
-        self._params = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
+        self._max_new_tokens = 3 + config.new_tokens + beside
         self._requests: list[Any] = []
 
     def prefill(self) -> None:
         """See `Contestant`."""
-        self._requests = [self._engine.submit(prompt, self._params) for prompt in self._prompts]
+        self._requests = _submit(self._engine, self._prompts, self._max_new_tokens)
         while not all(request.logprobs for request in self._requests):
             self._engine.step()
 
@@ -217,8 +197,8 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def run_benchmark(
-    config: BenchmarkConfig, models: dict[float, Any], plain: Any | None, on_result: Callable[[dict[str, Any]], None]
-) -> list[dict[str, Any]]:
+    config: BenchmarkConfig, models: dict[float, Any], plain: Any | None, on_row: Callable[[Row], None]
+) -> list[Row]:
     """Measure every contestant at every batch size, and the largest batches if a memory budget is given.
 
     Args:
@@ -226,14 +206,19 @@ def run_benchmark(
         models: for each ratio the model that the engine serves: a stock one for 1, a compressed one above, whose gates
             are made to decide at random.
         plain: a stock model for `generate()`, or None.
-        on_result: receives every row as soon as it is there.
+        on_row: receives every row as soon as it is there.
     Returns:
-        All rows.
+        All rows, for a `Store`.
     """
     for ratio, model in models.items():
         if ratio > 1:
             set_synthetic_gates(model, ratio, config.seed)
     rows = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        on_row(row)
+
     for batch_size in config.batch_sizes:
         prompts = random_prompts(models[config.ratios[0]], batch_size, config)
         contestants: list[Contestant] = [
@@ -241,14 +226,29 @@ def run_benchmark(
         ]
         if plain is not None:
             contestants.append(HuggingFaceContestant(plain, prompts, config))
-        for measurement in race(contestants, batch_size, config):
-            rows.append(asdict(measurement))
-            on_result(rows[-1])
+        for row in race(contestants, batch_size, config):
+            keep(row)
     if config.memory is not None:
         for ratio in config.ratios:
-            rows.append(largest_batch(models[ratio], ratio, config))
-            on_result(rows[-1])
+            metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
+            keep(_row(config, f"engine CR {ratio:g}", ratio, metrics, {"memory": config.memory}, achieved_ratio=None))
     return rows
+
+
+def _row(
+    config: BenchmarkConfig,
+    name: str,
+    ratio: float,
+    metrics: Mapping[str, float],
+    place: Mapping[str, int],
+    **memory: Any,
+) -> Row:
+    task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
+    settings = {"model": asdict(config.model), "policy": {"ratio": ratio}}
+    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
+    model = "random weights" if config.model.path is None else "/".join(Path(config.model.path).parts[-2:])
+    figures = {"metrics": metrics, "coordinates": place, "requested_ratio": ratio} | memory
+    return new_row(model, name, "speed", settings, **figures)
 
 
 def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tensor:
@@ -264,7 +264,7 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
     return Engine(model, **options)
 
 
-def race(contestants: list[Contestant], batch_size: int, config: BenchmarkConfig) -> list[Measurement]:
+def race(contestants: list[Contestant], batch_size: int, config: BenchmarkConfig) -> list[Row]:
     """Prefill every contestant, then let them decode in turns."""
     first = [seconds(contestant.prefill) for contestant in tqdm(contestants, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in contestants]
@@ -273,26 +273,16 @@ def race(contestants: list[Contestant], batch_size: int, config: BenchmarkConfig
     for _ in tqdm(range(config.rounds), desc=f"decode, batch {batch_size}"):
         for contestant, taken in zip(contestants, steps, strict=True):
             taken += contestant.decode(config.new_tokens // config.rounds)
-    measurements = []
+    rows, place = [], {"batch": batch_size, "length": config.prompt_length}
     for contestant, first_seconds, taken in zip(contestants, first, steps, strict=True):
         step, (allocated, achieved) = statistics.median(taken), contestant.memory()
-        measurements.append(
-            Measurement(
-                name=contestant.name,
-                ratio=contestant.ratio,
-                achieved_ratio=achieved,
-                batch_size=batch_size,
-                prompt_length=config.prompt_length,
-                first_token_seconds=first_seconds,
-                token_seconds=step,
-                tokens_per_second=batch_size / step,
-                bytes_allocated=allocated,
-            )
-        )
-    return measurements
+        metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
+        memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(taken)}
+        rows.append(_row(config, contestant.name, contestant.ratio, metrics, place, **memory))
+    return rows
 
 
-def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str, Any]:
+def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
     """Submit more prompts than fit into `config.memory` bytes and count how many decode at the same time."""
     assert config.memory is not None
     layout = make_engine(model, 1, config).cache.layout
@@ -301,8 +291,7 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str
     chunk = 8 * config.block_size  # a chunk asks for the room of its tokens uncompressed
     engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)
     prompts = random_prompts(model, most, config).tolist()
-    params = SamplingParams(max_new_tokens=config.prompt_length, temperature=0.0, ignore_eos=True)
-    requests = [engine.submit(prompt, params) for prompt in prompts]
+    requests = _submit(engine, prompts, max_new_tokens=config.prompt_length)
     largest = steady = 0
     with tqdm(total=config.new_tokens, desc=f"largest batch, CR {ratio:g}") as bar:
         while steady < config.new_tokens and not any(request.generation for request in requests):
@@ -313,26 +302,46 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> dict[str
                 bar.update()
     for request in requests:
         engine.abort(request)
-    return {"name": f"largest batch, CR {ratio:g}", "ratio": ratio, "memory": config.memory, "batch_size": largest}
+    return largest
 
 
-def format_table(rows: list[dict[str, Any]]) -> str:
-    """Write the rows as Markdown, with the gain in tokens/s over `generate()`, or else over the first contestant."""
-    lines = [
-        "| contestant | batch | achieved CR | first token (s) | ms/token | tokens/s | gain | cache bytes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    measured = [row for row in rows if "token_seconds" in row]
-    for row in measured:
-        same = [other for other in measured if other["batch_size"] == row["batch_size"]]
-        yardstick = next((other for other in same if other["name"] == HuggingFaceContestant.name), same[0])
-        gain = row["tokens_per_second"] / yardstick["tokens_per_second"]
-        lines.append(
-            f"| {row['name']} | {row['batch_size']} | {row['achieved_ratio']:.2f} | {row['first_token_seconds']:.2f} "
-            f"| {1e3 * row['token_seconds']:.1f} | {row['tokens_per_second']:.1f} | {gain:.2f}x "
-            f"| {row['bytes_allocated']:,} |"
-        )
-    for row in rows:
-        if "memory" in row:
-            lines.append(f"| {row['name']} in {row['memory']:,} bytes | {row['batch_size']} | | | | | | |")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second over all sequences together."""
+
+    prefill: float
+    """Of prompts, up to the first token of each."""
+    decode: float
+    """Of continuations, while all decode."""
+
+
+def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Speed:
+    """Feed prompts, then decode behind them.
+
+    Args:
+        engine: nothing else runs on it.
+        prompts: as many as the engine takes at the same time, or fewer.
+        new_tokens: steps of decoding that are timed, >= 1.
+    """
+    spent, steps = 0.0, 0
+    requests = _submit(engine, prompts, max_new_tokens=1)
+    while not all(request.generation for request in requests):
+        spent, steps = spent + seconds(engine.step), steps + 1
+    prefill = sum(map(len, prompts)) / spent
+    # the first to be fed decode while the others are fed, which may take twice as many steps as without them
+    requests = _submit(engine, prompts, max_new_tokens=2 * steps + 2 + new_tokens)
+    try:
+        while not all(request.logprobs for request in requests):
+            engine.step()
+        engine.step()  # warm-up
+        events: list[Any] = []
+        spent = sum(seconds(lambda: events.extend(engine.step())) for _ in range(new_tokens))
+    finally:
+        for request in requests:
+            engine.abort(request)
+    return Speed(prefill, len(events) / spent)
+
+
+def _submit(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Any]:
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+    return [engine.submit(prompt, params) for prompt in prompts]

@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
 from dmc.provenance import provenance
-from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, digest, model_settings, plan_grid
+from dmc.results.benchmark import measure_speed
+from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, model_settings, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
-from dmc.results.speed import measure_speed
-from dmc.results.store import DONE, FAILED, FINISHED, NOT_FINITE, Row, Store, divide
-from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
+from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
+from dmc.results.store import FINISHED, Store, divide
+from dmc.results.tables import CSV, MEASUREMENTS, PLOT, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_place, split_of_text
 from dmc.runtime import Engine, GenerationStats
 
@@ -47,13 +48,22 @@ class Subject:
         return self.samples[name]
 
 
-def compare(config: CompareConfig, configs: Path, load: Callable[..., tuple[Any, Any]]) -> str:
+def compare(
+    config: CompareConfig,
+    configs: Path,
+    load: Callable[..., tuple[Any, Any]],
+    *,
+    metrics: Sequence[str] | None = None,
+    only_own: bool = False,
+) -> str:
     """Measure what a grid lacks, and write what its folder holds; the same again goes on where it stopped.
 
     Args:
         config: the grid.
         configs: folder of policies, tasks and selections.
         load: gives a model and its tokenizer, called with path, dtype and revision.
+        metrics: which have tables; None: each task's main one.
+        only_own: whether the tables leave out what other grids have left in the folder.
     Returns:
         The tables, and which files hold all of it.
     Raises:
@@ -65,8 +75,9 @@ def compare(config: CompareConfig, configs: Path, load: Callable[..., tuple[Any,
     cells = unfinished(grid.cells, store.rows())
     print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
     run_cells(cells, grid, config, store, lambda model: load(model.path, model.dtype, model.revision))
-    table = write_tables(store, folder, config.reference)
-    files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
+    keys = {cell.key for cell in grid.cells} if only_own else None
+    table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys)
+    files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS, PLOT))
     table = f"\n{table}\n\n{store.path}, {files}"
     if failed := failed_cells(grid.cells, store.rows()):
         print(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -22,7 +21,7 @@ from dmc.data.sources import file_stamps
 from dmc.kernels import BACKENDS
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
-from dmc.results.measurement import FULL
+from dmc.results.measurement import FULL, digest
 from dmc.results.tasks import Task
 from dmc.target import build_target, suggest
 
@@ -46,6 +45,13 @@ class ComparedModel:
     variant: cr4, seed: 1}}`; None: the model stands alone."""
     seed: int | None = None
     """Which of the variant's seeds it is: a compressed one is compared with the reference of its seed."""
+    policies: list[str] | None = None
+    """Names of the grid's policies that run on it; None: all."""
+
+    @property
+    def defining(self) -> dict[str, Any]:
+        """The settings but for `policies`, which choose cells and change none."""
+        return {name: value for name, value in asdict(self).items() if name != "policies"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class CompareConfig:
     lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
     """How lm-eval's tasks are run."""
     reference: str | None = None
-    """Stock model with whose full cache compressed models are compared; None: the first."""
+    """Stock model, or variant, with whose full cache compressed models are compared; None: the first."""
     output: str = "outputs/compare"
 
     def __post_init__(self) -> None:
@@ -109,7 +115,8 @@ class CompareConfig:
             )
         if self.speed_tokens < 0:
             raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
-        if self.reference is not None and self.reference not in self.models:
+        variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
+        if self.reference is not None and self.reference not in (*self.models, *variants):
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
 
 
@@ -247,7 +254,8 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
             if policy is not None and (target_ratio is None or policy.serves_compressed):
                 where = f"{method.name} on {name}"
                 check_fits(policy, values["num_hidden_layers"], config.engine.block_size, where)
-            if target_ratio is None or (policy is not None and policy.serves_compressed):
+            serves = target_ratio is None or (policy is not None and policy.serves_compressed)
+            if serves and method.name in (models[name].policies or [method.name]):
                 fitting.append(method)
         if target_ratio is not None:
             fitting.insert(0, Method(FULL, {}, None, target_ratio))
@@ -441,9 +449,4 @@ def model_settings(model: ComparedModel) -> dict[str, Any]:
     files = Path(model.path).expanduser().glob("*")
     times = [path.stat().st_mtime for path in files if path.suffix in MODEL_FILES]
     written = datetime.fromtimestamp(max(times)).isoformat(sep=" ", timespec="seconds") if times else None
-    return asdict(model) | {"written": written}
-
-
-def digest(content: Any) -> str:
-    """Hash what JSON can hold."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return model.defining | {"written": written}

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from xml.dom import minidom
 
@@ -24,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
 from dmc.results.statistics import RATIO_TOLERANCE, meets_target, pareto_front
@@ -46,6 +45,8 @@ FAR = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
 MOST_NAMES, MOST_COLUMNS, MOST_SHAPES, MOST_PLACES = 8, 4, 700, 64
 """Lines that all have their name; heatmaps side by side; cells beyond which one is pixels; points of a course."""
+SAME = 1.01
+"""Where the values of heads differ by less, relatively, there is no heatmap."""
 WORDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}")
 Spot = tuple[float, float]
 
@@ -66,11 +67,12 @@ class Plot:
         artist.set_gid(f"mark{len(self.tips)}")
         self.tips[f"mark{len(self.tips)}"] = method, text
 
-    def write(self, path: Path) -> Path:
-        """Write a PNG."""
+    def png(self) -> bytes:
+        """Return it as a PNG."""
+        file = io.BytesIO()
         with matplotlib.rc_context(SETTINGS):
-            self.figure.savefig(path, format="png", dpi=160, facecolor="white")
-        return path
+            self.figure.savefig(file, format="png", dpi=160, facecolor="white")
+        return file.getvalue()
 
     def svg(self, number: int) -> str:
         """Return it for a page; `number` keeps what the page's drawings define apart."""
@@ -250,28 +252,26 @@ def draw_ratios(lines: pandas.DataFrame) -> Plot:
     return plot
 
 
-def draw_speed(rows: pandas.DataFrame, source: str = "") -> Plot:
+def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     """Draw tokens/s against time per token of one benchmark; the points of a line are batch sizes.
 
     Args:
-        rows: of `benchmark.Measurement`.
+        speeds: lines of `tables.speeds_of` with a batch.
         source: where they come from, for the title.
     """
-    title = f"Tokens/s against latency, prompts of {rows['prompt_length'].iloc[0]:,.0f}{source}"
+    title = f"Tokens/s against latency, prompts of {speeds['length'].iloc[0]:,.0f}{source}"
     with _plot(title, "Up and to the left is better. The numbers are batch sizes.") as plot:
-        axes, labels, points, most = plot.panels[0], [], [], rows["ratio"].max()
-        for name, own in rows.sort_values("batch_size").groupby("name", sort=False):
-            plain = not str(name).startswith("engine")
-            ratio = own["ratio"].iloc[0]
+        axes, labels, points, most = plot.panels[0], [], [], speeds["requested_ratio"].max()
+        for name, own in speeds.sort_values("batch").groupby("policy", sort=False):
+            ratio, plain = own["requested_ratio"].iloc[0], not str(name).startswith("engine")
             color = GATES if plain else FULL if ratio == 1 else FRONT if ratio == most else DIM
-            spots = list(zip(1e3 * own["token_seconds"], own["tokens_per_second"], strict=True))
+            spots = list(zip(own["milliseconds"], own["tokens_per_second"], strict=True))
             points += [*spots, *_along(spots)]
             axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
             for each, spot in zip(own.itertuples(), spots, strict=True):
-                (mark,) = axes.plot(*spot, "o", color=color, markersize=6, markeredgewidth=0)
-                words = f"{name}, batch {each.batch_size}: {spot[1]:,.1f} tokens/s, {spot[0]:,.1f} ms/token"
-                plot.tip(mark, str(name), f"{words}, {each.bytes_allocated:,} cache bytes")
-                labels.append((*spot, str(each.batch_size), MUTED))
+                words = f"{name}, batch {each.batch:.0f}: {spot[1]:,.1f} tokens/s, {spot[0]:,.1f} ms/token"
+                _mark(plot, axes, spot, color, str(name), f"{words}, {each.peak_bytes:,.0f} cache bytes")
+                labels.append((*spot, f"{each.batch:.0f}", MUTED))
             labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
         axes.margins(0.14)
         _finish_plane(axes, "time per output token (ms)", "throughput (tokens/s)", labels, points, from_zero=True)
@@ -287,9 +287,8 @@ def draw_decoding(lines: pandas.DataFrame) -> Plot:
         axes, labels = plot.panels[0], {}
         for each in timed.itertuples():
             color = _color(each, FRONT if each.y == timed["y"].max() else DIM)
-            (mark,) = axes.plot(each.x, each.y, "o", color=color, markersize=5, markeredgewidth=0)
             words = f"{each.y:,.1f} tokens/s decoding, {each.x:,.3g} ms per prompt token"
-            plot.tip(mark, each.method, f"{each.label}, {each.task}: {words}")
+            _mark(plot, axes, (each.x, each.y), color, each.method, f"{each.label}, {each.task}: {words}")
             if color != DIM:
                 labels[each.label] = (each.x, each.y, each.label, color)
         axes.margins(0.12)
@@ -298,15 +297,43 @@ def draw_decoding(lines: pandas.DataFrame) -> Plot:
     return plot
 
 
-def draw_curves(places: pandas.DataFrame) -> Plot:
-    """Draw a metric of one task along one coordinate, a line for each method and budget.
+def _mark(plot: Plot, axes: Axes, spot: Spot, color: str, method: str, words: str) -> None:
+    (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
+    plot.tip(mark, method, words)
+
+
+def draw_places(lines: pandas.DataFrame) -> list[Plot]:
+    """Draw a metric of one task by its coordinates.
+
+    By one, a line for each method; by something and the layer, for each method a line for each layer; by two others a
+    heatmap for each method, of heads only where they differ.
 
     Args:
-        places: lines of a frame of measurements with one `by`, and `name`, `label`.
+        lines: of a frame of measurements with one `task`, `metric` and `by`, and `name`, `label`.
     """
-    task, metric, axis = (str(places[name].iloc[0]) for name in ("task", "metric", "by"))
+    task, metric, by = (str(lines[name].iloc[0]) for name in ("task", "metric", "by"))
+    names, title = by.split(), f"{task}: {metric.replace('_', ' ')} by {by.replace(' ', ' and ')}"
+    if len(names) == 1:
+        return [_draw_curves(lines, title)] if lines[by].nunique() > 1 else []
+    if names[1] == "layer":
+        return [_draw_layers(own, f"{label}, {title}") for label, own in lines.groupby("label", sort=False)]
+    down, across = names if names[0] == "layer" else names[::-1]
+    sheet, even = [], []
+    for (name, label), own in lines.groupby(["name", "label"], sort=False):
+        values = own.groupby([down, across])["value"].mean().unstack()
+        if by != "layer head" or values.max(axis=None) > SAME * values.min(axis=None):
+            sheet.append(Heatmap(str(name), own["method"].iloc[0], str(label), values))
+        elif not own["is_full"].iloc[0]:
+            even.append(str(name))
+    caption = f"Dark is little, light is much. Across: {across}. Down: {down}."
+    caption += f" The same in every head: {', '.join(dict.fromkeys(even))}." if even else ""
+    return draw_heatmaps(title, caption, sheet, logarithmic=metric == "compression_ratio") if sheet else []
+
+
+def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
+    metric, axis = (str(places[name].iloc[0]) for name in ("metric", "by"))
     caption = "Green: full cache. Orange: models with gates of their own. Point at a line to see whose it is."
-    with _plot(f"{task}: {metric} by {axis}", caption) as plot:
+    with _plot(title, caption) as plot:
         axes, labels, points = plot.panels[0], [], []
         groups = [own for _, own in places.groupby("label", sort=False)]
         for own in sorted(groups, key=lambda each: (bool(each["own_gates"].iloc[0]), bool(each["is_full"].iloc[0]))):
@@ -320,7 +347,34 @@ def draw_curves(places: pandas.DataFrame) -> Plot:
                 labels.append((*spots[-1], first["label"], color))
         begin, end = axes.dataLim.intervalx
         axes.set_xlim(begin - 0.05 * (end - begin), end + 0.5 * (end - begin))
-        _finish_plane(axes, axis, metric, labels, points)
+        _finish_plane(axes, axis, metric.replace("_", " "), labels, points)
+    return plot
+
+
+def _draw_layers(places: pandas.DataFrame, title: str) -> Plot:
+    """Draw a thin line for each layer and a thick one for all, in at most `MOST_PLACES` points."""
+    first, caption = places.iloc[0], "Orange: all layers. Grey: each layer. Point at a line to see which it is."
+    axis, is_ratio = first["by"].split()[0], first["metric"] == "compression_ratio"
+    table = places.pivot_table(index=axis, columns="layer", values="value")
+    width = max(1, len(table) // MOST_PLACES)
+    table = table[: len(table) // width * width]
+    starts = table.index[::width]
+    table = table.groupby(numpy.arange(len(table)) // width).mean()
+    of_all = 1 / (1 / table).mean(axis=1) if is_ratio else table.mean(axis=1)
+    with _plot(title, caption, 3.2) as plot:
+        axes = plot.panels[0]
+        for layer, course in table.items():
+            (line,) = axes.plot(starts, course, color=DIM, linewidth=0.9)
+            plot.tip(
+                line, f"{first['method']}, layer {layer:.0f}", f"layer {layer:.0f}: {course.iloc[-1]:.3g} at the end"
+            )
+        (line,) = axes.plot(starts, of_all, color=GATES, linewidth=2.2)
+        plot.tip(line, first["method"], f"all: {of_all.iloc[-1]:.3g} at the end")
+        if first["metric"] == "segments":
+            axes.set_yscale("symlog")  # linear up to 1: some lengths have none
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.set(xlabel=axis.replace("_", " "), ylabel=first["metric"].replace("_", " "))
+        axes.grid(True)
     return plot
 
 
@@ -399,75 +453,6 @@ def _draw_heatmap(plot: Plot, axes: Axes, heatmap: Heatmap, norm: Normalize) -> 
         ends = sorted({0, len(names) - 1})
         axis.set_ticks([end + 0.5 for end in ends], [f"{names[end]:,g}" for end in ends], fontsize=6)
     axes.tick_params(pad=1.5)
-
-
-HEADS = "Compression ratio: dark is little, light is much. Across: KV heads. Down: layers."
-
-
-def draw_analysis(kind: str, table: pandas.DataFrame, name: str) -> Plot:
-    """Draw one CSV of analyse.py.
-
-    Args:
-        kind: its name without the ending.
-        table: what it holds.
-        name: of model, policy and budget, or of a training run.
-    """
-    if kind in ("ratio_by_head", "entries_by_head"):
-        values = table.pivot(index="layer", columns="head", values=table.columns[-1])
-        words = f"CR {1 / (1 / values).mean(axis=None):.2f}", "CR", HEADS
-        if kind == "entries_by_head":
-            words = (
-                f"mean {values.mean(axis=None):.4g}",
-                "entries held",
-                HEADS.replace("Compression ratio", "Entries held"),
-            )
-        sheet, title = [Heatmap(name, name, words[0], values)], f"{name}: {words[1]} of layers and heads"
-        return draw_heatmaps(title, words[2], sheet, logarithmic=kind == "ratio_by_head")[0]
-    if kind == "survivors":
-        values = table.set_index(["layer", "position"]).mean(axis=1).unstack()
-        caption = "Share of heads and sequences that still hold a token: light is all. Across: position. Down: layers."
-        sheet = [Heatmap(name, name, "all heads", values)]
-        return draw_heatmaps(f"{name}: share still held by position", caption, sheet)[0]
-    if kind == "segment_lengths":
-        return _draw_segments(table, name)
-    if kind == "ratio_over_training":
-        held = (1 / table.set_index(["step", "layer", "head"])["ratio"]).groupby(["step", "layer"]).mean().unstack()
-        table = (1 / held).add_prefix("layer_").reset_index()
-        table.insert(1, "all", 1 / held.mean(axis=1).to_numpy())
-    measure = "share merged or dropped" if kind == "decision_over_position" else "compression ratio"
-    return _draw_layers(table, measure, name)
-
-
-def _draw_layers(table: pandas.DataFrame, measure: str, name: str) -> Plot:
-    """Draw a thin line for each layer and a thick one for all, over the first column."""
-    axis, width = table.columns[0], max(1, len(table) // MOST_PLACES)
-    table = table[: len(table) // width * width]
-    courses = table.groupby(numpy.arange(len(table)) // width).mean().assign(**{axis: table[axis].to_numpy()[::width]})
-    caption = "Orange: all layers. Grey: each layer. Point at a line to see which it is."
-    with _plot(f"{name}: {measure} by {axis}", caption, 3.2) as plot:
-        axes = plot.panels[0]
-        for column in [*table.columns[2:], "all"]:
-            style: Any = {"color": GATES, "linewidth": 2.2} if column == "all" else {"color": DIM, "linewidth": 0.9}
-            (line,) = axes.plot(courses[axis], courses[column], **style)
-            told = f"{column.replace('_', ' ')}: {courses[column].iloc[-1]:.3g} at the end"
-            plot.tip(line, name if column == "all" else f"{name}, {column}", told)
-        axes.set(xlabel=axis, ylabel=measure)
-        axes.grid(True)
-    return plot
-
-
-def _draw_segments(table: pandas.DataFrame, name: str) -> Plot:
-    caption = "A segment is a token that is kept and those merged into it, or dropped behind it; all layers and heads."
-    with _plot(f"{name}: lengths of segments", caption, 3.2) as plot:
-        axes, counts, lengths = plot.panels[0], table["all"], table["tokens"]
-        steps = axes.stairs(counts, [*(lengths - 0.5), lengths.iloc[-1] + 0.5], baseline=0.5, fill=True, color=FRONT)
-        mean = float((counts * lengths).sum() / max(1, counts.sum()))
-        plot.tip(steps, name, f"{int(counts.sum()):,} segments, {mean:.2f} tokens each on average")
-        axes.set(yscale="log", ylim=(0.7, None), xlabel="tokens of a segment", ylabel="segments")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(True, axis="y")
-    return plot
 
 
 PLACES = [

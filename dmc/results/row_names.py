@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dmc.results.measurement import Row
+from dmc.results.measurement import Row, digest
 
 EARLIER = "earlier version"
 """What is said of rows whose settings an earlier version has not written in full, nor measured as this one does."""
@@ -65,7 +64,7 @@ def _model(row: Row) -> Part:
 
 def _policy(row: Row) -> Part:
     settings = _settings(row).get("policy") or {}
-    key = row.get("policy_key") or hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    key = row.get("policy_key") or digest(settings)
     return row["policy"], key, settings, is_earlier(row)
 
 

@@ -191,7 +191,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     full = [part.full_value for part in parts if part.full_value is not None]
     margin = margin_of(first["metric"], sum(full) / len(full)) if over is not None else math.nan
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
-    size = float((group["bytes_per_token"] * weights).sum() / weights.sum())
+    size = float((group["bytes_per_token"] * weights).sum(skipna=False) / weights.sum())
     whole = [part.full_bytes for part in parts]
     names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)

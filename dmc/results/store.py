@@ -20,13 +20,11 @@ from typing import Any, Protocol, TypeVar
 import pandas
 
 from dmc.claims import ClaimedError, claim
-from dmc.results.measurement import Row, measurements_of, to_frame
+from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.row_names import told_apart
 
 logger = logging.getLogger(__name__)
 
-DONE, FAILED, NOT_FINITE = "done", "failed", "not finite"
-"""How a cell ends: with figures, an error, or figures that are infinite or no numbers."""
 FINISHED = (DONE, NOT_FINITE)
 """What is not run again."""
 CLAIMS = "claims"
@@ -117,7 +115,7 @@ class Store:
 
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
         """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
-        return read_frame([self], keys)
+        return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
 
     @property
     def num_damaged(self) -> int:
@@ -125,17 +123,13 @@ class Store:
         return len(self._reported)
 
 
-def read_frame(stores: Iterable[Store], keys: Container[str] | None = None) -> pandas.DataFrame:
-    """Return the measurements of several stores, see `Store.frame`; the column `folder` says where each lies.
+def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
+    """Return the rows (of `keys`; None: all) of several stores, each key once; the field `folder` says where it lies.
 
     Names are told apart over all of them: no two settings share one.
     """
-    rows = [row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()]
-    rows = [row for row in rows if keys is None or row["key"] in keys]
-    frames = [
-        to_frame(measurements_of(row)).assign(folder=row["folder"]) for row in told_apart(rows) if row["status"] == DONE
-    ]
-    return pandas.concat(frames, ignore_index=True) if frames else to_frame([]).assign(folder=None)
+    rows = {row["key"]: row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()}
+    return told_apart([row for key, row in rows.items() if keys is None or key in keys])
 
 
 def is_row(row: Any) -> bool:

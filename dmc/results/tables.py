@@ -1,33 +1,53 @@
-"""What a store holds as Markdown and CSV: one table function, for comparisons, benchmarks and studies alike."""
+"""Tables of what a store holds: texts in pandas frames, written as Markdown and CSV, or shown by the page."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas
 
+from dmc.results.measurement import DONE, NOT_FINITE, Row
+from dmc.results.plots import draw_quality, name_methods
 from dmc.results.row_names import told_apart
-from dmc.results.statistics import MARGIN, beside_rivals, meets_target, summarize
-from dmc.results.store import DONE, NOT_FINITE, Row, Store
+from dmc.results.statistics import MARGIN, asked_of, beside_rivals, meets_target, pareto_front, summarize
+from dmc.results.store import Store
 
-TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
+TABLE, CSV, MEASUREMENTS, PLOT = "table.md", "results.csv", "measurements.csv", "quality.png"
 LEGEND = (
-    "±: standard error of the difference, paired by sample, over contexts (files, texts) and seeds. **worse** and *as "
-    f"good* hold with 95 % confidence each; as good loses at most {MARGIN:g} (nats per token, or of the answers; above "
-    "1 that share); without either the samples cannot tell. CR and bytes are means over all positions predicted. ↓: "
-    "less than 90 % of the ratio asked for."
+    "±: standard error, of differences paired by sample, over contexts (files, texts) and seeds. Worse and as good "
+    f"hold with 95 % confidence each; as good loses at most {MARGIN:g} (nats per token, or of the answers; above 1 "
+    "that share); without either the samples cannot tell. CR and bytes are means over all positions predicted. ↓: less "
+    "than 90 % of the ratio asked for. ★: no other is both cheaper and as good."
 )
+SPEEDS = ("batch length", "memory")
+"""Coordinates of a speed benchmark's measurements: at a batch size, and the largest batch in so many bytes."""
+Columns = Mapping[str, "tuple[str, str] | Callable[[Any], str]"]
+"""Title: the column of a frame and its format, or what makes a text of a line."""
 
 
-def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """Write rows as a table; a column that is empty in all of them is left out."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row.get(name, '') for name in names)} |" for row in rows)])
+def texts_of(lines: pandas.DataFrame, columns: Columns) -> pandas.DataFrame:
+    """Write lines of a frame as texts, the method of each as index; a column that is empty in all is left out."""
+    found = {}
+    for title, how in columns.items():
+        if callable(how):
+            found[title] = [how(line) for _, line in lines.iterrows()]
+        else:
+            values = lines[how[0]] if how[0] in lines else [None] * len(lines)
+            found[title] = ["" if pandas.isna(value) else format(value, how[1]) for value in values]
+    texts = pandas.DataFrame(found, dtype=object)
+    texts.index = pandas.Index(lines["method"].astype(str) if len(lines) else [], dtype=object)
+    return texts.loc[:, (texts != "").any()]
+
+
+def markdown(texts: pandas.DataFrame) -> str:
+    """Write texts as a Markdown table."""
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in [texts.columns, *texts.to_numpy()]]
+    return "\n".join([head, "|---" * len(texts.columns) + "|", *lines])
 
 
 def write_tables(
@@ -36,49 +56,58 @@ def write_tables(
     reference: str | None = None,
     *,
     metrics: Sequence[str] | None = None,
-    name: str = TABLE,
     keys: Collection[str] | None = None,
 ) -> str:
-    """Write `table.md`, `results.csv` (a line for each method, budget and task) and `measurements.csv` (all figures).
+    """Write `table.md`, `results.csv` (a line for each method, budget and task), `measurements.csv` and `quality.png`.
 
     Args:
         store: what is shown.
         folder: where to; each file is replaced whole.
         reference: stock model with whose full cache compressed ones are compared; None: see `summarize`.
         metrics: which have tables; None: each task's main one.
-        name: of the table.
         keys: of the cells that are shown; None: all.
     Returns:
-        The table.
+        The tables.
     """
     frame, rows = store.frame(keys), [row for row in store.rows() if keys is None or row["key"] in keys]
     summary = summarize(frame, reference, metrics)
     table = "\n\n".join([*format_tables(frame, reference, metrics), *untold(rows)])
-    replace_file(folder / name, f"{table}\n".encode())
+    replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
-    whole = frame.drop(columns=["samples", "contexts", "settings", "provenance", "members", "folder"])
-    replace_file(folder / MEASUREMENTS, whole.to_csv(index=False).encode())
+    write_measurements(frame, folder)
+    if len(summary):
+        replace_file(folder / PLOT, draw_summary(summary).png())
     return table
+
+
+def write_measurements(frame: pandas.DataFrame, folder: Path) -> None:
+    """Write every figure into `measurements.csv`."""
+    unwritten = ["samples", "contexts", "settings", "provenance", "members", "folder"]
+    content = frame.drop(columns=unwritten).dropna(axis=1, how="all").to_csv(index=False)
+    replace_file(folder / MEASUREMENTS, content.encode())
+
+
+def draw_summary(summary: pandas.DataFrame) -> Any:
+    """Draw quality over bytes, or over CR where bytes are not known, a panel for each task."""
+    lines = name_methods(summary, summary[~summary["own_gates"]]["variant"].nunique() > 1)
+    over = "bytes_per_token" if lines["bytes_per_token"].notna().all() else "achieved_ratio"
+    return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], over)
 
 
 def format_tables(
     frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
 ) -> list[str]:
-    """Write a table for each task and metric, within each budget the best first, and one of all tasks."""
+    """Write a table for each task and metric, within each budget the best first, one of all tasks, one of speeds."""
     summary, beside = summarize(frame, reference, metrics), beside_rivals(frame, reference, metrics)
+    speeds = speed_table(speeds_of(frame))
+    parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
-        return []
+        return parts
     summary["shown"] = summary["task"].str.partition(":")[0]  # NAME:known and NAME:hidden are two columns of one table
-    parts = [
-        _task_table(group, beside, metrics is not None)
-        for _, group in summary.sort_values(["shown", "metric"], kind="stable").groupby(["shown", "metric"], sort=False)
-    ]
+    groups = summary.sort_values(["shown", "metric"], kind="stable").groupby(["shown", "metric"], sort=False)
+    parts += [_task_table(group, beside) for _, group in groups]
     if summary["shown"].nunique() > 1 and metrics is None:
-        rows = []
-        for (method, asked), group in summary.groupby(["method", "asked"], sort=False):
-            values = {f"{each['task']} ({each['metric']})": _value(each) for _, each in group.iterrows()}
-            rows.append({"method": str(method), "requested": str(asked)} | values)
-        parts.append("### All tasks\n\n" + markdown(rows))
+        parts.append("### All tasks\n\n" + markdown(all_tasks(summary)))
     devices = summary["device"][summary["decode_tokens_per_second"].notna()]
     if devices.nunique() > 1:
         told = ", ".join(sorted(devices.unique()))
@@ -86,110 +115,153 @@ def format_tables(
     return [*parts, LEGEND]
 
 
-def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame, tells_metric: bool) -> str:
-    first = group.iloc[0]
-    better = "higher" if first["higher_is_better"] else "lower"
-    questions = [task.partition(":")[2] for task in dict.fromkeys(group["task"])]
+def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
+    """Write the lines of one task and metric; questions known and hidden are columns beside each other."""
+    first, tokens = group.iloc[0], group["asked"].str.extract(r"^(\d+) tokens$")[0].astype(float)
+    asked = group["question"].nunique() > 1
     split = f" of the {first['split']} split" if first["split"] else ""
-    question = f", question {first['question']}" if first["question"] and len(questions) == 1 else ""
-    of = f"{first['samples']} samples"
+    question = f", question {first['question']}" if first["question"] and not asked else ""
+    of = f" of {first['samples']} samples" if first["samples"] else ""
     if 0 < first["contexts"] < first["samples"]:
         of += f" of {first['contexts']} contexts"
-    title = f"### {first['shown']}: {first['metric']} of {of}{split} ({better} is better){question}\n\n"
-    fixed = group["asked"].str.endswith("tokens")
-    place = group["requested_ratio"].where(
-        ~fixed, -group["asked"].str.partition(" ")[0].where(fixed, "0").astype(float)
-    )
-    worse = group["value"] * (-1.0 if first["higher_is_better"] else 1.0)
-    ranked = group.assign(fixed=fixed, place=place, worse=worse).sort_values(["fixed", "place", "worse"], kind="stable")
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for _, each in ranked.iterrows():
-        row = rows.setdefault((each["method"], each["asked"]), _method_columns(each))
-        question = each["task"].partition(":")[2]
-        column = f"{each['metric']}, {question}" if question else str(each["metric"])
-        row |= {
-            column: f"{each['value']:.4f}",
-            f"over full cache{', ' if question else ''}{question}": _difference(each),
-        }
-        row |= {f"beside it{', ' if question else ''}{question}": _standing(each)} | _memory_columns(each)
-        row |= _rival_columns(each, beside) if not question else {}
-    return title + markdown(list(rows.values()))
+    better = "higher" if first["higher_is_better"] else "lower"
+    title = f"### {first['shown']}: {first['metric']}{of}{split} ({better} is better){question}\n\n"
+    order = group.assign(fixed=tokens.notna(), place=group["requested_ratio"].where(tokens.isna(), -tokens))
+    order["worse"] = group["value"] * (-1.0 if first["higher_is_better"] else 1.0)
+    order = order.sort_values(["fixed", "place", "worse"], kind="stable")
+    hidden = ["task", "question", "metric", "of full", "samples", "contexts"]
+    texts = result_table(order, beside).drop(columns=hidden, errors="ignore")
+    metric = str(first["metric"])
+    texts = texts.rename(columns={"value": metric})
+    if not asked:
+        return title + markdown(texts)
+    parts = []
+    for words in dict.fromkeys(group["question"]):
+        names = {name: f"{name}, {words}" for name in (metric, "over full cache", "beside it", "front")}
+        own = texts[(order["question"] == words).to_numpy()].rename(columns=names)
+        parts.append(own.set_index(["method", "requested"]))
+    both = pandas.concat(parts, axis=1)
+    return title + markdown(both.loc[:, ~both.columns.duplicated()].fillna("").reset_index())
 
 
-def _method_columns(line: pandas.Series) -> dict[str, str]:
-    achieved = f"{line['achieved_ratio']:.2f}" + ("" if meets_target(line) else " ↓")
-    return {"method": str(line["method"]), "requested": str(line["asked"]), "achieved CR": achieved}
+def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.DataFrame:
+    """Write every figure of a summary, and what the best training-free method loses in a compressed model's bytes."""
+    known = summary[summary["bytes_per_token"].notna()]
+    on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
+    best = beside[beside["is_best"]] if len(beside) else beside
+    rivals = {(each["variant"], each["task"], each["metric"]): each for _, each in best.iterrows()}
+
+    def rival(line: pandas.Series, write: Callable[[pandas.Series, float], str]) -> str:
+        found = rivals.get((line["variant"], line["task"], line["metric"]))
+        is_own = line["own_gates"] and pandas.isna(line["budget"])
+        return write(found, -1.0 if line["higher_is_better"] else 1.0) if found is not None and is_own else ""
+
+    def standing(line: pandas.Series) -> str:
+        told = "" if line["standing"] == "unknown" else line["standing"]
+        return ", ".join(filter(None, [told, _seeds(line, "seeds_worse", "worse")]))
+
+    def over(line: pandas.Series) -> str:
+        sign = -1.0 if line["higher_is_better"] else 1.0
+        return "-" if pandas.isna(line["lost"]) else plus(sign * line["lost"], line["lost_error"])
+
+    def named(each: pandas.Series, sign: float) -> str:
+        words = {"worse": ", better than this", "as good": ", no better"}.get(each["standing"], "")
+        return f"{each['rival']} {sign * each['rival_lost']:+.4f}{words}"
+
+    def behind(each: pandas.Series, _: float) -> str:
+        return ", ".join(filter(None, [plus(each["gap"], each["gap_error"]), _seeds(each, "seeds_ahead", "behind")]))
+
+    columns: Columns = {
+        "method": ("method", ""), "requested": ("asked", ""), "task": ("task", ""), "question": ("question", ""),
+        "metric": lambda line: f"{line['metric']}\u00a0{'↑' if line['higher_is_better'] else '↓'}",
+        "achieved CR": lambda line: f"{line['achieved_ratio']:.2f}" + ("" if meets_target(line) else " ↓"),
+        "value": ("value", ".4f"),
+        "over full cache": over,
+        "beside it": standing,
+        "front": lambda line: "★" if line.name in on_front else "",
+        "CR at the end": ("end_ratio", ".2f"),
+        "cache bytes/token": ("bytes_per_token", ",.0f"), "of full": ("share", ".0%"),
+        "peak cache bytes": ("peak_bytes", ",.0f"),
+        "prefill tokens/s": ("prefill_tokens_per_second", ",.0f"),
+        "decode tokens/s": ("decode_tokens_per_second", ",.0f"),
+        "best training-free in its bytes": lambda line: rival(line, named),
+        "it is behind by": lambda line: rival(line, behind),
+        "samples": ("samples", "d"), "contexts": ("contexts", "d"), "source": ("source", "d"),
+    }  # fmt: skip
+    return texts_of(summary, columns)
 
 
-def _memory_columns(line: pandas.Series) -> dict[str, str]:
-    def speed(phase: str) -> str:
-        value = line[f"{phase}_tokens_per_second"]
-        return "" if pandas.isna(value) else f"{value:,.0f}"
-
-    peak = "" if pandas.isna(line["peak_bytes"]) else f"{int(line['peak_bytes']):,}"
-    return {
-        "cache bytes/token": f"{line['bytes_per_token']:,.0f}",
-        "peak cache bytes": peak,
-        "prefill tokens/s": speed("prefill"),
-        "decode tokens/s": speed("decode"),
-    }
+def plus(value: float, error: Any, form: str = "+.4f") -> str:
+    """Write a number with its standard error, where that is known."""
+    if pandas.isna(value):
+        return ""
+    return format(value + 0.0, form) + ("" if pandas.isna(error) else f" ± {format(error, form.lstrip('+'))}")
 
 
-def _rival_columns(line: pandas.Series, beside: pandas.DataFrame) -> dict[str, str]:
-    """Say what the best training-free method loses in the bytes of a compressed model."""
-    if beside.empty or not line["own_gates"] or line["budget"] is not None:
-        return {}
-    same = beside[(beside["variant"] == line["variant"]) & (beside["task"] == line["task"])]
-    same = same[(same["metric"] == line["metric"]) & same["is_best"]]
-    if same.empty:
-        return {}
-    best = same.iloc[0]
-    sign = -1 if line["higher_is_better"] else 1
-    error = "" if pandas.isna(best["gap_error"]) else f" ± {best['gap_error']:.4f}"
-    seeds = f", in {best['seeds_ahead']} of {best['seeds']} seeds" if best["seeds"] > 1 else ""
-    standing = {"worse": "**better than this**", "as good": "no better"}.get(best["standing"], "")
-    told = ", ".join(filter(None, [f"{best['rival']} {sign * best['rival_lost']:+.4f}", standing]))
-    return {"best training-free in its bytes": told, "it is behind by": f"{best['gap']:+.4f}{error}{seeds}"}
+def _seeds(line: pandas.Series, column: str, words: str) -> str:
+    if line["seeds"] <= 1 or pandas.isna(line[column]):
+        return ""
+    return f"{line[column]:.0f} of {line['seeds']:.0f} seeds {words}"
 
 
-def _difference(line: pandas.Series) -> str:
-    if pandas.isna(line["lost"]):
-        return "-"
-    error = "" if pandas.isna(line["lost_error"]) else f" ± {line['lost_error']:.4f}"
-    return f"{(-1 if line['higher_is_better'] else 1) * line['lost']:+.4f}{error}"
+def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
+    """Put the tasks side by side: ✓ as good as the full cache, ✗ worse, neither: the samples cannot tell."""
+    marks = {"as good": " ✓", "worse": " ✗"}
+    texts = [
+        plus(each["value"], each["value_error"], ".4f") + marks.get(each["standing"], "")
+        for _, each in summary.iterrows()
+    ]
+    shown = summary.assign(text=texts, column=summary["task"] + " (" + summary["metric"] + ")")
+    wide = shown.groupby(["method", "asked", "column"], sort=False)["text"].last().unstack().fillna("")
+    wide = wide[[*dict.fromkeys(shown["column"])]].reset_index()
+    return texts_of(wide, {name.replace("asked", "requested"): (name, "") for name in wide})
 
 
-def _standing(line: pandas.Series) -> str:
-    told = {"worse": "**worse**", "as good": "*as good*"}.get(line["standing"], "")
-    if line["seeds"] > 1 and not pandas.isna(line["lost"]):
-        told = ", ".join(filter(None, [told, f"{int(line['seeds_worse'])} of {line['seeds']} seeds worse"]))
-    return told
+def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Make one line of each row of a speed benchmark, its metrics as columns, and `gain` over the yardstick.
+
+    That is `generate()` of transformers at the same batch size of the same command, or else the first contestant.
+    """
+    own = frame[frame["by"].isin(SPEEDS)]
+    if own.empty:
+        return own.drop(columns="method").assign(method=None)
+    metrics = own.pivot(index="key", columns="metric", values="value")
+    lines = own.drop_duplicates("key").drop(columns=["metric", "value", "method"]).join(metrics, on="key")
+    lines = lines.assign(method=lines["policy"], gain=float("nan"))
+    if "tokens_per_second" in lines:
+        for _, same in lines.groupby(["task", "length", "batch", "folder"], sort=False, dropna=False):
+            plain = same[~same["policy"].str.startswith("engine")]
+            yardstick = (plain if len(plain) else same)["tokens_per_second"].iloc[0]
+            lines.loc[same.index, "gain"] = same["tokens_per_second"] / yardstick
+        lines["milliseconds"] = 1e3 * lines["token_seconds"]
+    return lines.reset_index(drop=True)
 
 
-def _value(line: pandas.Series) -> str:
-    error = "" if pandas.isna(line["value_error"]) else f" ± {line['value_error']:.4f}"
-    return f"{line['value']:.4f}{error}"
+def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
+    """Write lines of `speeds_of`."""
+    columns: Columns = {
+        "contestant": ("policy", ""),
+        "setting": lambda line: line["task"] if speeds["task"].nunique() > 1 else "",
+        "prompt tokens": ("length", ",.0f"), "batch": ("batch", ".0f"), "achieved CR": ("achieved_ratio", ".2f"),
+        "first token (s)": ("first_token_seconds", ".2f"), "ms/token": ("milliseconds", ".1f"),
+        "tokens/s": ("tokens_per_second", ",.1f"), "gain": ("gain", ".2f"), "cache bytes": ("peak_bytes", ",.0f"),
+        "memory for pages": ("memory", ",.0f"), "largest batch": ("largest_batch", ".0f"), "source": ("source", "d"),
+    }  # fmt: skip
+    return texts_of(speeds, columns)
 
 
-def untold(rows: Sequence[Row]) -> list[str]:
+def untold(rows: Sequence[Row]) -> Iterator[str]:
     """Say which rows have no place among the figures, and why, and which prompts were cut."""
-    notes = []
     for row in told_apart(rows):
-        asked = [] if row["budget"] is None else [_asked(row)]
+        asked = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
         where = ", ".join([row["method"], *asked, row["task"]])
         if row["status"] == NOT_FINITE:
-            notes.append(f"not finite, left out of the figures: {where}: {reason(row)}")
+            yield f"not finite, left out of the figures: {where}: {reason(row)}"
         elif row["status"] != DONE:
-            notes.append(f"failed: {where}: {reason(row)}")
+            yield f"failed: {where}: {reason(row)}"
         elif row.get("prompts_cut"):
             cut = "prompts were longer than the model's positions and lost their beginning"
-            notes.append(f"{where}: {row['prompts_cut']} {cut}")
-    return notes
-
-
-def _asked(row: Row) -> str:
-    budget = str(row["budget"])
-    return budget.removeprefix("tokens:") + " tokens" if budget.startswith("tokens:") else f"CR {budget}"
+            yield f"{where}: {row['prompts_cut']} {cut}"
 
 
 def reason(row: Row) -> str:

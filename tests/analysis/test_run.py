@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ from scripts_here import run_script
 from transformers import AutoTokenizer
 
 from dmc import load_model
+from dmc.analysis.decisions import collect_decisions
 from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
+from dmc.data import TextSource, build_packed
+from dmc.results.plots import draw_places
+from dmc.results.report import read_folders, write_page
 from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = {
-    "gates": ["ratio_by_head", "ratio_over_length", "decision_over_position", "segment_lengths"],
-    "policy": ["survivors", "entries_by_head"],
-}
 
 
 def settings(folders: Any, tmp_path: Path, **changes: Any) -> AnalyseConfig:
@@ -39,51 +38,65 @@ def load(model: Any) -> tuple[Any, Any]:
     return load_model(model.path), AutoTokenizer.from_pretrained(model.path)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_gates_are_drawn_with_their_numbers_beside_them(folders: Any, tmp_path: Path) -> None:
-    config = settings(folders, tmp_path, model={"path": str(folders.compressed)})
+def analyse(config: AnalyseConfig) -> tuple[list[Path], Any]:
+    """Run an analysis; its files, and what the page reads of them."""
     paths = run_analysis(plan_analysis(config), config, load)
-    out = tmp_path / "out"
-    expected = {f"{name}.{suffix}" for name in PAIRS["gates"] for suffix in ("png", "csv")}
-    assert {path.name for path in paths} == expected | {"segmentation.html", "segmentation.json", "analysis.json"}
+    return paths, read_folders([Path(config.output)]).places
+
+
+def test_gates_are_stored_and_drawn_as_they_decide(folders: Any, tmp_path: Path) -> None:
+    config = settings(folders, tmp_path, model={"path": str(folders.compressed)})
+    paths, places = analyse(config)
     assert all(path.stat().st_size > 0 for path in paths)
-    heads = [float(row["ratio"]) for row in read(out / "ratio_by_head.csv")]
-    (*_, last) = read(out / "ratio_over_length.csv")
-    assert int(last["tokens"]) == 48 and len(heads) == 4
-    assert float(last["all"]) == pytest.approx(4 / sum(1 / ratio for ratio in heads))
-    segments = read(out / "segment_lengths.csv")
-    assert sum(int(row["tokens"]) * int(row["all"]) for row in segments) == 48 * 3 * 4
-    assert sum(int(row["all"]) for row in segments) == pytest.approx(48 * 3 * sum(1 / ratio for ratio in heads))
-    assert [row["position"] for row in read(out / "decision_over_position.csv")] == [str(i) for i in range(48)]
-    assert json.loads((out / "segmentation.json").read_text())["segments"][0]["begin"] == 0
-    assert "versions" in json.loads((out / "analysis.json").read_text())["provenance"]
+    assert {path.name for path in paths if path.suffix != ".png"} == {
+        *("cells.jsonl", "measurements.csv", "segmentation.html", "segmentation.json")
+    }
+    model, tokenizer = load(config.model)
+    windows: Any = build_packed(TextSource(str(folders.text)), tokenizer, 48, config.cache_folder)
+    decisions = collect_decisions(model, [torch.stack([windows[index]["input_ids"] for index in range(3)])])
+    expected = {
+        "layer head": decisions.ratio_by_head(),
+        "tokens layer": decisions.ratio_over_length(range(1, 49)),
+        "position layer": decisions.decision_over_position().T,
+        "segment_length layer": decisions.segment_lengths()[:, 1:].T.float(),
+    }
+    for by, values in expected.items():
+        found = torch.tensor(places[places["by"] == by]["value"].to_numpy(), dtype=torch.float32)
+        torch.testing.assert_close(found, values.flatten())
+    drawn = {by: draw_places(own)[0].panels[0] for by, own in places.groupby("by")}
+    heads = expected["layer head"]
+    assert drawn["layer head"].collections[0].get_array().flatten().tolist() == pytest.approx(heads.flatten().tolist())
+    *layers, of_all = (line.get_ydata() for line in drawn["tokens layer"].lines)
+    assert list(layers[1]) == pytest.approx(expected["tokens layer"][:, 1].tolist())
+    assert of_all[-1] == pytest.approx(float(1 / (1 / heads).mean()))  # tokens over entries, of all heads together
+    with (tmp_path / "out" / "measurements.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["by"] == "position layer"]
+    assert [int(float(row["position"])) for row in rows[::2]] == list(range(48))
+    text = write_page(read_folders([tmp_path / "out"]), tmp_path / "page").read_text()
+    assert text.count("<figure>") == len(paths) - 4 == 4 and "1 analysis" in text and "No methods are compared" in text
 
 
-def test_survivors_are_drawn_with_their_numbers_beside_them(folders: Any, tmp_path: Path) -> None:
+def test_survivors_are_stored_and_drawn_and_several_analyses_share_a_folder(folders: Any, tmp_path: Path) -> None:
     policy = {"_target_": "dmc.policies.StreamingLLM", "sinks": 2}
     config = settings(folders, tmp_path, model={"path": str(folders.stock)}, policy=policy, budget="tokens:10")
-    run_analysis(plan_analysis(config), config, load)
-    out = tmp_path / "out"
-    rows = read(out / "survivors.csv")
-    for head in ("head_0", "head_1"):
-        assert {int(row["position"]) for row in rows if float(row[head]) == 1} == {0, 1, *range(40, 48)}
-        assert {float(row[head]) for row in rows} == {0, 1} and len(rows) == 2 * 48
-    assert {row["entries"] for row in read(out / "entries_by_head.csv")} == {"10.0"}
-
-
-def test_a_run_alone_is_enough_for_the_ratios_along_it(folders: Any, tmp_path: Path) -> None:
+    _, places = analyse(config)
+    held = places[places["metric"] == "share_held"]
+    kept = set(held["position"][held["value"] == 1])
+    assert kept == {0, 1, *range(40, 48)} and set(held["value"]) == {0, 1} and len(held) == 2 * 48
+    assert set(places[places["metric"] == "entries"]["value"]) == {10}
+    assert set(places["label"]) == {"StreamingLLM at 10 tokens"} and places["achieved_ratio"].iloc[0] == pytest.approx(
+        4.8
+    )
     history = RatioHistory(tmp_path / "run" / "heatmaps" / RATIOS_NAME)
     for step in (2, 4):
-        history.append(step, torch.full((2, 3), 1 / step))
-    config = settings(folders, tmp_path, run=str(tmp_path / "run"))
-    names = [path.name for path in run_analysis(plan_analysis(config), config, load)]
-    assert names == ["ratio_over_training.png", "ratio_over_training.csv", "analysis.json"]
-    rows = read(tmp_path / "out" / "ratio_over_training.csv")
-    assert [(row["step"], float(row["ratio"])) for row in rows] == [("2", 2.0)] * 6 + [("4", 4.0)] * 6
+        history.append(step, torch.tensor([[1 / step, 1 / step], [1.0, 1 / step]]))
+    _, places = analyse(settings(folders, tmp_path, run=str(tmp_path / "run")))
+    along = places[(places["by"] == "step layer")]
+    assert along[["step", "layer"]].to_numpy().tolist() == [[2, 0], [2, 1], [4, 0], [4, 1]]
+    assert along["value"].tolist() == pytest.approx([2, 1 / 0.75, 4, 1 / 0.625])
+    (plot,) = draw_places(along)
+    assert list(plot.panels[0].lines[-1].get_ydata()) == pytest.approx([1 / 0.625, 1 / 0.4375])
+    assert places["key"].nunique() == 2  # both are on one page
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", '{"step": 2, "held": [[1'])
@@ -132,5 +145,5 @@ def test_the_script_draws_what_a_policy_leaves(
     sizes = ["sequence_length=32", "num_sequences=2"]
     model = f"model={folders.stock}"
     assert run_script("analyse.py", model, source, "~source.split", *sizes, "policy=tova", "budget=4") == ""
-    assert "survivors.png" in capsys.readouterr().out
-    assert (tmp_path / "outputs" / "analysis" / "survivors.png").exists()
+    shown = [Path(line) for line in capsys.readouterr().out.split()]
+    assert any("share-held" in path.name for path in shown) and all(path.is_file() for path in shown)

@@ -80,7 +80,7 @@ def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of the synthetic grid of 14 methods and of a benchmark."""
     folder = tmp_path_factory.mktemp("grid")
     cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
-    speeds = write_rows(benchmark_rows(), folder / "speeds" / "results.jsonl")
+    speeds = write_rows(benchmark_rows(), folder / "speeds" / "cells.jsonl")
     return write_page(read_folders([cells, speeds]), folder / "report")
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ from scripts_here import run_script
 from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
-from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, format_table, run_benchmark
+from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchmark
+from dmc.results.measurement import to_frame
+from dmc.results.store import Store
+from dmc.results.tables import format_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -37,18 +39,23 @@ def test_contestants_are_measured_at_their_ratios() -> None:
     stored: list[dict] = []
     rows = run_benchmark(config, models, twin(stock), stored.append)
     assert rows == stored
-    full, compressed, hugging_face = rows[:3]
-    assert [row["ratio"] for row in rows[:3]] == [1.0, 4.0, 1.0]
+    full, compressed, _ = rows[:3]
+    assert [row["requested_ratio"] for row in rows[:3]] == [1.0, 4.0, 1.0]
     assert full["achieved_ratio"] == 1.0
     assert compressed["achieved_ratio"] == pytest.approx(4.0, rel=0.15)
     head = 2 * 16 * 4  # key and value of one entry
-    assert hugging_face["bytes_allocated"] == 2 * 2 * 2 * (256 + 4 + 2) * head
-    assert 2 * 2 * 2 * 256 * head <= full["bytes_allocated"] < 1.2 * hugging_face["bytes_allocated"]
-    assert compressed["bytes_allocated"] < 0.5 * full["bytes_allocated"]
-    assert all(row["token_seconds"] > 0 and row["tokens_per_second"] == 2 / row["token_seconds"] for row in rows[:3])
-    largest = {row["ratio"]: row["batch_size"] for row in rows[3:]}
+    held = [row["peak_bytes_allocated"] for row in rows[:3]]
+    assert held[2] == 2 * 2 * 2 * (256 + 4 + 2) * head
+    assert 2 * 2 * 2 * 256 * head <= held[0] < 1.2 * held[2] and held[1] < 0.5 * held[0]
+    speeds = [row["metrics"] for row in rows[:3]]
+    assert all(each["token_seconds"] > 0 and each["tokens_per_second"] == 2 / each["token_seconds"] for each in speeds)
+    largest = {row["requested_ratio"]: row["metrics"]["largest_batch"] for row in rows[3:]}
     assert largest[4.0] > 2 * largest[1.0]
-    assert len(format_table(rows).splitlines()) == 2 + len(rows)
+    (table,) = format_tables(to_frame(rows))
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert len(lines) == 2 + len(rows) and lines[4][:3] == ["hugging face, static cache", "256", "2"]
+    gain = f"{speeds[1]['tokens_per_second'] / speeds[2]['tokens_per_second']:.2f}"
+    assert dict(zip(lines[0], lines[3], strict=True))["gain"] == gain and lines[4][7] == "1.00"
 
 
 def test_a_twin_shares_weights_and_nothing_else() -> None:
@@ -88,9 +95,11 @@ def test_the_script_stores_rows_table_and_plot(tmp_path: Path, capsys: pytest.Ca
     command = ["benchmark.py", "prompt_length=64", "batch_sizes=1,2", "ratios=1,2"]
     command += ["new_tokens=2", "rounds=2", f"model.shape={{{shape}}}", f"output={tmp_path / 'out'}"]
     assert run_script(*command) == ""
-    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == 6
-    assert "scripts/benchmark.py" in rows[0]["command"]
-    assert (tmp_path / "out" / "table.md").read_text().strip() in capsys.readouterr().out
+    rows = Store(tmp_path / "out" / "cells.jsonl").rows()
+    assert len(rows) == 6 and "scripts/benchmark.py" in rows[0]["provenance"]["command"]
+    assert run_script(*command, "rounds=1") == ""  # tables and picture are of this command, the store holds both
+    printed = (tmp_path / "out" / "table.md").read_text()
+    assert printed.strip() in capsys.readouterr().out and len(printed.splitlines()) == 8
+    assert len(Store(tmp_path / "out" / "cells.jsonl").rows()) == 12
     assert (tmp_path / "out" / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert "expected compression ratios >= 1" in run_script(*command, "ratios=[0.5]")

@@ -198,7 +198,7 @@ def test_the_study_compares_what_its_own_settings_measured(folders: Any, tmp_pat
     shutil.copytree(folders.stock, tmp_path / "control-s0" / "final")
     run = StudyRun("control", 0, tmp_path / "control-s0", ())
 
-    def measured(recent: int) -> tuple[str, list[str]]:
+    def measured(recent: int) -> str:
         config = StudyConfig(
             bases={}, runs={"control": []}, policies=["full", h2o(recent)], budgets=[2], tasks=[NEEDLE],
             output=str(tmp_path / "study"),
@@ -206,7 +206,7 @@ def test_the_study_compares_what_its_own_settings_measured(folders: Any, tmp_pat
         return evaluate_runs(config, [run], CONFIGS)
 
     first, other, again = measured(4), measured(8), measured(4)
-    assert other != first == again and "control, h2o | CR 2" in other[0]
+    assert other != first == again and "control, h2o | CR 2" in other
     assert len(Store(tmp_path / "study" / "compare" / "cells.jsonl").rows()) == 3
 
 

@@ -20,9 +20,9 @@ from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.data import TextSource, framing_of
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
+from dmc.results.benchmark import measure_speed
 from dmc.results.compare import memory_of
 from dmc.results.grid import CompareConfig, plan_tasks
-from dmc.results.speed import measure_speed
 from dmc.results.tasks import (
     KeyValuePairs,
     MultiTurnRecall,
@@ -585,7 +585,7 @@ def test_speed_counts_all_sequences_and_leaves_nothing_behind(
         action()
         return 1.0
 
-    monkeypatch.setattr("dmc.results.speed.seconds", one_second)
+    monkeypatch.setattr("dmc.results.benchmark.seconds", one_second)
     engine = Engine(load_model(folders.stock), **options)
     speed = measure_speed(engine, make_prompts(10, 14), new_tokens=4)
     steps = {"prefill_chunk_size": 5, "max_batch_size": 2}

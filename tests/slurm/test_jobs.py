@@ -89,10 +89,14 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
 def table_of(folder: Path) -> list[dict]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert run_script("collect.py", f"folder={folder}") == ""
-    assert (folder / "results.md").read_text() in printed.getvalue()
-    assert (folder / "results.png").stat().st_size > 5000
+    assert (folder / "table.md").read_text() in printed.getvalue()
+    assert (folder / "quality.png").stat().st_size > 5000
     with (folder / "results.csv").open() as file:
         return list(csv.DictReader(file))
+
+
+def ratios_of(table: list[dict]) -> list[tuple[str, float]]:
+    return [(row["variant"], float(row["requested_ratio"])) for row in table]
 
 
 def test_submitit_sweep_returns_every_ratio_in_one_table(slurm, settings, tmp_path):
@@ -102,11 +106,8 @@ def test_submitit_sweep_returns_every_ratio_in_one_table(slurm, settings, tmp_pa
     done = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr + logs(folder)
     rows = table_of(folder)
-    assert [(row["run"], row["model"], float(row["target_ratio"])) for row in rows] == [
-        ("0", "final", 2.0),
-        ("1", "final", 4.0),
-    ]
-    assert all(float(row["loss"]) > 0 and float(row["achieved_ratio"]) >= 1 for row in rows)
+    assert ratios_of(rows) == [("0/final", 2.0), ("1/final", 4.0)]
+    assert all(float(row["value"]) > 0 and float(row["achieved_ratio"]) >= 1 for row in rows)
 
 
 def test_array_sweep_trains_every_ratio_and_each_can_be_exported_again(slurm, settings, tmp_path):
@@ -116,7 +117,7 @@ def test_array_sweep_trains_every_ratio_and_each_can_be_exported_again(slurm, se
         f"output_dir={folder}",
     )  # fmt: skip
     assert set(slurm.wait(job).split()) == {"COMPLETED"}, logs(tmp_path)
-    assert [(row["run"], float(row["target_ratio"])) for row in table_of(folder)] == [("cr2", 2.0), ("cr4", 4.0)]
+    assert ratios_of(table_of(folder)) == [("cr2/final", 2.0), ("cr4/final", 4.0)]
     output = tmp_path / "exported"
     job = slurm.submit(f"--output={tmp_path}/job.log", "slurm/export.sbatch", f"run={folder}/cr2", f"output={output}")
     assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
@@ -134,8 +135,8 @@ def test_one_command_trains_a_ramp_and_every_branch_of_it(slurm, settings, tmp_p
     slurm.jobs += jobs
     assert [Path(place) for place in jobs.values()] == [folder, folder / "branches/cr2", folder / "branches/cr3"]
     assert {slurm.wait(job) for job in jobs} == {"COMPLETED"}, logs(tmp_path)
-    assert [(row["run"], float(row["target_ratio"])) for row in table_of(folder)] == [
-        ("branches/cr2", 2.0), ("branches/cr3", 3.0), (".", 4.0),
+    assert ratios_of(table_of(folder)) == [
+        ("branches/cr2/final", 2.0), ("branches/cr3/final", 3.0), ("ramp/final", 4.0),
     ]  # fmt: skip
     first = [starts(Path(place))[0]["step"] for place in jobs.values()]
     assert first[0] == 0 < first[1] < first[2]

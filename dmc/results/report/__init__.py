@@ -1,6 +1,5 @@
-"""Folders of results as one self-contained page: `reading.py` puts them into tables, `page.py` shows what they hold."""
+"""Folders of results as one self-contained page: what their stores hold, and how sure it is."""
 
-from dmc.results.report.page import judge, write_page
-from dmc.results.report.reading import read_folders
+from dmc.results.report.page import judge, read_folders, write_page, write_plots
 
-__all__ = ["judge", "read_folders", "write_page"]
+__all__ = ["judge", "read_folders", "write_page", "write_plots"]

@@ -12,10 +12,13 @@ document.getElementById("theme").addEventListener("click", () => {
   remembered.set(root.dataset.theme);
 });
 
-function compare(first, second, sign) {
-  if (first.text === "" || second.text === "") return (first.text === "") - (second.text === ""); // empty cells stay last
-  if (first.number !== undefined && second.number !== undefined) return sign * (first.number - second.number);
-  return sign * first.text.localeCompare(second.text, undefined, { numeric: true });
+const parse = (text) => parseFloat(text.replaceAll(",", "")); // what stands behind a number is passed over
+
+function compare(first, second, sign, isNumber) {
+  const isEmpty = (text) => text === "" || text === "-";
+  if (isEmpty(first) || isEmpty(second)) return isEmpty(first) - isEmpty(second); // empty cells stay last
+  if (isNumber) return sign * (parse(first) - parse(second));
+  return sign * first.localeCompare(second, undefined, { numeric: true });
 }
 
 function sortBy(header) {
@@ -24,13 +27,9 @@ function sortBy(header) {
   const ascending = header.getAttribute("aria-sort") !== "ascending";
   for (const each of header.parentNode.children) each.setAttribute("aria-sort", "none");
   header.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-  const value = (row) => {
-    const cell = row.cells[column];
-    return { text: cell.textContent.trim(), number: "number" in cell.dataset ? Number(cell.dataset.number) : undefined };
-  };
-  const body = table.tBodies[0];
-  const rows = [...body.rows].map((row) => ({ row, value: value(row) }));
-  rows.sort((first, second) => compare(first.value, second.value, ascending ? 1 : -1));
+  const body = table.tBodies[0], isNumber = header.classList.contains("number");
+  const rows = [...body.rows].map((row) => ({ row, text: row.cells[column].textContent.trim() }));
+  rows.sort((first, second) => compare(first.text, second.text, ascending ? 1 : -1, isNumber));
   body.append(...rows.map((each) => each.row));
 }
 for (const button of document.querySelectorAll("th button")) {
