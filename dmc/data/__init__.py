@@ -12,7 +12,7 @@ from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.megatron import MegatronSource
 from dmc.data.order import OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens
-from dmc.data.report import SourceReport, format_report, report_packed, report_streams, write_report
+from dmc.data.report import SourceReport, format_report, report_sources, write_report
 from dmc.data.sources import DocumentSource
 from dmc.data.streaming import StreamLoader
 from dmc.data.synthetic import RecallSequences
@@ -36,8 +36,7 @@ __all__ = [
     "build_packed",
     "format_report",
     "framing_of",
-    "report_packed",
-    "report_streams",
+    "report_sources",
     "train_tokenizer",
     "write_report",
 ]

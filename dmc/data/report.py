@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dmc.data.blend import Blend
 from dmc.data.packing import PackedTokens
@@ -35,41 +34,32 @@ class SourceReport:
     """How often the run reads the source; of training text only."""
 
 
-def report_packed(
-    split: str, sources: Sequence[DocumentSource], packed: PackedTokens | Blend, num_draws: int | None = None
+def report_sources(
+    split: str,
+    sources: Sequence[DocumentSource],
+    packed: PackedTokens | Blend | None = None,
+    num_draws: int | None = None,
 ) -> list[SourceReport]:
-    """Report what was opened as `packed`.
+    """Report the sources of a split.
 
     Args:
-        split: name of the split.
+        split: its name.
         sources: what `packed` was built from.
-        packed: what `build_packed` returned.
+        packed: what `build_packed` returned; None: streams, of which the shares alone are known.
         num_draws: sequences drawn by the run, None for text that is not trained on.
     """
-    parts: list[Any] = [packed]
-    shares, draws = [1.0], [num_draws or 0]
+    if packed is None:
+        total = sum(source.weight for source in sources)
+        return [SourceReport(split, source.label, source.weight / total) for source in sources]
+    parts, shares, draws = [packed], [1], [num_draws or 0]
     if isinstance(packed, Blend):
-        parts, draws = packed.datasets, packed.draws_of_each(num_draws or 0)
-        shares = [share / sum(packed.shares) for share in packed.shares]
-    return [
-        SourceReport(
-            split,
-            source.label,
-            share,
-            len(part.tokens),
-            part.tokens.num_documents,
-            part.tokens.num_skipped,
-            part.tokens.num_bytes,
-            None if num_draws is None else drawn / len(part),
-        )
-        for source, part, share, drawn in zip(sources, parts, shares, draws, strict=True)
-    ]
-
-
-def report_streams(split: str, sources: Sequence[DocumentSource]) -> list[SourceReport]:
-    """Report streams: their shares alone are known."""
-    total = sum(source.weight for source in sources)
-    return [SourceReport(split, source.label, source.weight / total) for source in sources]
+        parts, shares, draws = packed.datasets, packed.shares, packed.draws_of_each(num_draws or 0)
+    reports = []
+    for source, part, share, drawn in zip(sources, parts, shares, draws, strict=True):
+        counts = (len(part.tokens), part.tokens.num_documents, part.tokens.num_skipped, part.tokens.num_bytes)
+        epochs = None if num_draws is None else drawn / len(part)
+        reports.append(SourceReport(split, source.label, share / sum(shares), *counts, epochs))
+    return reports
 
 
 def format_report(reports: Sequence[SourceReport]) -> str:

@@ -82,7 +82,7 @@ class Exporter(AfterStep):
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.calibration_batches(), target_ratio, sharing=ranks)
+                found = calibrate_offset(model, self.data.held_out("calibration"), target_ratio, sharing=ranks)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
@@ -94,10 +94,10 @@ class Exporter(AfterStep):
                         "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
                         folder, found.achieved_ratio, target_ratio,
                     )  # fmt: skip
-        score = score_text(model, self.data.validation_batches(), "validate", ranks)
+        score = score_text(model, self.data.held_out("validation"), "validate", ranks)
         metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
         if self.config.data.test is not None:
-            score = score_text(model, self.data.test_batches(), "test", ranks)
+            score = score_text(model, self.data.held_out("test"), "test", ranks)
             metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning import LightningDataModule
@@ -23,8 +23,7 @@ from dmc.data import (
     build_packed,
     format_report,
     framing_of,
-    report_packed,
-    report_streams,
+    report_sources,
     train_tokenizer,
     write_report,
 )
@@ -170,29 +169,19 @@ class TextData(LightningDataModule):
         dataset = OrderedDataset(self._train, order)
         return DataLoader(dataset, sampler=order, worker_init_fn=leave_signals_to_parent, **options)
 
-    def validation_batches(self) -> list[dict[str, Any]]:
-        """Held-out sequences for the reported loss and ratio."""
+    def held_out(self, split: Literal["validation", "calibration", "test"]) -> list[dict[str, Any]]:
+        """Held-out sequences for `score_text`: of the validation text where the configuration names no other."""
         training = self.config.training
-        return held_out_batches(self._packed("validation"), training.validation_sequences, training.micro_batch_size)
-
-    def calibration_batches(self) -> list[dict[str, Any]]:
-        """Held-out sequences for calibration, apart from the validation's where the configuration names a source."""
-        training = self.config.training
-        split = "validation" if self.config.data.calibration is None else "calibration"
-        return held_out_batches(self._packed(split), training.calibration_sequences, training.micro_batch_size)
-
-    def test_batches(self) -> list[dict[str, Any]]:
-        """Held-out sequences for reports, as many as for validation: of its text where there is no other."""
-        training = self.config.training
-        packed = self._packed(self.config.data.reported_split)
-        return held_out_batches(packed, training.validation_sequences, training.micro_batch_size)
+        count = training.calibration_sequences if split == "calibration" else training.validation_sequences
+        packed = self._packed("validation" if getattr(self.config.data, split) is None else split)
+        return held_out_batches(packed, count, training.micro_batch_size)
 
     def report(self) -> list[SourceReport]:
         """Say what each source holds and how often the run reads it."""
-        reports = report_streams("train", self._sources("train")) if self.config.data.streaming else []
+        reports = report_sources("train", self._sources("train")) if self.config.data.streaming else []
         for split in self._cached_splits():
             num_draws = self.num_draws if split == "train" else None
-            reports += report_packed(split, self._sources(split), self._packed(split), num_draws)
+            reports += report_sources(split, self._sources(split), self._packed(split), num_draws)
         return reports
 
     def _cached_splits(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,16 +85,17 @@ def build_trainer(
 def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: Preemption) -> list[Callback]:
     """Make what acts after a step, in its order; saving comes after all of it."""
     training, folder = module.config.training, Path(module.config.output_dir)
+    held_out = exporter.data.held_out
     start = training.measured_start if module.has_gates else None
     shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
     guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
     metrics = StepMetrics(guard, training.gradient_clip, training.log_every_steps)
     return [
-        *([] if start is None else [MeasuredStart(exporter.data.calibration_batches, start, folder)]),
+        *([] if start is None else [MeasuredStart(partial(held_out, "calibration"), start, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
         *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
         metrics,
         guard,
-        Validation(exporter.data.validation_batches, folder / "heatmaps", training.validate_every_steps),
+        Validation(partial(held_out, "validation"), folder / "heatmaps", training.validate_every_steps),
         exporter,
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import Blend, TextSource, build_packed, format_report, report_packed, report_streams, write_report
+from dmc.data import Blend, TextSource, build_packed, format_report, report_sources, write_report
 
 LENGTH = 16
 
@@ -21,7 +21,7 @@ def test_epochs_are_the_draws_over_the_length_of_each_source(
     blend = build_packed(sources, tokenizer, LENGTH, tmp_path / "cache")
     assert isinstance(blend, Blend)
     drawn = Counter(blend[position]["source"] for position in range(num_draws))
-    reports = report_packed("train", sources, blend, num_draws)
+    reports = report_sources("train", sources, blend, num_draws)
     for number, report in enumerate(reports):
         assert report.epochs == drawn[number] / len(blend.datasets[number])
     assert [report.share for report in reports] == [0.7, 0.3]
@@ -32,7 +32,7 @@ def test_epochs_are_the_draws_over_the_length_of_each_source(
 def test_report_is_a_table_and_a_file(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = TextSource(str(corpus))
     packed = build_packed(source, tokenizer, LENGTH, tmp_path / "cache")
-    reports = [*report_streams("train", [source, source]), *report_packed("validation", [source], packed)]
+    reports = [*report_sources("train", [source, source]), *report_sources("validation", [source], packed)]
     assert [report.share for report in reports] == [0.5, 0.5, 1.0]
     assert [report.num_tokens for report in reports] == [None, None, len(packed.tokens)]
     lines = format_report(reports).splitlines()

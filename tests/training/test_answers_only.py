@@ -77,7 +77,11 @@ def test_run_learns_the_answers_alone_and_is_measured_on_them(values, batches, t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert len(batches) == 4
     data = TextData(config, tokenizer, total_steps=1)
-    held_out = [data.validation_batches(), data.calibration_batches(), data.test_batches()]
+    held_out = [
+        data.held_out("validation"),
+        data.held_out("calibration"),
+        data.held_out("test"),
+    ]
     for batch in (*batches, *(batch for split in held_out for batch in split)):
         learned = tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
         assert "answer" in learned and "question" not in learned and not batch["loss_mask"].all()

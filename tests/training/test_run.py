@@ -198,7 +198,7 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     plan = Plan(config.training, config.target_ratio)
     model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
-    batches = [batch | {"position": torch.arange(len(batch["input_ids"]))} for batch in data.validation_batches()]
+    batches = [batch | {"position": torch.arange(len(batch["input_ids"]))} for batch in data.held_out("validation")]
     module = RetrofitModule(model, config, plan, Parallelism(config))
     return module, [module.on_before_batch_transfer(batch, 0) for batch in batches]
 
@@ -288,13 +288,13 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
 
     alone, config = data_of(run_values)
     assert config.data.reported_split == "validation"
-    assert torch.equal(alone.test_batches()[0]["input_ids"], alone.validation_batches()[0]["input_ids"])
+    assert torch.equal(alone.held_out("test")[0]["input_ids"], alone.held_out("validation")[0]["input_ids"])
     text = tmp_path / "test.txt"
     text.write_text("words that stand nowhere else, over and over again. " * 40)
     run_values["data"]["test"] = {"test": {"_target_": "dmc.data.TextSource", "name": str(text)}}
     own, config = data_of(run_values)
     assert config.data.reported_split == "test"
-    assert not torch.equal(own.test_batches()[0]["input_ids"], own.validation_batches()[0]["input_ids"])
+    assert not torch.equal(own.held_out("test")[0]["input_ids"], own.held_out("validation")[0]["input_ids"])
     assert "test" in [report.split for report in own.report()]
     record_run(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
     record_run(tmp_path / "run", config)  # a run may go on with another: it is not trained with
