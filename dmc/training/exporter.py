@@ -130,6 +130,18 @@ def check_device(device: str) -> None:
         raise ValueError(f"device={device}: {str(error).splitlines()[0]}; expected cpu, or cuda with a GPU") from error
 
 
+def roomy_device(model: Any) -> str:
+    """Choose the GPU where it has room for a model twice, which is compared with what was written, else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    needed = 2.2 * sum(parameter.nbytes for parameter in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if needed > free:
+        logger.warning("the GPU has %.0f GiB free, %.0f are needed: the CPU exports", free / 2**30, needed / 2**30)
+        return "cpu"
+    return "cuda"
+
+
 @contextmanager
 def _all_cores() -> Iterator[None]:
     """Compute with as many threads as there are cores: launchers of several ranks leave each with one."""
@@ -160,7 +172,7 @@ def export_checkpoint(
         overwrite: replace a folder that was exported here.
         use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
-        device: where the model is calibrated and measured; None: a GPU, if there is one.
+        device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
     Raises:
         FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
@@ -177,6 +189,6 @@ def export_checkpoint(
     model = load_checkpoint_model(checkpoint)
     tokenizer = build_tokenizer(config.data, config.model.path)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
-    model.to(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    model.to(roomy_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)
     return output
