@@ -54,7 +54,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     assert control["achieved_ratio"] == 1 and 0 < final["bytes_per_token"] < control["bytes_per_token"]
     assert (final["split"], final["samples"], final["lost"] > -1) == ("test", 8, True)
     data = TextData(retrofit_config(RETROFIT), load_tokenizer(folder / "base/final"), total_steps=1)
-    texts = torch.cat([batch["input_ids"] for batch in data.test_batches()])
+    texts = torch.cat([batch["input_ids"] for batch in data.held_out("test")])
     with torch.no_grad():
         logits = load_model(folder / "control/final")(texts).logits[:, :-1].transpose(1, 2)
     naive = torch.nn.functional.cross_entropy(logits, texts[:, 1:])

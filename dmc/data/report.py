@@ -51,9 +51,10 @@ def report_sources(
     if packed is None:
         total = sum(source.weight for source in sources)
         return [SourceReport(split, source.label, source.weight / total) for source in sources]
-    parts, shares, draws = [packed], [1], [num_draws or 0]
     if isinstance(packed, Blend):
         parts, shares, draws = packed.datasets, packed.shares, packed.draws_of_each(num_draws or 0)
+    else:
+        parts, shares, draws = [packed], [1], [num_draws or 0]
     reports = []
     for source, part, share, drawn in zip(sources, parts, shares, draws, strict=True):
         counts = (len(part.tokens), part.tokens.num_documents, part.tokens.num_skipped, part.tokens.num_bytes)
