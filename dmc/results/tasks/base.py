@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,26 +84,23 @@ def by_place(results: Sequence[SampleResult]) -> dict[str, dict[str, list[Any]]]
     found: dict[str, dict[str, list[Any]]] = {}
     for names in dict.fromkeys(tuple(part.place) for each in results for part in each.parts):
         parts = [part for each in results for part in each.parts if tuple(part.place) == names]
-        cells: dict[tuple[float, ...], list[Part]] = {}
-        for part in parts:
-            cells.setdefault(tuple(part.place.values()), []).append(part)
         axes: dict[str, list[Any]] = {name: sorted({part.place[name] for part in parts}) for name in names}
-        counts = {place: len(members) for place, members in cells.items()}
-        table = axes | {"samples": _nested(list(axes.values()), counts, empty=0)}
+        cells: dict[tuple[float, ...], list[dict[str, float]]] = {}
+        for part in parts:
+            cells.setdefault(tuple(part.place.values()), []).append(part.metrics)
+        counts = Counter({place: len(members) for place, members in cells.items()})
+        table = axes | {"samples": _nested([*axes.values()], counts.__getitem__)}
         for metric in parts[0].metrics:
-            means = {
-                place: statistics.fmean(member.metrics[metric] for member in members)
-                for place, members in cells.items()
-            }
-            table[metric] = _nested(list(axes.values()), means, empty=None)
+            means = {place: statistics.fmean(each[metric] for each in members) for place, members in cells.items()}
+            table[metric] = _nested([*axes.values()], means.get)
         found["by_" + "_and_".join(names)] = table
     return found
 
 
-def _nested(axes: list[list[Any]], values: dict[tuple[Any, ...], Any], empty: Any, place: tuple[Any, ...] = ()) -> Any:
+def _nested(axes: list[list[Any]], value_at: Callable[[tuple[Any, ...]], Any], place: tuple[Any, ...] = ()) -> Any:
     if not axes:
-        return values.get(place, empty)
-    return [_nested(axes[1:], values, empty, (*place, each)) for each in axes[0]]
+        return value_at(place)
+    return [_nested(axes[1:], value_at, (*place, each)) for each in axes[0]]
 
 
 def split_of_text(task: Task) -> str | None:
