@@ -8,6 +8,7 @@ kernel at length L, and the ratio of the two is what compression gains. The rest
 """
 
 import argparse
+import dataclasses
 
 import torch
 from timings import Case, Table, add_output_option, medians
@@ -17,6 +18,7 @@ from torch.nn import functional
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
 from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
 DECODE = ["8,8,4,4096,64", "8,8,4,4096,128", "8,8,4,16384,64", "8,8,4,16384,128", "1,2,4,16384,64"]
@@ -74,30 +76,30 @@ def empty_layer(config: CompressionConfig | None, heads: tuple[int, int], length
 def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Case]:
     batch, heads, group, length, dim = shape
     dtype, scaling = getattr(torch, options.dtype), dim**-0.5
-    backend, rows = load_backend(options.kernels), torch.arange(batch)
-    positions = torch.arange(length).expand(batch, -1)
-    query = torch.randn(batch, heads * group, length, dim).to(dtype)
-    key, value = (torch.randn(batch, heads, length, dim).to(dtype) for _ in range(2))
-    merged = torch.rand(batch, heads, length) > 1 / options.ratio
-    omega = torch.rand(batch, heads, length) + 0.01
+    backend, sdpa = load_backend(options.kernels), functional.scaled_dot_product_attention
+    query = torch.randn(batch * length, heads * group, dim).to(dtype)
+    key, value = (torch.randn(batch * length, heads, dim).to(dtype) for _ in range(2))
+    merged = torch.rand(batch * length, heads) > 1 / options.ratio
+    omega = torch.rand(batch * length, heads) + 0.01
+    prompts = ForwardBatch(list(range(batch)), [0] * batch, [length] * batch, query.device)
 
-    def append(config: CompressionConfig | None) -> tuple[LayerCache, Seen]:
-        tokens = NewTokens(rows, positions, key, value)
+    def append(config: CompressionConfig | None) -> tuple[LayerCache, ForwardBatch, Seen]:
+        new, tokens = dataclasses.replace(prompts), NewTokens(key, value)
         if config is not None:
-            tables = torch.ones(batch, length + config.delay, dim)
-            tokens = NewTokens(rows, positions, key, value, merged, omega, tables, tables)
+            tables = torch.ones(batch * (length + config.delay), dim)
+            new.rotary, tokens = (tables, tables), NewTokens(key, value, merged, omega)
         layer = empty_layer(config, (batch, heads), length, torch.empty(options.block_size, dim, dtype=dtype))
-        return layer, backend.append_or_merge(layer, tokens, config)
+        return layer, new, backend.append_or_merge(layer, new, tokens, config)
 
     def attend(config: CompressionConfig | None) -> Case:
-        layer, seen = append(config)
+        layer, new, seen = append(config)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        return lambda: backend.prefill_attention(query, *pages, seen, scaling)
+        return lambda: backend.prefill_attention(query, *pages, new, seen, scaling)
 
     at_once, delayed = CompressionConfig(), CompressionConfig(delay=16)
-    sdpa = functional.scaled_dot_product_attention
+    dense = [each.unflatten(0, (batch, length)).transpose(1, 2).contiguous() for each in (query, key, value)]
     return {
-        "causal SDPA": lambda: sdpa(query, key, value, is_causal=True, enable_gqa=True),
+        "causal SDPA": lambda: sdpa(*dense, is_causal=True, enable_gqa=True),
         f"attention, merge, CR {options.ratio:g}": attend(at_once),
         f"attention, merge, CR {options.ratio:g}, delay 16": attend(delayed),
         "attention, full cache": attend(None),

@@ -2,9 +2,9 @@
 
 A head's slots are in no order: who needs the age of what lies in one reads its position.
 
-Shapes beyond the legend of `dmc.compression.base`: C cache rows, S sequences of one call, n new tokens of each (1 while
-decoding), R tokens of raw history, W the gate's delay, N blocks of the pool, M blocks of a block table. Query head h
-uses KV head h // group.
+Shapes beyond the legend of `dmc.compression.base`: C cache rows, S sequences of one call, T new tokens of all of them
+in one row (S while decoding), R tokens of raw history, W the gate's delay, N blocks of the pool, M blocks of a block
+table. Query head h uses KV head h // group.
 """
 
 from __future__ import annotations
@@ -59,35 +59,31 @@ class LayerCache:
 
 @dataclass
 class NewTokens:
-    """The next n tokens of S sequences, as their gates see them."""
+    """What the tokens of a batch bring, as their gates see them."""
 
-    rows: Tensor
-    """Cache row of each sequence, int64 [S]."""
-    positions: Tensor
-    """int64 [S, n]."""
     key: Tensor
-    """Unrotated, without the borrowed neuron, [S, H, n, D]; already rotated where there is no compression."""
+    """Unrotated, without the borrowed neuron, [T, H, D]; already rotated where there is no compression."""
     value: Tensor
-    """[S, H, n, D]."""
+    """[T, H, D]."""
     merged: Tensor | None = None
-    """Thresholded decisions, bool [S, H, n]; None: there is no compression, every token is appended."""
+    """Thresholded decisions, bool [T, H]; None: there is no compression, every token is appended."""
     omega: Tensor | None = None
-    """Importance, float32 [S, H, n]."""
-    cos: Tensor | None = None
-    """RoPE tables, borrowed neuron removed, at the n + W positions up to the last new token's, [S, n + W, D]."""
-    sin: Tensor | None = None
+    """Importance, float32 [T, H]."""
 
 
 @dataclass
 class Recent:
-    """Raw tokens that a delayed gate holds back: query i sees those of i..i + W - 1 that exist."""
+    """Raw tokens that a delayed gate holds back; flat, W - 1 more of each sequence before its new ones.
+
+    The i-th query of a sequence sees its i-th to (i + W - 1)-th that exist.
+    """
 
     key: Tensor
-    """Rotated, [S, H, n + W - 1, D]."""
+    """Rotated, [T + S (W - 1), H, D]."""
     value: Tensor
-    """[S, H, n + W - 1, D]."""
+    """[T + S (W - 1), H, D]."""
     exists: Tensor
-    """False before the start of a sequence, bool [S, n + W - 1]."""
+    """False before the start of a sequence, bool [T + S (W - 1)]."""
 
 
 @dataclass
@@ -95,11 +91,11 @@ class Top:
     """The open slot as it was after each token that entered the stream: query i sees state i if it exists."""
 
     key: Tensor
-    """Rotated at the position of the last token merged, [S, H, n, D]."""
+    """Rotated at the position of the last token merged, [T, H, D]."""
     value: Tensor
-    """[S, H, n, D]."""
+    """[T, H, D]."""
     exists: Tensor
-    """False while the delay holds back the first token, bool [S, n]."""
+    """False while the delay holds back the first token, bool [T]."""
 
 
 @dataclass
@@ -107,8 +103,8 @@ class Seen:
     """What the queries of the new tokens attend to, besides nothing."""
 
     slots: Tensor
-    """The first `slots[i]` slots in pages, which no later token of the call changes, int [S, H, n]."""
+    """The first so many slots in pages, which no later token of the call changes, int32 [T, H]."""
     top: Top | None = None
-    """Merge gates with n > 1; a single token's state is the last of its slots."""
+    """Merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
     recent: Recent | None = None
     """Delayed gates."""

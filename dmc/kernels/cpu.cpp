@@ -163,25 +163,29 @@ void on_threads(int64_t threads, const Work& work) {
 
 // Tensors by address; steps count elements. Mirrored in cpu.py.
 struct Attention {
-    int64_t sequences, kv_heads, group, queries, dim, block, threads;
+    int64_t sequences, kv_heads, group, dim, block, threads;
     double scaling;
-    const void* query;  // [S, H_q, n, D]
-    int64_t query_sequence_step, query_head_step, query_step;
+    const int64_t* starts;  // where the queries of each sequence begin, and the end, [S + 1]; null: one of each
+    const void* query;      // [T, H_q, D]
+    int64_t query_step, query_head_step;
     const void *key_pages, *value_pages;  // [N, block, D]
     const int64_t* rows;                  // [S]; null: sequence s has row s
     const int32_t* tables;                // [C, H, M]
     int64_t table_row_step, table_head_step;
-    const int32_t* slots;  // seen by each query: [S, H, n], or [C, H] by cache row
-    int64_t slots_by_row, slots_sequence_step, slots_head_step;
-    const void *top_key, *top_value;  // [S, H, n, D] or null
-    const bool* top_exists;           // [S, n]
-    const void *recent_key, *recent_value;  // [S, H, n + W - 1, D] or null
-    const bool* recent_exists;              // [S, n + W - 1]
+    const int32_t* slots;  // seen by each query: [T, H], or [C, H] by cache row
+    int64_t slots_by_row;
+    const void *top_key, *top_value;  // [T, H, D] or null
+    const bool* top_exists;           // [T]
+    const void *recent_key, *recent_value;  // [T + S (W - 1), H, D] or null: W - 1 more of each sequence
+    const bool* recent_exists;              // [T + S (W - 1)]
     int64_t delay;
-    void* out;      // [S, H_q, n, D]
-    float* scores;  // [S, H_q, scores_step], zeros, or null; n = 1
+    void* out;      // [T, H_q, D]
+    float* scores;  // [S, H_q, scores_step], zeros, or null; one query of each sequence
     int64_t scores_step;
     int64_t num_rows, num_slots;  // C, and the slots that a table can name
+
+    int64_t start(int64_t sequence) const { return starts ? starts[sequence] : sequence; }
+    int64_t queries(int64_t sequence) const { return starts ? starts[sequence + 1] - starts[sequence] : 1; }
 };
 
 namespace {
@@ -197,18 +201,25 @@ struct Tile {
     }
 };
 
+// A block of queries of one KV head, all query heads of its group, against some of the slots.
+struct Task {
+    int64_t sequence, head, first_query, queries, begin, end;
+    int64_t unit;     // tasks over other slots of the same queries have the same unit
+    int64_t partial;  // where the state goes in the workspace, or -1: there is only this task
+};
+
 // Raw tokens beside the slots: query i sees those of i..i + width - 1 that exist.
 template <class T>
 struct Band {
     const T *key, *value;
-    int64_t width, first;  // first: how many of them, from the beginning, do not exist
+    int64_t step, width, first;  // first: how many of them, from the beginning, do not exist
 
-    static Band make(const void* key, const void* value, const bool* exists, int64_t sequence, int64_t head,
-                     int64_t length, int64_t width, const Attention& a) {
-        const int64_t offset = (sequence * a.kv_heads + head) * length * a.dim;
-        const bool* begin = exists + sequence * length;
-        const int64_t first = std::find(begin, begin + length, true) - begin;
-        return {static_cast<const T*>(key) + offset, static_cast<const T*>(value) + offset, width, first};
+    static Band make(const void* key, const void* value, const bool* exists, const Task& task, int64_t width,
+                     const Attention& a) {
+        const int64_t begin = a.start(task.sequence) + task.sequence * (width - 1), step = a.kv_heads * a.dim;
+        const int64_t length = a.queries(task.sequence) + width - 1, offset = begin * step + task.head * a.dim;
+        const int64_t first = std::find(exists + begin, exists + begin + length, true) - (exists + begin);
+        return {static_cast<const T*>(key) + offset, static_cast<const T*>(value) + offset, step, width, first};
     }
 };
 
@@ -266,13 +277,6 @@ inline void widen(const BFloat16* const* from, int count, int channel, int width
     }
 }
 
-// A block of queries of one KV head, all query heads of its group, against some of the slots.
-struct Task {
-    int64_t sequence, head, first_query, queries, begin, end;
-    int64_t unit;     // tasks over other slots of the same queries have the same unit
-    int64_t partial;  // where the state goes in the workspace, or -1: there is only this task
-};
-
 // The online softmax of the rows of a task (row = query * group + member), and the scratch memory of a thread.
 template <class T>
 class Rows {
@@ -297,13 +301,9 @@ class Rows {
         }
         raw_scores_ = nullptr;
         if (task.begin > 0) return;
-        const int64_t n = a_.queries;
-        if (a_.top_key)
-            attend(Band<T>::make(a_.top_key, a_.top_value, a_.top_exists, task.sequence, task.head, n, 1, a_), task);
+        if (a_.top_key) attend(Band<T>::make(a_.top_key, a_.top_value, a_.top_exists, task, 1, a_), task);
         if (a_.recent_key)
-            attend(Band<T>::make(a_.recent_key, a_.recent_value, a_.recent_exists, task.sequence, task.head,
-                                 n + a_.delay - 1, a_.delay, a_),
-                   task);
+            attend(Band<T>::make(a_.recent_key, a_.recent_value, a_.recent_exists, task, a_.delay, a_), task);
     }
 
     void save(float* partial) const {
@@ -326,8 +326,9 @@ class Rows {
     void finish(const Task& task) {
         for (int r = 0; r < rows_; r++) {
             const float inverse = sum_[r] > 0 ? 1 / sum_[r] : 0;
-            const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
-            const int64_t place = ((task.sequence * a_.kv_heads * a_.group + head) * a_.queries + query) * dim_;
+            const int64_t head = task.head * a_.group + r % a_.group;
+            const int64_t query = a_.start(task.sequence) + task.first_query + r / a_.group;
+            const int64_t place = (query * a_.kv_heads * a_.group + head) * dim_;
             scale(&out_[r * dim_], dim_, inverse);
             pack(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
             if (!a_.scores) continue;
@@ -345,8 +346,8 @@ class Rows {
         const float scaling = float(a_.scaling * 1.4426950408889634);  // the softmax is taken to the base 2
         for (int r = 0; r < rows_; r++) {
             const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
-            const T* from = static_cast<const T*>(a_.query) + task.sequence * a_.query_sequence_step +
-                            head * a_.query_head_step + query * a_.query_step;
+            const T* from = static_cast<const T*>(a_.query) + (a_.start(task.sequence) + query) * a_.query_step +
+                            head * a_.query_head_step;
             unpack(from, dim_, &query_[r * dim_]);
             scale(&query_[r * dim_], dim_, scaling);
             limit_[r] = seen_slots(a_, task.sequence, task.head, query);
@@ -384,8 +385,8 @@ class Rows {
             for (int64_t start = std::max(query, band.first); start < end; start += TILE) {
                 tile.count = int(std::min<int64_t>(end - start, TILE));
                 for (int j = 0; j < tile.count; j++) {
-                    tile.key[j] = band.key + (start + j) * dim_;
-                    tile.value[j] = band.value + (start + j) * dim_;
+                    tile.key[j] = band.key + (start + j) * band.step;
+                    tile.value[j] = band.value + (start + j) * band.step;
                 }
                 tile.pad();
                 const auto from = [&](int r) { return int(task.first_query + r / a_.group - start); };
@@ -461,8 +462,8 @@ class Rows {
 
   public:
     static int64_t seen_slots(const Attention& a, int64_t sequence, int64_t head, int64_t query) {
-        const int64_t place = a.slots_by_row && a.rows ? a.rows[sequence] : sequence;
-        return a.slots[place * a.slots_sequence_step + head * a.slots_head_step + query];
+        const int64_t place = a.slots_by_row ? (a.rows ? a.rows[sequence] : sequence) : a.start(sequence) + query;
+        return a.slots[place * a.kv_heads + head];
     }
 
   private:
@@ -474,15 +475,22 @@ class Rows {
     float* raw_scores_ = nullptr;
 };
 
+inline int64_t most_queries(const Attention& a) {
+    int64_t most = 0;
+    for (int64_t sequence = 0; sequence < a.sequences; sequence++) most = std::max(most, a.queries(sequence));
+    return most;
+}
+
 // Cuts the work into tasks: late queries, which see most, come first; long heads are cut so that every thread has some.
 template <class T>
 std::vector<Task> plan(const Attention& a, int64_t block_queries) {
     std::vector<Task> units, tasks;
     int64_t total = 0;
-    for (int64_t last = a.queries; last > 0; last -= block_queries)
+    for (int64_t behind = 0; behind < most_queries(a); behind += block_queries)
         for (int64_t sequence = 0; sequence < a.sequences; sequence++)
             for (int64_t head = 0; head < a.kv_heads; head++) {
-                const int64_t first = std::max<int64_t>(last - block_queries, 0);
+                const int64_t last = a.queries(sequence) - behind, first = std::max<int64_t>(last - block_queries, 0);
+                if (last <= 0) break;
                 int64_t most = 0;
                 for (int64_t query = first; query < last; query++)
                     most = std::max(most, Rows<T>::seen_slots(a, sequence, head, query));
@@ -505,7 +513,7 @@ std::vector<Task> plan(const Attention& a, int64_t block_queries) {
 
 template <class T>
 void attend(const Attention& a) {
-    const int64_t block_queries = std::clamp<int64_t>(BLOCK_ROWS / a.group, 1, a.queries);
+    const int64_t block_queries = std::clamp<int64_t>(BLOCK_ROWS / a.group, 1, std::max<int64_t>(most_queries(a), 1));
     const std::vector<Task> tasks = plan<T>(a, block_queries);
     const int64_t num_tasks = int64_t(tasks.size()), stride = block_queries * a.group * (a.dim + 2);
     int64_t num_partials = 0;
@@ -535,20 +543,20 @@ void attend(const Attention& a) {
 
 }  // namespace
 
-// The next n tokens of each sequence. Mirrored in cpu.py.
+// The next tokens of each sequence, side by side in one row. Mirrored in cpu.py.
 struct Append {
-    int64_t sequences, heads, tokens, dim, block, history, delay, threads;
+    int64_t sequences, heads, dim, block, history, delay, threads;
     int64_t gated, merges, window;  // window 0: exact accumulation
     const int64_t* rows;            // [S]
-    const int64_t* positions;       // [S, n], each row counts up
-    int64_t position_step;
-    const void *key, *value;  // [S, H, n, D]
-    int64_t key_sequence_step, key_head_step, key_step, value_sequence_step, value_head_step, value_step;
-    const bool* merged;  // [S, H, n]
-    int64_t merged_sequence_step, merged_head_step, merged_step;
-    const float* omega;  // [S, H, n]
-    int64_t omega_sequence_step, omega_head_step, omega_step;
-    const float *cos, *sin;  // [S, n + W, D]
+    const int64_t* starts;          // where the tokens of each sequence begin, and the end, [S + 1]
+    const int64_t* positions;       // [T], those of a sequence count up
+    const void *key, *value;        // [T, H, D]
+    int64_t key_step, key_head_step, value_step, value_head_step;
+    const bool* merged;  // [T, H]
+    int64_t merged_step, merged_head_step;
+    const float* omega;  // [T, H]
+    int64_t omega_step, omega_head_step;
+    const float *cos, *sin;  // [T + S W, D]: at W positions more of each sequence, before its first
     void *key_pages, *value_pages;
     const int32_t* free_blocks;
     int32_t* num_free;
@@ -559,11 +567,11 @@ struct Append {
     bool* history_merged;                // [C, H, R]
     float* history_omega;                // [C, H, R]
     float *mean, *weight;                // [C, H, 2 D], [C, H]
-    int64_t* seen;                       // [S, H, n]
-    void *top_key, *top_value;           // [S, H, n, D] or null
-    bool* top_exists;                    // [S, n]
-    void *recent_key, *recent_value;     // [S, H, n + W - 1, D] or null
-    bool* recent_exists;                 // [S, n + W - 1]
+    int32_t* seen;                       // [T, H]
+    void *top_key, *top_value;           // [T, H, D] or null
+    bool* top_exists;                    // [T]
+    void *recent_key, *recent_value;     // [T + S (W - 1), H, D] or null
+    bool* recent_exists;                 // [T + S (W - 1)]
     int64_t num_rows, num_slots;         // C, and the slots that a table can name
 };
 
@@ -574,14 +582,14 @@ template <class T>
 class Head {
   public:
     Head(const Append& a, int64_t sequence, int64_t head)
-        : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), place_(sequence * a.heads + head),
-          row_(a.rows[sequence] * a.heads + head), first_(a.positions[sequence * a.position_step]),
-          table_(a.tables + a.rows[sequence] * a.table_row_step + head * a.table_head_step) {}
+        : a_(a), dim_(int(a.dim)), sequence_(sequence), head_(head), start_(a.starts[sequence]),
+          tokens_(a.starts[sequence + 1] - start_), row_(a.rows[sequence] * a.heads + head),
+          first_(a.positions[start_]), table_(a.tables + a.rows[sequence] * a.table_row_step + head * a.table_head_step) {}
 
     // Slots after these tokens.
     int64_t grown() const {
         int64_t length = a_.lengths[row_];
-        for (int64_t i = 0; i < a_.tokens; i++) length += appends(first_ + i - a_.delay);
+        for (int64_t i = 0; i < tokens_; i++) length += appends(first_ + i - a_.delay);
         return length;
     }
 
@@ -590,46 +598,44 @@ class Head {
     // Takes blocks and says what is seen; heads come in order, for they share the free list.
     void grow() {
         int32_t length = a_.lengths[row_];
-        for (int64_t i = 0; i < a_.tokens; i++) {
+        for (int64_t i = 0; i < tokens_; i++) {
             if (appends(first_ + i - a_.delay)) {
                 if (length % a_.block == 0) table_[length / a_.block] = a_.free_blocks[--*a_.num_free];
                 length++;
             }
-            a_.seen[place_ * a_.tokens + i] = a_.top_key ? std::max(length - 1, 0) : length;
+            a_.seen[place(i)] = a_.top_key ? std::max(length - 1, 0) : length;
         }
         a_.lengths[row_] = length;
     }
 
     // Heads are independent of each other.
     void write() {
-        for (int64_t i = 0; i < a_.tokens; i++) enter(i);
+        for (int64_t i = 0; i < tokens_; i++) enter(i);
         if (a_.delay > 0) recall();
-        const int64_t end = first_ + a_.tokens;  // the history is needed up to here
+        const int64_t end = first_ + tokens_;  // the history is needed up to here
         for (int64_t position = std::max(first_, end - a_.history); position < end; position++) remember(position);
     }
 
   private:
+    int64_t place(int64_t i) const { return (start_ + i) * a_.heads + head_; }  // of the i-th new token
     bool is_new(int64_t position) const { return position >= first_; }
+    int64_t token(int64_t position) const { return start_ + position - first_; }
     int64_t ring(int64_t position) const { return row_ * a_.history + position % a_.history; }
     const T* key(int64_t position) const {
         if (!is_new(position)) return static_cast<const T*>(a_.history_key) + ring(position) * dim_;
-        return static_cast<const T*>(a_.key) + sequence_ * a_.key_sequence_step + head_ * a_.key_head_step +
-               (position - first_) * a_.key_step;
+        return static_cast<const T*>(a_.key) + token(position) * a_.key_step + head_ * a_.key_head_step;
     }
     const T* value(int64_t position) const {
         if (!is_new(position)) return static_cast<const T*>(a_.history_value) + ring(position) * dim_;
-        return static_cast<const T*>(a_.value) + sequence_ * a_.value_sequence_step + head_ * a_.value_head_step +
-               (position - first_) * a_.value_step;
+        return static_cast<const T*>(a_.value) + token(position) * a_.value_step + head_ * a_.value_head_step;
     }
     bool decision(int64_t position) const {
         if (!is_new(position)) return a_.history_merged[ring(position)];
-        return a_.merged[sequence_ * a_.merged_sequence_step + head_ * a_.merged_head_step +
-                         (position - first_) * a_.merged_step];
+        return a_.merged[token(position) * a_.merged_step + head_ * a_.merged_head_step];
     }
     float omega(int64_t position) const {
         if (!is_new(position)) return a_.history_omega[ring(position)];
-        return a_.omega[sequence_ * a_.omega_sequence_step + head_ * a_.omega_head_step +
-                        (position - first_) * a_.omega_step];
+        return a_.omega[token(position) * a_.omega_step + head_ * a_.omega_head_step];
     }
     bool merged(int64_t position) const { return position > 0 && decision(position); }  // nothing precedes the first
     bool appends(int64_t position) const { return position >= 0 && !(a_.gated && merged(position)); }
@@ -656,15 +662,15 @@ class Head {
         if (stays) {
             state(position, key, value);
             if (a_.gated) rotate(key, i);
-            const int64_t slot = a_.seen[place_ * a_.tokens + i] - (a_.top_key ? 0 : 1);
+            const int64_t slot = a_.seen[place(i)] - (a_.top_key ? 0 : 1);
             const int64_t to = (table_[slot / a_.block] * a_.block + slot % a_.block) * dim_;
             copy(key, static_cast<T*>(a_.key_pages) + to);
             copy(value, static_cast<T*>(a_.value_pages) + to);
         }
         if (a_.top_key) {
-            copy(key, static_cast<T*>(a_.top_key) + (place_ * a_.tokens + i) * dim_);
-            copy(value, static_cast<T*>(a_.top_value) + (place_ * a_.tokens + i) * dim_);
-            if (head_ == 0) a_.top_exists[sequence_ * a_.tokens + i] = position >= 0;
+            copy(key, static_cast<T*>(a_.top_key) + place(i) * dim_);
+            copy(value, static_cast<T*>(a_.top_value) + place(i) * dim_);
+            if (head_ == 0) a_.top_exists[start_ + i] = position >= 0;
         }
     }
 
@@ -695,8 +701,8 @@ class Head {
 
     void rotate(float* key, int64_t entry) const {
         const int half = dim_ / 2;
-        const float* cos = a_.cos + (sequence_ * (a_.tokens + a_.delay) + entry) * dim_;
-        const float* sin = a_.sin + (sequence_ * (a_.tokens + a_.delay) + entry) * dim_;
+        const int64_t turn = (start_ + sequence_ * a_.delay + entry) * dim_;
+        const float *cos = a_.cos + turn, *sin = a_.sin + turn;
         for (int d = 0; d < half; d++) {
             const float first = key[d], second = key[d + half];
             key[d] = first * cos[d] - second * sin[d];
@@ -705,9 +711,9 @@ class Head {
     }
 
     void recall() {
-        const int64_t count = a_.tokens + a_.delay - 1;
+        const int64_t count = tokens_ + a_.delay - 1, begin = start_ + sequence_ * (a_.delay - 1);
         for (int64_t i = 0; i < count; i++) {
-            const int64_t position = first_ + i + 1 - a_.delay, to = (place_ * count + i) * dim_;
+            const int64_t position = first_ + i + 1 - a_.delay, to = ((begin + i) * a_.heads + head_) * dim_;
             float rotated[MAX_DIM] = {}, plain[MAX_DIM] = {};
             if (position >= 0) {
                 copy(key(position), rotated);
@@ -716,7 +722,7 @@ class Head {
             }
             copy(rotated, static_cast<T*>(a_.recent_key) + to);
             copy(plain, static_cast<T*>(a_.recent_value) + to);
-            if (head_ == 0) a_.recent_exists[sequence_ * count + i] = position >= 0;
+            if (head_ == 0) a_.recent_exists[begin + i] = position >= 0;
         }
     }
 
@@ -730,7 +736,7 @@ class Head {
 
     const Append& a_;
     const int dim_;
-    const int64_t sequence_, head_, place_, row_, first_;
+    const int64_t sequence_, head_, start_, tokens_, row_, first_;
     int32_t* table_;
 };
 
@@ -738,7 +744,7 @@ template <class T>
 void append(const Append& a) {
     const int64_t num_heads = a.sequences * a.heads;
     for (int64_t i = 0; i < num_heads; i++) Head<T>(a, i / a.heads, i % a.heads).grow();
-    const int64_t work = num_heads * a.dim * (a.tokens + a.history);
+    const int64_t work = a.heads * a.dim * (a.starts[a.sequences] + a.sequences * a.history);
     std::atomic<int64_t> taken{0};
     on_threads(work < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
         for (int64_t i; (i = taken++) < num_heads;) Head<T>(a, i / a.heads, i % a.heads).write();
@@ -837,11 +843,19 @@ struct Evict {
     const int64_t* slots;  // [S, H]
 };
 
-struct Notes {  // of `count` slots of each head: the newest are written, the first are read
+struct ReadNotes {  // the first `count` slots of each head
     Heads heads;
     int64_t count;
     int32_t* const* notes;  // [F], the bits of each, [S, H, count]
     const int32_t* fills;   // [F], what is read beyond the length
+};
+
+struct WriteNotes {  // the slots of the newest tokens
+    Heads heads;
+    const int64_t* starts;  // [S + 1]
+    int32_t* const* notes;  // [F], the bits of each, [T, H]
+
+    int64_t count(int64_t head) const { return starts[head / heads.heads + 1] - starts[head / heads.heads]; }
 };
 
 struct AddAttention {
@@ -957,19 +971,20 @@ void evict(const Evict& e) {
     }
 }
 
-void write_notes(const Notes& n) {
+void write_notes(const WriteNotes& n) {
     const Heads& a = n.heads;
-    for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
+    for_each_head(a, n.starts[a.sequences] * a.heads * a.num_pages, [&](int64_t i) {
         const Tenant tenant(a, i);
-        const int64_t begin = tenant.length() - n.count;
-        for (int64_t field = 0; field < a.num_pages; field++)
-            tenant.for_each_run(begin, tenant.length(), [&](int64_t slot, int64_t count) {
-                std::copy_n(n.notes[field] + i * n.count + slot - begin, count, tenant.at<int32_t>(field, slot));
-            });
+        const int64_t begin = tenant.length() - n.count(i);
+        for (int64_t field = 0; field < a.num_pages; field++) {
+            const int32_t* from = n.notes[field] + n.starts[i / a.heads] * a.heads + i % a.heads;
+            for (int64_t slot = begin; slot < tenant.length(); slot++, from += a.heads)
+                *tenant.at<int32_t>(field, slot) = *from;
+        }
     });
 }
 
-void read_notes(const Notes& n) {
+void read_notes(const ReadNotes& n) {
     const Heads& a = n.heads;
     for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
         const Tenant tenant(a, i);
@@ -1047,12 +1062,17 @@ void candidates(const Candidate& c) {
 // What slots receive from all queries of a prompt. Mirrored in cpu.py.
 struct Received {
     Heads heads;  // its pages are the keys
-    int64_t dim, group, queries, entries;
+    int64_t dim, group, most, entries;  // most: queries of a sequence
     double scaling;
-    const void* query;  // [S, H_q, n, D]
-    int64_t query_sequence_step, query_head_step, query_step;
-    const int32_t* slots;  // seen by each query, [S, H, n]
+    const int64_t* starts;  // where the queries of each sequence begin, and the end, [S + 1]
+    const void* query;      // [T, H_q, D]
+    int64_t query_step, query_head_step;
+    const int32_t* slots;      // seen by each query, [T, H]
     float *columns, *squares;  // [S, H, group, entries], [S, H, entries], zeros
+
+    int64_t start(int64_t head) const { return starts[head / heads.heads]; }
+    int64_t queries(int64_t head) const { return starts[head / heads.heads + 1] - start(head); }
+    int32_t seen(int64_t head, int64_t i) const { return slots[(start(head) + i) * heads.heads + head % heads.heads]; }
 };
 
 namespace {
@@ -1067,18 +1087,18 @@ class Receiver {
   public:
     explicit Receiver(const Received& v)
         : v_(v), a_(v.heads), dim_(int(v.dim)), num_heads_(a_.sequences * a_.heads),
-          blocks_((v.queries + WIDTH - 1) / WIDTH), packed_(new float[num_heads_ * v.group * blocks_ * dim_ * WIDTH]),
+          blocks_((v.most + WIDTH - 1) / WIDTH), packed_(new float[num_heads_ * v.group * blocks_ * dim_ * WIDTH]),
           normalisation_(num_heads_ * v.group * blocks_ * WIDTH), limits_(num_heads_ * blocks_ * WIDTH),
           last_(num_heads_ * blocks_) {}
 
     void run() {
         for (int64_t head = 0; head < num_heads_; head++)
-            for (int64_t query = 0; query < v_.queries; query++) {
-                const int32_t limit = limits_[head * blocks_ * WIDTH + query] = v_.slots[head * v_.queries + query];
+            for (int64_t query = 0; query < v_.queries(head); query++) {
+                const int32_t limit = limits_[head * blocks_ * WIDTH + query] = v_.seen(head, query);
                 int32_t& last = last_[head * blocks_ + query / WIDTH];
                 last = std::max(last, limit);
             }
-        const int64_t cost = v_.queries * v_.entries * dim_ * num_heads_ * v_.group;
+        const int64_t cost = v_.starts[a_.sequences] * v_.entries * dim_ * a_.heads * v_.group;
         for_each(blocks_ * num_heads_ * v_.group, cost, a_.threads, [&](int64_t i) {
             normalise(i % (num_heads_ * v_.group), blocks_ - 1 - i / (num_heads_ * v_.group));
         });
@@ -1095,13 +1115,13 @@ class Receiver {
 
     // Lays the channels of the queries side by side, scaled for the softmax to the base 2.
     void pack_queries(int64_t query_head, int64_t block) const {
-        const int64_t heads = a_.heads * v_.group, first = block * WIDTH;
-        const T* query = static_cast<const T*>(v_.query) + query_head / heads * v_.query_sequence_step +
-                         query_head % heads * v_.query_head_step;
+        const int64_t head = query_head / v_.group, first = block * WIDTH;
+        const T* query = static_cast<const T*>(v_.query) + v_.start(head) * v_.query_step +
+                         query_head % (a_.heads * v_.group) * v_.query_head_step;
         float* to = packed(query_head, block);
         float channels[MAX_DIM];
         std::fill_n(to, dim_ * WIDTH, 0.0f);
-        for (int64_t lane = 0; lane < std::min<int64_t>(WIDTH, v_.queries - first); lane++) {
+        for (int64_t lane = 0; lane < std::min<int64_t>(WIDTH, v_.queries(head) - first); lane++) {
             unpack(query + (first + lane) * v_.query_step, dim_, channels);
             for (int d = 0; d < dim_; d++) to[d * WIDTH + lane] = channels[d] * float(v_.scaling * 1.4426950408889634);
         }
@@ -1128,8 +1148,9 @@ class Receiver {
     }
 
     void normalise(int64_t query_head, int64_t block) {
-        pack_queries(query_head, block);
         const int64_t head = query_head / v_.group;
+        if (block * WIDTH >= v_.queries(head)) return;  // a sequence of fewer queries
+        pack_queries(query_head, block);
         const Tenant tenant(a_, head);
         Vec maximum[ROWS], sum[ROWS] = {};
         std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
@@ -1163,7 +1184,7 @@ class Receiver {
         if (first >= tenant.length()) return;
         for (int j = 0; j < KEY_TILE; j++) unpack(key(tenant, first + j), dim_, keys[j]);
         std::vector<float> columns(v_.group * KEY_TILE * LANES), squares(KEY_TILE * LANES);
-        for (int64_t block = 0; block < blocks_; block++) {
+        for (int64_t block = 0; block * WIDTH < v_.queries(head); block++) {
             const int32_t last = last_[head * blocks_ + block];
             for (int tile = 0; tile < KEY_TILE && first + tile < last; tile += KEYS) {
                 const float* four[KEYS];
@@ -1229,7 +1250,7 @@ const char* wrong(const Attention& a) {
     const int64_t most = a.scores ? std::min(a.num_slots, a.scores_step) : a.num_slots;
     for (int64_t sequence = 0; sequence < a.sequences; sequence++)
         for (int64_t head = 0; head < a.kv_heads; head++)
-            for (int64_t query = 0; query < a.queries; query++) {
+            for (int64_t query = 0; query < a.queries(sequence); query++) {
                 const int64_t seen = Rows<T>::seen_slots(a, sequence, head, query);
                 if (seen < 0 || seen > most) return TOO_LONG;
             }
@@ -1269,8 +1290,12 @@ inline const char* wrong(const Evict& e) {
     return wrong_heads(e.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return e.slots[i] < length; });
 }
 
-inline const char* wrong(const Notes& n, bool writes) {
-    return wrong_heads(n.heads, NO_ENTRY, [&](int64_t, int64_t length) { return !writes || n.count <= length; });
+inline const char* wrong(const WriteNotes& n) {
+    return wrong_heads(n.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return n.count(i) <= length; });
+}
+
+inline const char* wrong(const ReadNotes& n) {
+    return wrong_heads(n.heads, NO_ENTRY, [](int64_t, int64_t) { return true; });
 }
 
 inline const char* wrong(const AddAttention& n) {
@@ -1284,8 +1309,9 @@ inline const char* wrong(const Candidate& c) {
 
 inline const char* wrong(const Received& v) {
     return wrong_heads(v.heads, TOO_LONG, [&](int64_t i, int64_t length) {
-        const int32_t* slots = v.slots + i * v.queries;
-        return std::all_of(slots, slots + v.queries, [&](int32_t seen) { return 0 < seen && seen <= length; });
+        for (int64_t query = 0; query < v.queries(i); query++)
+            if (v.seen(i, query) <= 0 || v.seen(i, query) > length) return false;
+        return true;
     });
 }
 
@@ -1314,8 +1340,8 @@ CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
 CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), append<BFloat16>(a))
 CHECKED(compact, Compact, wrong(a), compact(a))
 CHECKED(evict, Evict, wrong(a), evict(a))
-CHECKED(write_notes, Notes, wrong(a, true), write_notes(a))
-CHECKED(read_notes, Notes, wrong(a, false), read_notes(a))
+CHECKED(write_notes, WriteNotes, wrong(a), write_notes(a))
+CHECKED(read_notes, ReadNotes, wrong(a), read_notes(a))
 CHECKED(add_attention, AddAttention, wrong(a), add_attention(a))
 CHECKED(nth_newest, NthNewest, nullptr, nth_newest(a))
 CHECKED(eviction_candidate, Candidate, wrong(a), candidates(a))

@@ -13,6 +13,7 @@ from torch import Tensor
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
 from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.cpu_build import load_library
 from dmc.kernels.layout import history_size
 
@@ -35,17 +36,15 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
 
 # Fields of the structures of the same names in cpu.cpp, in their order.
 _ATTENTION = """
-    sequences kv_heads group queries dim block threads scaling
-    query query_sequence_step query_head_step query_step key_pages value_pages
-    rows tables table_row_step table_head_step slots slots_by_row slots_sequence_step slots_head_step
+    sequences kv_heads group dim block threads scaling starts query query_step query_head_step key_pages value_pages
+    rows tables table_row_step table_head_step slots slots_by_row
     top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
     num_rows num_slots
 """
 _APPEND = """
-    sequences heads tokens dim block history delay threads gated merges window rows positions position_step
-    key value key_sequence_step key_head_step key_step value_sequence_step value_head_step value_step
-    merged merged_sequence_step merged_head_step merged_step omega omega_sequence_step omega_head_step omega_step
-    cos sin
+    sequences heads dim block history delay threads gated merges window rows starts positions
+    key value key_step key_head_step value_step value_head_step
+    merged merged_step merged_head_step omega omega_step omega_head_step cos sin
     key_pages value_pages free_blocks num_free tables table_row_step table_head_step lengths
     history_key history_value history_merged history_omega mean weight seen
     top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
@@ -55,7 +54,7 @@ _HEADS = """
     tables table_row_step table_head_step lengths num_rows num_slots
 """
 _RECEIVED = """
-    dim group queries entries scaling query query_sequence_step query_head_step query_step slots columns squares
+    dim group most entries scaling starts query query_step query_head_step slots columns squares
 """
 
 
@@ -66,7 +65,7 @@ def _structure(fields: str) -> type[ctypes.Structure]:
 
 _Attention, _Append, _Received = map(_structure, (_ATTENTION, _APPEND, _HEADS + _RECEIVED))
 _Compact, _Evict = _structure(_HEADS + "keep keep_step"), _structure(_HEADS + "slots")
-_Notes = _structure(_HEADS + "count notes fills")
+_ReadNotes, _WriteNotes = _structure(_HEADS + "count notes fills"), _structure(_HEADS + "starts notes")
 _AddAttention = _structure(_HEADS + "group entries scores score_sequence_step score_head_step powers attention")
 _NthNewest = _structure("heads entries threads positions counts found")
 _Candidate = _structure(
@@ -75,39 +74,39 @@ _Candidate = _structure(
 _Linear = _structure("rows inputs outputs threads x weight out")
 
 
-def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
+def append_or_merge(
+    cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
+) -> Seen:
     """See `reference.append_or_merge`."""
     library = _library(cache.key_pages)
     if library is None:
-        return reference.append_or_merge(cache, tokens, config)
-    sequences, num_new = len(tokens.rows), tokens.positions.shape[-1]
+        return reference.append_or_merge(cache, batch, tokens, config)
+    sequences, num_tokens = len(batch.rows), batch.num_tokens
     heads, dim = cache.lengths.shape[1], cache.key_pages.shape[-1]
-    key, value, positions = (_rows_of_channels(each) for each in (tokens.key, tokens.value, tokens.positions))
+    key, value = _rows_of_channels(tokens.key), _rows_of_channels(tokens.value)
     merges = config is not None and config.action == "merge"
     delay = 0 if config is None else config.delay
     cos = sin = None
     if config is not None:
-        assert tokens.cos is not None and tokens.sin is not None
-        cos, sin = tokens.cos.float().contiguous(), tokens.sin.float().contiguous()
-        _expect("cos", cos, torch.float32, (sequences, num_new + delay, dim))
-        _expect("sin", sin, torch.float32, (sequences, num_new + delay, dim))
+        assert batch.rotary is not None
+        cos, sin = (each.float().contiguous() for each in batch.rotary)
+        _expect("cos", cos, torch.float32, (num_tokens + sequences * delay, dim))
+        _expect("sin", sin, torch.float32, cos.shape)
         assert tokens.merged is not None and tokens.omega is not None
-        _expect("merged", tokens.merged, torch.bool, (sequences, heads, num_new), dense=False)
-        _expect("omega", tokens.omega, torch.float32, (sequences, heads, num_new), dense=False)
+        _expect("merged", tokens.merged, torch.bool, (num_tokens, heads), dense=False)
+        _expect("omega", tokens.omega, torch.float32, (num_tokens, heads), dense=False)
     _expect_cache(cache, config)
-    _expect("rows", tokens.rows, torch.int64, (sequences,))
-    _expect("positions", positions, torch.int64, (sequences, num_new), dense=False)
-    _expect("key", key, cache.key_pages.dtype, (sequences, heads, num_new, dim), dense=False)
-    _expect("value", value, cache.key_pages.dtype, (sequences, heads, num_new, dim), dense=False)
-    seen = Seen(torch.empty(sequences, heads, num_new, dtype=torch.int64))
-    if merges and num_new > 1:
-        seen.top = Top(*_raw(key, num_new))
+    _expect_batch(batch)
+    _expect("key", key, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
+    _expect("value", value, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
+    seen = Seen(torch.empty(num_tokens, heads, dtype=torch.int32))
+    if merges and batch.most_new > 1:
+        seen.top = Top(*_raw(key, num_tokens))
     if delay > 0:
-        seen.recent = Recent(*_raw(key, num_new + delay - 1))
+        seen.recent = Recent(*_raw(key, num_tokens + sequences * (delay - 1)))
     arguments = _Append(
         sequences,
         heads,
-        num_new,
         dim,
         cache.block_size,
         history_size(config),
@@ -116,13 +115,13 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
         config is not None,
         merges,
         0 if config is None else config.window_size or 0,
-        tokens.rows.data_ptr(),
-        positions.data_ptr(),
-        positions.stride(0),
+        batch.row_index.data_ptr(),
+        batch.cu_seqlens.data_ptr(),
+        batch.positions.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
-        *key.stride()[:3],
-        *value.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
         _address(tokens.merged),
         *_strides(tokens.merged),
         _address(tokens.omega),
@@ -171,16 +170,17 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     _call(library, "evict", _Evict(*heads, slots.data_ptr()))
 
 
-def write_notes(cache: LayerCache, rows: Tensor, notes: dict[str, Tensor]) -> None:
+def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
     """See `reference.write_notes`."""
     if (library := load_library()) is None:
-        return reference.write_notes(cache, rows, notes)
+        return reference.write_notes(cache, batch, notes)
     pages, numbers = [cache.notes[name] for name in notes], [each.contiguous() for each in notes.values()]
     for name, page, each in zip(notes, pages, numbers, strict=True):
-        _expect(name, each, page.dtype, (len(rows), cache.lengths.shape[1], numbers[0].shape[-1]))
-    heads, _held = _heads(cache, rows, pages)
+        _expect(name, each, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
+    _expect_batch(batch)
+    heads, _held = _heads(cache, batch.row_index, pages)
     addresses = _int64s(each.data_ptr() for each in numbers)
-    _call(library, "write_notes", _Notes(*heads, numbers[0].shape[-1], ctypes.addressof(addresses), 0))
+    _call(library, "write_notes", _WriteNotes(*heads, batch.cu_seqlens.data_ptr(), ctypes.addressof(addresses)))
 
 
 def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
@@ -192,7 +192,7 @@ def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots:
     heads, _held = _heads(cache, rows, pages)
     addresses = _int64s(each.data_ptr() for each in read)
     fills = (ctypes.c_int32 * len(pages))(*(0 if page.is_floating_point() else -1 for page in pages))
-    notes = _Notes(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
+    notes = _ReadNotes(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
     _call(library, "read_notes", notes)
     return read
 
@@ -263,30 +263,32 @@ def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limit
 
 
 def attention_received(
-    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """See `dmc.kernels.probabilities.attention_received`."""
     library = _library(cache.key_pages, query)
     if library is None:
-        return reference.attention_received(query, cache, rows, slots, scaling)
+        return reference.attention_received(query, cache, batch, slots, scaling)
     query, slots = _rows_of_channels(query), slots.int().contiguous()
-    (sequences, heads, num_queries), num_entries = slots.shape, int(slots.max())
-    query_heads = query.shape[1] // heads * heads
-    _expect("slots", slots, torch.int32, (len(rows), cache.lengths.shape[1], num_queries))
-    queries = (sequences, query_heads, num_queries, cache.key_pages.shape[-1])
+    heads, num_entries = cache.lengths.shape[1], int(slots.max())
+    group = query.shape[1] // heads
+    _expect("slots", slots, torch.int32, (batch.num_tokens, heads))
+    queries = (batch.num_tokens, group * heads, cache.key_pages.shape[-1])
     _expect("query", query, cache.key_pages.dtype, queries, dense=False)
-    columns = torch.zeros(sequences, heads, query.shape[1] // heads, num_entries)
-    squares = torch.zeros(sequences, heads, num_entries)
-    heads_given, _held = _heads(cache, rows, [cache.key_pages])
+    _expect_batch(batch)
+    columns = torch.zeros(len(batch.rows), heads, group, num_entries)
+    squares = torch.zeros(len(batch.rows), heads, num_entries)
+    heads_given, _held = _heads(cache, batch.row_index, [cache.key_pages])
     arguments = _Received(
         *heads_given,
         query.shape[-1],
-        columns.shape[2],
-        num_queries,
+        group,
+        batch.most_new,
         num_entries,
         scaling,
+        batch.cu_seqlens.data_ptr(),
         query.data_ptr(),
-        *query.stride()[:3],
+        *query.stride()[:2],
         slots.data_ptr(),
         columns.data_ptr(),
         squares.data_ptr(),
@@ -326,9 +328,8 @@ def paged_attention(
     scores = None
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
-    seen = Seen(lengths[..., None], recent=recent)
     pages = key_pages, value_pages, block_tables
-    attended = _attend(library, query[:, :, None], *pages, seen, scaling, rows, scores, slots_by_row=True)[:, :, 0]
+    attended = _attend(library, query, *pages, Seen(lengths, recent=recent), scaling, rows, scores)
     return attended if scores is None else (attended, scores)
 
 
@@ -337,16 +338,17 @@ def prefill_attention(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
+    batch: ForwardBatch,
     seen: Seen,
     scaling: float,
-    *,
-    rows: Tensor | None = None,
 ) -> Tensor:
     """See `reference.prefill_attention`."""
     library = _library(key_pages, query)
     if library is None:
-        return reference.prefill_attention(query, key_pages, value_pages, block_tables, seen, scaling, rows=rows)
-    return _attend(library, query, key_pages, value_pages, block_tables, seen, scaling, rows)
+        return reference.prefill_attention(query, key_pages, value_pages, block_tables, batch, seen, scaling)
+    _expect_batch(batch)
+    pages = key_pages, value_pages, block_tables
+    return _attend(library, query, *pages, seen, scaling, batch.row_index, batch=batch)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -381,54 +383,53 @@ def _attend(
     scaling: float,
     rows: Tensor | None,
     scores: Tensor | None = None,
-    slots_by_row: bool = False,
+    batch: ForwardBatch | None = None,
 ) -> Tensor:
-    """Attend from queries [S, H_q, n, D]; with `slots_by_row` the slots seen are [C, H, 1] by cache row."""
+    """Attend from queries [T, H_q, D]; without a batch one of each sequence, and the slots seen are [C, H] by row."""
     query = _rows_of_channels(query)
-    sequences, heads, num_new, dim = query.shape
+    num_tokens, heads, dim = query.shape
     num_rows, kv_heads, _ = block_tables.shape
+    sequences = num_tokens if batch is None else len(batch.rows)
     slots = seen.slots.int().contiguous()
     tables = block_tables.int().contiguous()
     key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype)
     top, recent = _contiguous(seen.top), _contiguous(seen.recent)
-    _expect(
-        "query", query, key_pages.dtype, (sequences, heads // kv_heads * kv_heads, num_new, key_pages.shape[-1]), False
-    )
+    wanted = num_tokens if batch is None else batch.num_tokens
+    _expect("query", query, key_pages.dtype, (wanted, heads // kv_heads * kv_heads, key_pages.shape[-1]), False)
     _expect("key_pages", key_pages, key_pages.dtype, key_pages.shape)
     _expect("value_pages", value_pages, key_pages.dtype, key_pages.shape)
     _expect("block_tables", tables, torch.int32, tables.shape)
-    _expect("slots", slots, torch.int32, (num_rows, kv_heads, 1) if slots_by_row else (sequences, kv_heads, num_new))
+    _expect("slots", slots, torch.int32, (num_rows if batch is None else num_tokens, kv_heads))
     if rows is not None:
         _expect("rows", rows, torch.int64, (sequences,))
-    for raw in (top, recent):
+    delay = 0 if recent is None else (len(recent.exists) - num_tokens) // sequences + 1
+    for raw, extra in ((top, 0), (recent, sequences * (delay - 1))):
         if raw is not None:
-            count = num_new if raw is top else raw.key.shape[2]
-            _expect("raw keys", raw.key, key_pages.dtype, (sequences, kv_heads, count, dim))
+            _expect("raw keys", raw.key, key_pages.dtype, (num_tokens + extra, kv_heads, dim))
             _expect("raw values", raw.value, key_pages.dtype, raw.key.shape)
-            _expect("exists", raw.exists, torch.bool, (sequences, count))
+            _expect("exists", raw.exists, torch.bool, raw.key.shape[:1])
     arguments = _Attention(
         sequences,
         kv_heads,
         heads // kv_heads,
-        num_new,
         dim,
         key_pages.shape[1],
         torch.get_num_threads(),
         scaling,
+        0 if batch is None else batch.cu_seqlens.data_ptr(),
         query.data_ptr(),
-        *query.stride()[:3],
+        *query.stride()[:2],
         key_pages.data_ptr(),
         value_pages.data_ptr(),
         _address(rows),
         tables.data_ptr(),
         *tables.stride()[:2],
         slots.data_ptr(),
-        slots_by_row,
-        *slots.stride()[:2],
+        batch is None,
         *_addresses(top),
         *_addresses(recent),
-        0 if recent is None else recent.key.shape[2] - num_new + 1,
+        delay,
         out.data_ptr(),
         _address(scores),
         0 if scores is None else scores.shape[-1],
@@ -436,6 +437,12 @@ def _attend(
     )
     _call(library, "attend_" + SUFFIXES[query.dtype], arguments)
     return out
+
+
+def _expect_batch(batch: ForwardBatch) -> None:
+    _expect("rows", batch.row_index, torch.int64, (len(batch.rows),))
+    _expect("cu_seqlens", batch.cu_seqlens, torch.int64, (len(batch.rows) + 1,))
+    _expect("positions", batch.positions, torch.int64, (batch.num_tokens,))
 
 
 def _heads(cache: LayerCache, rows: Tensor, pages: Sequence[Tensor]) -> tuple[tuple[int, ...], object]:
@@ -556,14 +563,13 @@ def _contiguous(raw: Top | Recent | None) -> Top | Recent | None:
 
 
 def _raw(like: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make room for the key, value and exists of tokens, for heads like those of `like` [S, H, n, D]."""
-    sequences, heads, _, dim = like.shape
-    both = torch.empty(2, sequences, heads, num_tokens, dim, dtype=like.dtype)
-    return both[0], both[1], torch.empty(sequences, num_tokens, dtype=torch.bool)
+    """Make room for the key, value and exists of tokens, for heads like those of `like` [T, H, D]."""
+    both = torch.empty(2, num_tokens, *like.shape[1:], dtype=like.dtype)
+    return both[0], both[1], torch.empty(num_tokens, dtype=torch.bool)
 
 
 def _strides(gate: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if gate is None else gate.stride()
+    return (0, 0) if gate is None else gate.stride()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -116,9 +116,11 @@ def paged_attention(
 
 def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> Tensor:
     """Join attention over slots, `out` [B, H, group, D] and its log-sum-exp, with raw recent tokens."""
-    scores = grouped.float() @ recent.key.float().transpose(-1, -2) * scaling
-    scores = scores.masked_fill(~recent.exists[:, None, None], -torch.inf)  # [B, H, group, W]
+    batch = len(grouped)
+    key, value = (each.float().unflatten(0, (batch, -1)).transpose(1, 2) for each in (recent.key, recent.value))
+    scores = grouped.float() @ key.transpose(-1, -2) * scaling
+    scores = scores.masked_fill(~recent.exists.view(batch, 1, 1, -1), -torch.inf)  # [B, H, group, W]
     total = torch.logaddexp(lse, scores.logsumexp(-1))
     total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
-    joined = out.float() * (lse[..., None] - total).exp() + (scores - total).exp() @ recent.value.float()
+    joined = out.float() * (lse[..., None] - total).exp() + (scores - total).exp() @ value
     return joined.to(out.dtype)

@@ -12,18 +12,24 @@ def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
     return pages[block_tables[..., :num_blocks].long()].flatten(2, 3)[:, :, :num_slots]
 
 
-def places(block_tables: Tensor, slots: Tensor, block_size: int) -> Tensor:
+def places(block_tables: Tensor, slots: Tensor, block_size: int, sequence: Tensor | None = None) -> Tensor:
     """Find slots in pages that are laid out as one row; parts of a block are found by their number likewise.
 
     Args:
         block_tables: int32 [S, H, M].
-        slots: int64 [S or 1, H or 1, K]; any number within the table where it does not matter.
+        slots: [S or 1, H or 1, K], or [T, H] of flat tokens; any number within the table where it does not matter.
         block_size: slots (or parts) of a block.
+        sequence: which each flat token belongs to, int64 [T].
     Returns:
-        int64 [S, H, K], into `pages.flatten(0, 1)`.
+        int64 [S, H, K] or [T, H], into `pages.flatten(0, 1)`.
     """
-    slots = slots.expand(*block_tables.shape[:2], -1)
-    return block_tables.gather(2, slots // block_size).long() * block_size + slots % block_size
+    if sequence is None:
+        slots = slots.expand(*block_tables.shape[:2], -1)
+        blocks = block_tables.gather(2, slots // block_size)
+    else:
+        heads = torch.arange(block_tables.shape[1], device=slots.device)
+        blocks = block_tables[sequence[:, None], heads, slots // block_size]
+    return blocks.long() * block_size + slots % block_size
 
 
 def small_pages(pages: Tensor, page_size: int) -> Tensor:

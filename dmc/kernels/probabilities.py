@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.kernels.base import LayerCache
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.pages import gather_pages
 
 QUERY_BLOCK = 128
@@ -32,7 +33,7 @@ def attention_probabilities(
     sequences, _, num_new, head_dim = query.shape
     tables = cache.block_tables[rows]
     key = gather_pages(cache.key_pages, tables, int(slots.max())).float()
-    grouped = query.float().view(sequences, key.shape[1], -1, num_new, head_dim) * scaling
+    grouped = query.float().reshape(sequences, key.shape[1], -1, num_new, head_dim) * scaling
     place = torch.arange(key.shape[2], device=query.device)
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
@@ -45,24 +46,27 @@ def attention_probabilities(
 
 
 def attention_received(
-    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Sum what slots receive from all queries, without an [n, n] tensor; a backend may have a faster way.
 
     Args:
-        query: rotated, [S, H_q, n, D].
+        query: rotated, [T, H_q, D].
         cache: whose keys are attended to.
-        rows: cache row of each sequence, int64 [S].
-        slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
+        batch: whose queries they are.
+        slots: query i sees the first `slots[i]` slots, at least one; int32 [T, H], does not fall within a sequence.
         scaling: factor on the scores.
     Returns:
         Over the N slots of the longest head: the attention by query head, float32 [S, H, group, N], and the square of
         its mean over the group, [S, H, N].
     """
-    sequences, heads, _ = slots.shape
-    columns = query.new_zeros(sequences, heads, query.shape[1] // heads, int(slots.max()), dtype=torch.float32)
+    sequences, heads, most = len(batch.rows), slots.shape[1], int(slots.max())
+    columns = query.new_zeros(sequences, heads, query.shape[1] // heads, most, dtype=torch.float32)
     squares = torch.zeros_like(columns[:, :, 0])
-    for block in attention_probabilities(query, cache, rows, slots, scaling):
-        columns[..., : block.shape[-1]] += block.sum(3)
-        squares[..., : block.shape[-1]] += block.mean(2).square().sum(2)
+    padded, seen = batch.pad(query).transpose(1, 2), batch.pad(slots).transpose(1, 2)
+    blocks = attention_probabilities(padded, cache, batch.row_index, seen.clamp_min(1), scaling)
+    for block, asks in zip(blocks, (seen > 0).split(QUERY_BLOCK, dim=2), strict=True):
+        weights = block * asks[:, :, None, :, None]
+        columns[..., : block.shape[-1]] += weights.sum(3)
+        squares[..., : block.shape[-1]] += weights.mean(2).square().sum(2)
     return columns, squares

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
 from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.kernels.pages import gather_pages, places, slots_below
 from dmc.kernels.probabilities import QUERY_BLOCK
@@ -21,144 +22,164 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
     return None
 
 
-def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
-    """Let the next n tokens of each sequence into the cache (DMC, algorithm 1), in place.
+def append_or_merge(
+    cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
+) -> Seen:
+    """Let the next tokens of each sequence into the cache (DMC, algorithm 1), in place.
 
     With delay W the tokens that enter the compressed stream are the ones W positions behind the new ones. A merge
     gate's state after each token is the windowed closed form of eq. 10 over the raw history; exact accumulation goes on
-    from the open slot's mean.
+    from the open slot's mean. All sequences lie in one row: nothing merges across a start.
 
     Args:
         cache: pages, free list, tables, lengths, history and means are updated.
+        batch: which tokens of which sequences.
         tokens: what enters.
         config: the gate's action, delay and window; None appends every token.
     Returns:
         What the queries of the new tokens see.
     """
     if config is None:
-        appended = torch.ones(tokens.key.shape[:3], dtype=torch.bool, device=tokens.key.device)
-        length = _lengths_after(cache, tokens, appended)
-        _store(cache, tokens.rows, tokens.key, tokens.value, length, appended)
+        length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
+        _store(cache, batch, tokens.key, tokens.value, length, None)
         return Seen(length)
-    assert tokens.cos is not None and tokens.sin is not None
-    num_new, delay = tokens.key.shape[2], config.delay
-    raw = _with_history(cache, tokens, history_size(config))
-    end = raw.key.shape[2] - delay
-    entering = raw.part(end - num_new, end)
+    assert batch.rotary is not None
+    cos, sin = batch.rotary
+    size, delay = history_size(config), config.delay
+    raw = _with_history(cache, batch, tokens, size)
+    entering = raw.part(batch, size, size - delay, 0)
     exists = entering.positions >= 0
     merged = entering.merged & (entering.positions > 0)[:, None]  # nothing precedes the first token
     appended = exists[:, None] & ~merged
-    length = _lengths_after(cache, tokens, appended)
+    length = _lengths_after(cache, batch, appended)
     if config.action == "drop":
         key, value, stays = entering.key, entering.value, appended
     else:
-        key, value = _running_states(cache, tokens.rows, raw.part(0, end), num_new, config.window_size)
-        closes = torch.cat((appended[..., 1:], torch.ones_like(appended[..., :1])), dim=-1)
+        key, value = _running_states(cache, batch, raw, entering, config)
+        closes = appended.roll(-1, 0).index_fill(0, batch.last, True)
         stays = exists[:, None] & closes  # a state that a later token of this call overwrites is not written
-    key = rotate(key, tokens.cos[:, :num_new], tokens.sin[:, :num_new]).to(tokens.key.dtype)
+    turn = batch.new_in_extended(delay) - delay  # W positions behind
+    key = rotate(key, cos[turn], sin[turn]).to(tokens.key.dtype)
     value = value.to(tokens.value.dtype)
-    _store(cache, tokens.rows, key, value, length, stays)
-    _remember(cache, tokens.rows, raw, history_size(config))
+    _store(cache, batch, key, value, length, stays)
+    _remember(cache, batch, raw, size)
     seen = Seen(length)
-    if config.action == "merge" and num_new > 1:
+    if config.action == "merge" and batch.most_new > 1:
         seen = Seen((length - 1).clamp_min(0), Top(key, value, exists))
     if delay > 0:
-        recent = raw.part(end - num_new + 1, end + delay)
-        key = rotate(recent.key, tokens.cos[:, 1:], tokens.sin[:, 1:])
-        seen.recent = Recent(key, recent.value, recent.positions >= 0)
+        recent = raw.part(batch, size, size - delay + 1, delay - 1)
+        turn = batch.extended(delay - 1).new_in_extended(1)
+        seen.recent = Recent(rotate(recent.key, cos[turn], sin[turn]), recent.value, recent.positions >= 0)
     return seen
 
 
 @dataclass
 class RawTokens:
-    """Tokens before compression, in the order of their positions: R of history, n new ones."""
+    """Tokens before compression, flat: R of history and the new ones of each sequence."""
 
     key: Tensor
     value: Tensor
     merged: Tensor
     omega: Tensor
     positions: Tensor
-    """Negative: there is no such token, [S, R + n]."""
+    """Negative: there is no such token, [T + S R]."""
 
-    def part(self, begin: int, end: int) -> RawTokens:
-        """Tokens begin..end-1."""
-        time = slice(begin, end)
-        return RawTokens(
-            self.key[:, :, time],
-            self.value[:, :, time],
-            self.merged[..., time],
-            self.omega[..., time],
-            self.positions[:, time],
-        )
+    def part(self, batch: ForwardBatch, size: int, begin: int, before: int) -> RawTokens:
+        """Take, of each sequence's R + n tokens, n + `before` from `begin` on."""
+        wide = batch.extended(before)
+        index = wide.new_in_extended(size - before) - (size - before) + begin
+        omega, positions = self.omega[index], self.positions[index]
+        return RawTokens(self.key[index], self.value[index], self.merged[index], omega, positions)
 
 
-def _lengths_after(cache: LayerCache, tokens: NewTokens, appended: Tensor) -> Tensor:
-    return cache.lengths[tokens.rows].long()[..., None] + appended.cumsum(-1)
+def _lengths_after(cache: LayerCache, batch: ForwardBatch, appended: Tensor) -> Tensor:
+    """Slots in pages after each token, int32 [T, H]."""
+    total, start = appended.cumsum(0), batch.cu_seqlens[:-1]
+    before = total[start] - appended[start].long()
+    return (total + (cache.lengths[batch.row_index] - before)[batch.sequence]).int()
 
 
-def _with_history(cache: LayerCache, tokens: NewTokens, size: int) -> RawTokens:
-    """Join the ring of each row, in time order, with the new tokens."""
+def _with_history(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, size: int) -> RawTokens:
+    """Let the ring of each row, in time order, precede its new tokens."""
     assert tokens.merged is not None and tokens.omega is not None
-    past = tokens.positions[:, :1] + torch.arange(-size, 0, device=tokens.positions.device)
-    raw = RawTokens(tokens.key, tokens.value, tokens.merged, tokens.omega, torch.cat((past, tokens.positions), dim=-1))
-    if size > 0:
-        place = _ring_index(cache, tokens.rows, past, size)
-        raw.key = torch.cat((cache.history_key[place], raw.key), dim=2)
-        raw.value = torch.cat((cache.history_value[place], raw.value), dim=2)
-        raw.merged = torch.cat((cache.history_merged[place], raw.merged), dim=2)
-        raw.omega = torch.cat((cache.history_omega[place], raw.omega), dim=2)
-    return raw
+    wide = batch.extended(size)
+    rings = cache.history_key, cache.history_value, cache.history_merged, cache.history_omega
+    news = tokens.key, tokens.value, tokens.merged, tokens.omega
+    if size == 0:
+        return RawTokens(*news, wide.positions)
+    place = batch.row_index[wide.sequence], slice(None), wide.positions % size
+    key, value, merged, omega = (
+        ring[place].index_copy(0, batch.new_in_extended(size), new) for ring, new in zip(rings, news, strict=True)
+    )
+    return RawTokens(key, value, merged, omega, wide.positions)
 
 
-def _remember(cache: LayerCache, rows: Tensor, raw: RawTokens, size: int) -> None:
+def _remember(cache: LayerCache, batch: ForwardBatch, raw: RawTokens, size: int) -> None:
     """Keep the last R raw tokens for the next call."""
     if size > 0:
-        last = raw.part(raw.key.shape[2] - size, raw.key.shape[2])
-        place = _ring_index(cache, rows, last.positions, size)
-        cache.history_key[place], cache.history_value[place] = last.key, last.value
-        cache.history_merged[place], cache.history_omega[place] = last.merged, last.omega
-
-
-def _ring_index(cache: LayerCache, rows: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    heads = torch.arange(cache.lengths.shape[1], device=rows.device)
-    return rows[:, None, None], heads[None, :, None], positions[:, None] % size
+        last = batch.extended(size).last[:, None] + torch.arange(1 - size, 1, device=batch.last.device)
+        place = batch.row_index[:, None], slice(None), raw.positions[last] % size
+        cache.history_key[place], cache.history_value[place] = raw.key[last], raw.value[last]
+        cache.history_merged[place], cache.history_omega[place] = raw.merged[last], raw.omega[last]
 
 
 def _running_states(
-    cache: LayerCache, rows: Tensor, past: RawTokens, num_new: int, window_size: int | None
+    cache: LayerCache, batch: ForwardBatch, raw: RawTokens, entering: RawTokens, config: CompressionConfig
 ) -> tuple[Tensor, Tensor]:
-    """Pool unrotated keys and values up to each of the last `num_new` tokens; float32 [S, H, n, D] each."""
-    states = torch.cat((past.key, past.value), dim=-1).float()
-    alpha = (past.merged & (past.positions > 0)[:, None]).float()
-    omega = past.omega.where((past.positions >= 0)[:, None], 1.0)
-    if window_size is not None:
-        pooled = accumulate(states, alpha, omega, window_size)[:, :, -num_new:]
+    """Pool unrotated keys and values up to each entering token; float32 [T, H, D] each."""
+    if (window := config.window_size) is not None:
+        wide = batch.extended(window - 1)
+        past, size = raw, history_size(config)
+        if config.delay > 0:
+            past = raw.part(batch, size, 0, window - 1)
+        states, alpha, omega = _stream(past)
+        alpha = alpha.index_fill(0, wide.cu_seqlens[:-1], 0.0)  # what came before has no weight in what follows
+        pooled = _accumulate(states, alpha, omega, window)[batch.new_in_extended(window - 1)]
     else:
         assert cache.mean is not None and cache.weight is not None
-        mean, weight = cache.mean[rows], cache.weight[rows]
-        begin = states.shape[2] - num_new
-        states = torch.cat((mean[:, :, None], states[:, :, begin:]), dim=2)
-        alpha = torch.cat((torch.zeros_like(alpha[..., :1]), alpha[..., begin:]), dim=-1)
-        omega = torch.cat((weight[..., None].where(weight[..., None] > 0, 1.0), omega[..., begin:]), dim=-1)
-        pooled = accumulate(states, alpha, omega, None)[:, :, 1:]
-        merges = torch.cat((alpha[..., 1:], torch.ones_like(alpha[..., :1])), dim=-1)
-        in_open_slot = merges.flip(-1).cumprod(-1).flip(-1)
-        started = (past.positions[:, -1] >= 0)[:, None]
-        cache.weight[rows] = (in_open_slot * omega).sum(-1).where(started, 0.0)
-        cache.mean[rows] = pooled[:, :, -1].where(started[..., None], 0.0)
+        rows, new = batch.row_index, batch.new_in_extended(1)
+        start, last = batch.extended(1).cu_seqlens[:-1], batch.extended(1).last
+        weight = cache.weight[rows]
+        states, alpha, omega = (
+            each.new_zeros(len(each) + len(rows), *each.shape[1:]).index_copy_(0, new, each)
+            for each in _stream(entering)
+        )
+        states.index_copy_(0, start, cache.mean[rows])  # each sequence begins with its open slot
+        omega.index_copy_(0, start, weight.where(weight > 0, 1.0))
+        pooled = _accumulate(states, alpha, omega, None)
+        started = (entering.positions[batch.last] >= 0)[:, None]
+        index = torch.arange(len(alpha), device=alpha.device)[:, None]
+        first = index.where(alpha == 0, 0).cummax(0).values[last]  # of the open slot
+        sums = omega.double().cumsum(0)
+        total = (sums[last] - sums.gather(0, first)).float() + omega.gather(0, first)
+        cache.weight[rows] = total.where(started, 0.0)
+        cache.mean[rows] = pooled[last].where(started[..., None], 0.0)
+        pooled = pooled[new]
     key, value = pooled.chunk(2, dim=-1)
     return key, value
 
 
-def _store(cache: LayerCache, rows: Tensor, key: Tensor, value: Tensor, length: Tensor, stays: Tensor) -> None:
-    """Take the blocks that `length` [S, H, n] needs and write the states that stay into slot length - 1."""
-    take_blocks(cache, rows, length[..., -1])
-    tables = cache.block_tables[rows]
-    sequence, head, token = stays.nonzero(as_tuple=True)
-    slot = length[sequence, head, token] - 1
-    block = tables[sequence, head, slot // cache.block_size].long()
-    cache.key_pages[block, slot % cache.block_size] = key[sequence, head, token]
-    cache.value_pages[block, slot % cache.block_size] = value[sequence, head, token]
+def _stream(raw: RawTokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values side by side, decisions and importance, float32; neutral where there is no token."""
+    alpha = (raw.merged & (raw.positions > 0)[:, None]).float()
+    omega = raw.omega.where((raw.positions >= 0)[:, None], 1.0)
+    return torch.cat((raw.key, raw.value), dim=-1).float(), alpha, omega
+
+
+def _accumulate(states: Tensor, alpha: Tensor, omega: Tensor, window_size: int | None) -> Tensor:
+    states, alpha, omega = (each.transpose(0, 1)[None] for each in (states, alpha, omega))
+    return accumulate(states, alpha, omega, window_size)[0].transpose(0, 1)
+
+
+def _store(
+    cache: LayerCache, batch: ForwardBatch, key: Tensor, value: Tensor, length: Tensor, stays: Tensor | None
+) -> None:
+    """Take the blocks that `length` [T, H] needs and write the states that stay (None: all) into slot length - 1."""
+    take_blocks(cache, batch.row_index, length[batch.last].long())
+    place = places(cache.block_tables[batch.row_index], (length - 1).clamp_min(0), cache.block_size, batch.sequence)
+    chosen = ... if stays is None else stays.nonzero(as_tuple=True)
+    for pages, states in ((cache.key_pages, key), (cache.value_pages, value)):
+        pages.flatten(0, 1)[place[chosen]] = states[chosen]
 
 
 def take_blocks(cache: LayerCache, rows: Tensor, lengths: Tensor) -> None:
@@ -245,18 +266,19 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
     cache.num_free += count.to(cache.num_free.dtype)
 
 
-def write_notes(cache: LayerCache, rows: Tensor, notes: dict[str, Tensor]) -> None:
-    """Write what is kept of the slots that have just been appended, in place.
+def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
+    """Write what is kept of the slots of a batch that has just been appended, every token of it, in place.
 
     Args:
         cache: tables and lengths are read, notes updated.
-        rows: cache row of each sequence, int64 [S].
-        notes: of the n newest slots of each head, [S, H, n] each.
+        batch: whose tokens they are.
+        notes: [T, H] each.
     """
+    rows = batch.row_index
+    behind = (batch.cu_seqlens[1:, None] - cache.lengths[rows])[batch.sequence]  # of tokens, to the slots
+    slots = torch.arange(batch.num_tokens, device=rows.device)[:, None] - behind
+    place = places(cache.block_tables[rows], slots, cache.block_size, batch.sequence)
     for name, numbers in notes.items():
-        num_new = numbers.shape[-1]
-        slots = cache.lengths[rows].long()[..., None] + torch.arange(-num_new, 0, device=rows.device)
-        place = places(cache.block_tables[rows], slots, cache.block_size)
         cache.notes[name].flatten()[place] = numbers
 
 
@@ -344,7 +366,7 @@ def paged_attention(
         lengths: slots held, int32 [C, H]; a head without slots gives zeros.
         scaling: factor on the scores.
         rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
-        recent: raw tokens, with n = 1.
+        recent: raw tokens, [B W, H, D].
         return_scores: also return each slot's attention probability.
         num_scores: of how many slots, no fewer than the longest head has; None: as many as the tables can name.
     Returns:
@@ -352,14 +374,14 @@ def paged_attention(
     """
     if rows is not None:
         block_tables, lengths = block_tables[rows], lengths[rows]
-    seen = Seen(lengths[..., None].long(), recent=recent)
-    attended, scores = _attend(query[:, :, None], key_pages, value_pages, block_tables, seen, scaling)
+    seen = Seen(lengths, recent=recent)
+    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling)
     if not return_scores:
-        return attended[:, :, 0]
+        return attended[:, 0]
     num_slots = num_scores or block_tables.shape[-1] * key_pages.shape[1]
     own = scores[:, :, 0, : int(seen.slots.max())]
     assert own.shape[-1] <= num_slots, "a head has more slots than scores are wanted"
-    return attended[:, :, 0], torch.nn.functional.pad(own, (0, num_slots - own.shape[-1]))
+    return attended[:, 0], torch.nn.functional.pad(own, (0, num_slots - own.shape[-1]))
 
 
 def prefill_attention(
@@ -367,64 +389,85 @@ def prefill_attention(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
+    batch: ForwardBatch,
     seen: Seen,
     scaling: float,
-    *,
-    rows: Tensor | None = None,
 ) -> Tensor:
-    """Attend from n queries per sequence to closed slots, to their own running state, and to raw recent tokens.
+    """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
 
     Args:
-        query: rotated, [S, H_q, n, D].
+        query: rotated, [T, H_q, D].
         key_pages: [N, block, D].
         value_pages: [N, block, D].
         block_tables: int32 [C, H, M].
+        batch: whose queries they are.
         seen: what each query sees, from `append_or_merge`.
         scaling: factor on the scores.
-        rows: cache row of each sequence, int64 [S]; None: sequence s has row s, and C = S.
     Returns:
-        [S, H_q, n, D]; zeros where a query sees nothing.
+        [T, H_q, D]; zeros where a query sees nothing.
     """
-    if rows is not None:
-        block_tables = block_tables[rows]
-    return _attend(query, key_pages, value_pages, block_tables, seen, scaling)[0]
+    tables = block_tables[batch.row_index]
+    return batch.unpad(_attend(batch, query, key_pages, value_pages, tables, seen, scaling)[0])
 
 
 def _attend(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, block_tables: Tensor, seen: Seen, scaling: float
+    batch: ForwardBatch | None,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    seen: Seen,
+    scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the last block of queries' probabilities, [S, H_q, <= QUERY_BLOCK, keys], slots first."""
-    sequences, _, num_new, head_dim = query.shape
-    kv_heads = block_tables.shape[1]
-    num_slots = int(seen.slots.max())
-    slot_key = gather_pages(key_pages, block_tables, num_slots).float()
-    slot_value = gather_pages(value_pages, block_tables, num_slots).float()
-    grouped = query.float().view(sequences, kv_heads, -1, num_new, head_dim) * scaling
-    slots = torch.arange(num_slots, device=query.device)
+    """Return the output, padded [S, n, H_q, D], and the last block of queries' probabilities, slots first.
+
+    Args:
+        batch: None: one query of each sequence.
+        query: [T, H_q, D].
+        key_pages: [N, block, D].
+        value_pages: [N, block, D].
+        block_tables: of each sequence, int32 [S, H, M].
+        seen: what each query sees.
+        scaling: factor on the scores.
+    """
+    batch = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch
+    most_slots, delay = int(seen.slots.max()), 0
+    keys, values = (gather_pages(pages, block_tables, most_slots).float() for pages in (key_pages, value_pages))
+    seen_slots = batch.pad(seen.slots).transpose(1, 2)  # [S, H, n]
+    padded = batch.pad(query)
+    sequences, num_new, query_heads, head_dim = padded.shape
+    grouped = padded.float().transpose(1, 2).reshape(sequences, keys.shape[1], -1, num_new, head_dim) * scaling
+    if seen.top is not None:
+        top = [batch.pad(each) for each in (seen.top.key, seen.top.value, seen.top.exists)]
+    if seen.recent is not None:
+        delay = (len(seen.recent.exists) - batch.num_tokens) // sequences + 1
+        raw = [batch.pad(each, before=delay - 1) for each in (seen.recent.key, seen.recent.value, seen.recent.exists)]
+    slots = torch.arange(most_slots, device=query.device)
     outputs, weights = [], query.new_zeros(0)
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
-        keys, values = [slot_key], [slot_value]
-        visible = [slots < seen.slots[:, :, begin:end, None]]  # [S, H, block, slots]
+        block_keys, block_values = [keys], [values]
+        visible = [slots < seen_slots[:, :, begin:end, None]]  # [S, H, block, slots]
         if seen.top is not None:
-            keys.append(seen.top.key[:, :, begin:end].float())
-            values.append(seen.top.value[:, :, begin:end].float())
+            key, value, exists = (each[:, begin:end] for each in top)
+            block_keys.append(key.float().transpose(1, 2))
+            block_values.append(value.float().transpose(1, 2))
             own = torch.eye(end - begin, dtype=torch.bool, device=query.device)
-            visible.append((own & seen.top.exists[:, begin:end, None])[:, None].expand(-1, kv_heads, -1, -1))
+            visible.append((own & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
         if seen.recent is not None:
-            delay = seen.recent.key.shape[2] - num_new + 1
-            recent = slice(begin, end + delay - 1)
-            keys.append(seen.recent.key[:, :, recent].float())
-            values.append(seen.recent.value[:, :, recent].float())
+            key, value, exists = (each[:, begin : end + delay - 1] for each in raw)
+            block_keys.append(key.float().transpose(1, 2))
+            block_values.append(value.float().transpose(1, 2))
             offset = torch.arange(end - begin + delay - 1, device=query.device)
             offset = offset - torch.arange(end - begin, device=query.device)[:, None]
             band = (offset >= 0) & (offset < delay)
-            visible.append((band & seen.recent.exists[:, None, recent])[:, None].expand(-1, kv_heads, -1, -1))
+            visible.append((band & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
         mask = torch.cat(visible, dim=-1)[:, :, None]  # [S, H, 1, block, keys]
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
-        scores = rows @ torch.cat(keys, dim=2)[:, :, None].transpose(-1, -2)
+        scores = rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
         # what another sequence has left beyond the length may be no number, and 0 times it none either
         unseen = ~mask.any(-2)[..., None]
-        outputs.append(weights @ torch.cat(values, dim=2)[:, :, None].masked_fill(unseen, 0))
-    return torch.cat(outputs, dim=3).view(query.shape).to(query.dtype), weights.flatten(1, 2)
+        outputs.append(weights @ torch.cat(block_values, dim=2)[:, :, None].masked_fill(unseen, 0))
+    attended = torch.cat(outputs, dim=3).view(sequences, query_heads, num_new, head_dim).transpose(1, 2)
+    return attended.to(query.dtype), weights.flatten(1, 2)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dmc.compression import rotate
-from dmc.kernels.base import NewTokens
+from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch, Phase
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.attention import Cache, CacheAttention, Group, Phase, RotaryTables
+from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
 from dmc.policies.budgets import keep_top, within
 
@@ -155,68 +156,77 @@ class Eviction(CacheAttention):
         self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
         self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
+        self._notes: dict[str, Tensor] = {}  # of the tokens being fed, the same in all layers
 
-    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
-        is_prompt = Phase.PROMPT in group.phase
-        if Phase.FIRST in group.phase:
-            for place in group.places:
-                self._window.pop((layer_index, place.row), None)
-                self._columns.pop((layer_index, place.row), None)
-                self._seen[place.row] = self._seen.get(place.row, []) if layer_index > 0 else []
-        seen = self.append(layer_index, tokens)
+        for row, phase in zip(batch.rows, batch.phases, strict=True):
+            if Phase.FIRST in phase:
+                self._window.pop((layer_index, row), None)
+                self._columns.pop((layer_index, row), None)
+                self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
+        seen = self.append(layer_index, batch, tokens)
         if self._has_positions:
-            self._note(layer_index, group, tokens.value)
-        if not is_prompt and self.policy.evicts_decoding:
-            return self._decode(layer_index, group, query, scaling)
-        attended = self.attend_to_all(layer_index, group, query, seen, scaling)
-        if is_prompt:
-            self._look(layer_index, group, query, seen.slots, scaling)
-        if Phase.LAST in group.phase:
-            for place in group.places:
-                window = self._window.pop((layer_index, place.row), None)
-                self._end_prompt(layer_index, place.row, place.begin + query.shape[2], window, scaling)
+            self._note(layer_index, batch, tokens.value)
+
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            if part.is_prompt:
+                return self.attend_to_all(layer_index, part, query[where], Seen(seen.slots[where]), scaling)
+            return self._decode(layer_index, part, query[where], scaling)
+
+        if self.policy.evicts_decoding:
+            attended = self.by_phase(batch, query, attend_part)
+        else:
+            attended = self.attend_to_all(layer_index, batch, query, seen, scaling)
+        for part, where in batch.by_phase:
+            if part.is_prompt:
+                self._look(layer_index, part, query[where], seen.slots[where], scaling)
+        for row, tokens_seen, phase in zip(batch.rows, batch.ends, batch.phases, strict=True):
+            if Phase.LAST in phase:
+                window = self._window.pop((layer_index, row), None)
+                self._end_prompt(layer_index, row, tokens_seen, window, scaling)
         return attended
 
-    def _note(self, layer_index: int, group: Group, value: Tensor) -> None:
-        """Write what is kept of entries that have just been appended, `value` [S, H, n, D] theirs."""
-        notes = {"position": group.positions.int()[:, None].expand(value.shape[:3])}
-        nothing = torch.zeros(value.shape[:3], device=value.device)
-        for name in self.policy.sums:
-            notes[name] = value.float().abs().sum(-1) if name == "value_norm" else nothing
-        self.backend.write_notes(self.cache.layer(layer_index), group.rows, notes)
+    def _note(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
+        """Write what is kept of entries that have just been appended, `value` [T, H, D] theirs."""
+        if layer_index == 0:
+            self._notes = {"position": batch.positions.int()[:, None].expand(value.shape[:2]).contiguous()}
+            nothing = torch.zeros(value.shape[:2], device=value.device)
+            self._notes |= dict.fromkeys(self.policy.sums, nothing)
+        if "value_norm" in self._notes:
+            self._notes["value_norm"] = value.float().abs().sum(-1)
+        self.backend.write_notes(self.cache.layer(layer_index), batch, self._notes)
 
-    def _look(self, layer_index: int, group: Group, query: Tensor, slots: Tensor, scaling: float) -> None:
+    def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, slots: Tensor, scaling: float) -> None:
         """Add the attention of a prompt's queries to the sums, and hold on to the last queries."""
         policy, layer = self.policy, self.cache.layer(layer_index)
-        rows = [place.row for place in group.places]
         if policy.window:
-            for row, own in zip(rows, query, strict=True):
-                before = self._window.get((layer_index, row))
+            for row, span in zip(batch.rows, batch.spans, strict=True):
+                own, before = query[span].transpose(0, 1), self._window.get((layer_index, row))
                 window = own if before is None else torch.cat((before, own), dim=1)
                 self._window[layer_index, row] = window[:, -policy.window :].clone()
         if not self._powers:
             return
-        columns, squares = self.backend.attention_received(query, layer, group.rows, slots, scaling)
+        columns, squares = self.backend.attention_received(query, layer, batch, slots, scaling)
         received = {"mass": columns.mean(2), "squares": squares}
         every = torch.arange(columns.shape[-1], device=query.device)[None, None]
-        place = places(layer.block_tables[group.rows], every, layer.block_size)
+        place = places(layer.block_tables[batch.row_index], every, layer.block_size)
         for name in self._powers:  # 0 beyond the length, wherever that leads
             layer.notes[name].view(-1).index_put_((place,), received[name], accumulate=True)
         if policy.needs_columns:
-            for row, own in zip(rows, columns, strict=True):
+            for row, own in zip(batch.rows, columns, strict=True):
                 before = self._columns.get((layer_index, row), own[..., :0])
                 self._columns[layer_index, row] = own + pad(before, (0, own.shape[-1] - before.shape[-1]))
 
-    def _decode(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
-        """Attend from one generated token, and evict at most one entry of each head."""
-        policy, layer, rows = self.policy, self.cache.layer(layer_index), group.rows
+    def _decode(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
+        """Attend from one generated token of each sequence, and evict at most one entry of each head."""
+        policy, layer, rows = self.policy, self.cache.layer(layer_index), batch.row_index
         if layer_index == 0:
             self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
-            self._limits = self._limits_of(group)
+            self._limits = self._limits_of(batch)
         wanted = {"return_scores": policy.needs_row, "num_scores": self.whole_pages(self._longest)}
-        attended = self.attend_once(layer_index, group, query, scaling, **wanted)
-        entries = self._entries(layer_index, rows, group.positions[:, -1] + 1, self._longest)
+        attended = self.attend_once(layer_index, batch, query, scaling, **wanted)
+        entries = self._entries(layer_index, rows, batch.tokens_seen, self._longest)
         if policy.needs_row:
             attended, scores = attended
             entries.row = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
@@ -229,12 +239,12 @@ class Eviction(CacheAttention):
         self.backend.evict(layer, rows, slots)
         return attended
 
-    def _limits_of(self, group: Group) -> Tensor:
+    def _limits_of(self, batch: ForwardBatch) -> Tensor:
         """Entries that each head may hold after this generated token, [L, S]."""
         if not self.policy.grows:
-            return self.cache.fields["limits"][:, group.rows].long()
-        limits = [self.policy.budget.entries(place.begin + 1) for place in group.places]
-        return torch.tensor(limits, device=group.rows.device).expand(self.cache.layout.num_layers, -1)
+            return self.cache.fields["limits"][:, batch.row_index].long()
+        limits = [self.policy.budget.entries(end) for end in batch.ends]
+        return torch.tensor(limits, device=batch.row_index.device).expand(self.cache.layout.num_layers, -1)
 
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from dmc.budget import Budget
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_slots, places
 from dmc.kernels.probabilities import QUERY_BLOCK
-from dmc.policies.attention import Cache, CacheAttention, Group, Phase, RotaryTables
+from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, top_positions
 
 
@@ -101,37 +102,6 @@ def block_relevance(query: Tensor, representative: Tensor) -> Tensor:
     return (representative @ query.sum(2)[..., None])[..., 0].sum(1)
 
 
-@dataclass
-class Chunk:
-    """Queries that read the same blocks: several of one sequence, or one of several."""
-
-    row_list: list[int]
-    rows: Tensor
-    """The same on the device, [S]."""
-    begins: list[int]
-    """Position of each sequence's first query."""
-    prompt_ends: list[int]
-    query: Tensor
-    """Rotated at its positions, [S, H_q, n, D]."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Of the queries, int64 [S, n]."""
-        begins = torch.tensor(self.begins, device=self.rows.device)[:, None]
-        return begins + torch.arange(self.query.shape[2], device=self.rows.device)
-
-    def of(self, members: list[int]) -> Chunk:
-        """Take some sequences."""
-        lists = ([each[i] for i in members] for each in (self.row_list, self.begins, self.prompt_ends))
-        row_list, begins, prompt_ends = lists
-        return Chunk(row_list, self.rows[members], begins, prompt_ends, self.query[members])
-
-    def queries(self, first: int, end: int) -> Chunk:
-        """Take queries first..end-1 of each sequence."""
-        begins = [begin + first for begin in self.begins]
-        return Chunk(self.row_list, self.rows, begins, self.prompt_ends, self.query[:, :, first:end])
-
-
 class InfLLMAttention(CacheAttention):
     """Lets tokens in, then attends chunk by chunk; scores are computed here, for keys lie at two kinds of positions."""
 
@@ -140,63 +110,64 @@ class InfLLMAttention(CacheAttention):
         self.policy, self._rotary = policy, rotary
         self._represented: dict[tuple[int, int], int] = {}  # blocks that have a key, by layer and row
 
-    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
-        self.append(layer_index, tokens)
-        nothing = torch.zeros(tokens.key.shape[:3], device=query.device)
-        self.backend.write_notes(self.cache.layer(layer_index), group.rows, {"received": nothing})
-        everything = Chunk(
-            [place.row for place in group.places],
-            group.rows,
-            [place.begin for place in group.places],
-            [place.prompt_end for place in group.places],
-            query,
-        )
-        if Phase.PROMPT not in group.phase:
-            return self._attend_chunk(layer_index, everything, scaling)
-        attended = []
-        for i in range(len(group.places)):
-            own = everything.of([i])
-            for first in range(0, query.shape[2], self.policy.chunk):
-                chunk = own.queries(first, min(first + self.policy.chunk, query.shape[2]))
-                attended.append(self._attend_chunk(layer_index, chunk, scaling))
-        return torch.cat(attended, dim=2).unflatten(2, (len(group.places), -1))[0].transpose(0, 1)
+        self.append(layer_index, batch, tokens)
+        nothing = torch.zeros(tokens.key.shape[:2], device=query.device)
+        self.backend.write_notes(self.cache.layer(layer_index), batch, {"received": nothing})
 
-    def _attend_chunk(self, layer_index: int, chunk: Chunk, scaling: float) -> Tensor:
-        """Attend from a chunk's queries, [S, H_q, n, D]."""
-        self._represent(layer_index, chunk)
-        sequences, _, num_new, _ = chunk.query.shape
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            if not part.is_prompt:
+                return self._attend_chunk(layer_index, part, query[where], scaling)
+            own, size = query[where], self.policy.chunk
+            return torch.cat(
+                [
+                    self._attend_chunk(layer_index, one.cut(first, end), own[span][first:end], scaling)
+                    for i, span in enumerate(part.spans)
+                    for one in (part.part([i])[0],)
+                    for first, end in ((at, min(at + size, one.most_new)) for at in range(0, one.most_new, size))
+                ]
+            )
+
+        return self.by_phase(batch, query, attend_part)
+
+    def _attend_chunk(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
+        """Attend from queries that read the same blocks: several of one sequence, or one of several; [T, H_q, D]."""
+        self._represent(layer_index, batch)
+        num_new = batch.most_new
         exact = [
             min(max(self.policy.exact_until(end) - begin, 0), num_new)
-            for begin, end in zip(chunk.begins, chunk.prompt_ends, strict=True)
+            for begin, end in zip(batch.begins, batch.prompt_ends, strict=True)
         ]
         if min(exact) == num_new:
-            return self._read(layer_index, chunk, None, scaling)
+            return self._read(layer_index, batch, query, None, scaling)
         if max(exact) == 0:
-            return self._read(layer_index, chunk, self._far(layer_index, chunk), scaling)
-        if sequences == 1:
-            far = self._far(layer_index, chunk)
-            near_part, far_part = chunk.queries(0, exact[0]), chunk.queries(exact[0], num_new)
-            return torch.cat(
-                (self._read(layer_index, near_part, None, scaling), self._read(layer_index, far_part, far, scaling)), 2
+            return self._read(layer_index, batch, query, self._far(layer_index, batch, query), scaling)
+        if len(batch.rows) == 1:
+            far, near = self._far(layer_index, batch, query), exact[0]
+            parts = (
+                self._read(layer_index, batch.cut(0, near), query[:near], None, scaling),
+                self._read(layer_index, batch.cut(near, num_new), query[near:], far, scaling),
             )
-        attended = torch.empty_like(chunk.query)
+            return torch.cat(parts)
+        attended = torch.empty_like(query)
         for members in ([i for i, each in enumerate(exact) if each], [i for i, each in enumerate(exact) if not each]):
-            attended[members] = self._attend_chunk(layer_index, chunk.of(members), scaling)
+            part, where = batch.part(members)
+            attended[where] = self._attend_chunk(layer_index, part, query[where], scaling)
         return attended
 
-    def _read(self, layer_index: int, chunk: Chunk, far: Tensor | None, scaling: float) -> Tensor:
+    def _read(self, layer_index: int, batch: ForwardBatch, query: Tensor, far: Tensor | None, scaling: float) -> Tensor:
         """Attend to the window with its own positions and to `far` [S, K] at one distance; without it to everything."""
-        layer, local, positions = self.cache.layer(layer_index), self.policy.local, chunk.positions
-        tables, last = layer.block_tables[chunk.rows], positions[:, -1:]
+        layer, local, positions = self.cache.layer(layer_index), self.policy.local, batch.pad(batch.positions)
+        tables, last = layer.block_tables[batch.row_index], positions[:, -1:]
         if far is None:
-            near = torch.arange(int(max(chunk.begins)) + positions.shape[1], device=last.device).expand(len(tables), -1)
+            near = torch.arange(max(batch.ends), device=last.device).expand(len(tables), -1)
         else:
             near = positions[:, :1] + torch.arange(1 - local, positions.shape[1], device=last.device)
         where = near.clamp_min(0).minimum(last)
         key = gather_slots(layer.key_pages, tables, where[:, None]).float()
         value = gather_slots(layer.value_pages, tables, where[:, None]).float()
-        query = chunk.query.float() * scaling
+        dtype, query = query.dtype, batch.pad(query).transpose(1, 2).float() * scaling
         far_query, far_key = query[:, :, :, :0], key[:, :, :0]
         if far is not None:
             far_query = rotate(query, *self._rotary(local - positions))
@@ -220,18 +191,18 @@ class InfLLMAttention(CacheAttention):
             received += (weights[..., : near.shape[1]].mean(2) * in_window[:, None]).sum(2)
         place = places(tables, where[:, None], layer.block_size)
         layer.notes["received"].view(-1).index_put_((place,), received, accumulate=True)
-        return torch.cat(outputs, dim=2).to(chunk.query.dtype)
+        return batch.unpad(torch.cat(outputs, dim=2).transpose(1, 2)).to(dtype)
 
-    def _far(self, layer_index: int, chunk: Chunk) -> Tensor:
+    def _far(self, layer_index: int, batch: ForwardBatch, query: Tensor) -> Tensor:
         """Find what a chunk reads beyond its window: positions [S, K], -1 for none."""
-        policy, device, num_new = self.policy, chunk.rows.device, chunk.query.shape[2]
-        complete = [policy.num_complete(begin) for begin in chunk.begins]
+        policy, device, num_new = self.policy, query.device, batch.most_new
+        complete = [policy.num_complete(begin) for begin in batch.begins]
         sequences, size, most = len(complete), policy.block_size, max(complete)
         end = policy.initial + torch.tensor(complete, device=device)[:, None] * size
         parts = [torch.arange(policy.initial, device=device).expand(sequences, -1)]
         if most > 0:
-            counts = [min(policy.num_blocks(e), c) for e, c in zip(chunk.prompt_ends, complete, strict=True)]
-            relevance = self._relevance(layer_index, chunk, most)
+            counts = [min(policy.num_blocks(e), c) for e, c in zip(batch.prompt_ends, complete, strict=True)]
+            relevance = self._relevance(layer_index, batch, query, most)
             exists = torch.arange(most, device=device) < torch.tensor(complete, device=device)[:, None]
             relevance = relevance.masked_fill(~exists, -torch.inf)
             chosen = top_positions(relevance, torch.tensor(counts, device=device), max(counts))
@@ -242,21 +213,22 @@ class InfLLMAttention(CacheAttention):
         parts.append(end + torch.arange(size + num_new - 1, device=device))  # complete blocks end less than a block ago
         return torch.cat(parts, dim=1)
 
-    def _relevance(self, layer_index: int, chunk: Chunk, num_blocks: int) -> Tensor:
+    def _relevance(self, layer_index: int, batch: ForwardBatch, query: Tensor, num_blocks: int) -> Tensor:
         """Relevance of the first blocks to a chunk, [S, num_blocks]."""
-        tables = self.cache.block_tables[layer_index, chunk.rows]
-        query = rotate(chunk.query.float(), *self._rotary(self.policy.local - chunk.positions)).mean(2)
+        tables, positions = self.cache.block_tables[layer_index, batch.row_index], batch.pad(batch.positions)
+        query = batch.pad(query).transpose(1, 2).float()
+        query = rotate(query, *self._rotary(self.policy.local - positions)).mean(2)
         keys = self._block_keys()[self._block_places(tables, torch.arange(num_blocks, device=tables.device))]
         return block_relevance(query.view(len(tables), tables.shape[1], -1, query.shape[-1]), keys)
 
-    def _represent(self, layer_index: int, chunk: Chunk) -> None:
+    def _represent(self, layer_index: int, batch: ForwardBatch) -> None:
         """Give keys to the blocks that have become complete."""
-        for i, (row, begin) in enumerate(zip(chunk.row_list, chunk.begins, strict=True)):
+        for i, (row, begin) in enumerate(zip(batch.rows, batch.begins, strict=True)):
             old = self._represented.get((layer_index, row), 0) if begin > 0 else 0
             new = self._represented[layer_index, row] = max(old, self.policy.num_complete(begin))
             if new > old:
-                blocks = torch.arange(old, new, device=chunk.rows.device)
-                self._represent_blocks(layer_index, chunk.rows[i : i + 1], blocks)
+                blocks = torch.arange(old, new, device=batch.row_index.device)
+                self._represent_blocks(layer_index, batch.row_index[i : i + 1], blocks)
 
     def _represent_blocks(self, layer_index: int, rows: Tensor, blocks: Tensor) -> None:
         """Keep the mean key, at position 0, of each block's tokens that have received most attention."""

@@ -7,6 +7,7 @@ The options, their arithmetic, then what attends: `OmniKVAttention` over one poo
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -20,10 +21,11 @@ from torch.nn.functional import pad
 
 from dmc.budget import Budget
 from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, gather_slots, places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.attention import Cache, CacheAttention, Group, Phase, Place, RotaryTables
+from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions, with_tail
 
 Selector = Literal["last", "uniform", "exponential"]
@@ -271,80 +273,93 @@ class OmniKVAttention(CacheAttention):
         self._prefill = SparsePrefill(policy, self._entry_backend) if policy.prefill == "sparse" else None
         self._choice: Choice | None = None
 
-    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
-        is_prompt, is_sparse = Phase.PROMPT in group.phase, self.policy.filter_of(layer_index) is not None
-        if is_sparse:
-            read = self.read_prompt if is_prompt else self.read_choice
-            return read(layer_index, group, query, tokens, scaling)
-        seen = self.append(layer_index, tokens)
+
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            own = NewTokens(tokens.key[where], tokens.value[where])
+            if self.policy.filter_of(layer_index) is None:
+                return self.read_all(layer_index, part, query[where], own, scaling)
+            read = self.read_prompt if part.is_prompt else self.read_choice
+            return read(layer_index, part, query[where], own, scaling)
+
+        return self.by_phase(batch, query, attend_part)
+
+    def read_all(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
+        """Feed a full layer, [T, H_q, D]; a filter layer chooses."""
+        seen = self.append(layer_index, batch, tokens)
         if layer_index in self._runs:
-            self._remember(layer_index, group, query)
-            if not is_prompt:
-                return self.choose(layer_index, group, query, scaling)
+            self._remember(layer_index, batch, query)
+            if not batch.is_prompt:
+                return self.choose(layer_index, batch, query, scaling)
             if "chosen" in self.cache.fields:
-                self.cache.fields["chosen"][self._filter[layer_index], group.rows] = -1
+                self.cache.fields["chosen"][self._filter[layer_index], batch.row_index] = -1
             if self._prefill is not None:
-                self._prefill.choose(self.cache.layer(layer_index), group, query, scaling)
-        return self.attend_to_all(layer_index, group, query, seen, scaling)
+                self._prefill.choose(self.cache.layer(layer_index), batch, query, scaling)
+        return self.attend_to_all(layer_index, batch, query, seen, scaling)
 
-    def read_prompt(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """Feed tokens of prompts to a sparse layer, [S, H_q, n, D]."""
-        seen = self.append(layer_index, tokens)
+    def read_prompt(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
+        """Feed tokens of prompts to a sparse layer, [T, H_q, D]."""
+        seen = self.append(layer_index, batch, tokens)
         if self._prefill is None:
-            return self.attend_to_all(layer_index, group, query, seen, scaling)
+            return self.attend_to_all(layer_index, batch, query, seen, scaling)
         layer = self.cache.layer(layer_index)
-        pages = layer.key_pages, layer.value_pages, layer.block_tables[group.rows]
-        return self._prefill.attend(pages, group.places, query, scaling)
+        pages = layer.key_pages, layer.value_pages, layer.block_tables[batch.row_index]
+        return self._prefill.attend(pages, batch, query, scaling)
 
-    def read_choice(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """Feed generated tokens to a sparse layer, [S, H_q, 1, D]."""
-        self.append(layer_index, tokens)
+    def read_choice(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
+        """Feed generated tokens to a sparse layer, [S, H_q, D]."""
+        self.append(layer_index, batch, tokens)
         assert self._choice is not None
         if self._choice.reads is None:
-            self._choice.reads = self._with_generated(group, self._choice)
+            self._choice.reads = self._with_generated(batch, self._choice)
         layer, (positions, lengths) = self.cache.layer(layer_index), self._choice.reads
-        attended = self._entry_backend.paged_attention(
-            query[:, :, 0],
+        attended: Tensor = self._entry_backend.paged_attention(
+            query,
             small_pages(layer.key_pages, 1),
             small_pages(layer.value_pages, 1),
-            places(layer.block_tables[group.rows], positions[:, None], layer.block_size).int(),
+            places(layer.block_tables[batch.row_index], positions[:, None], layer.block_size).int(),
             lengths.expand(-1, layer.lengths.shape[1]),
             scaling,
         )
-        return attended[:, :, None]
+        return attended
 
-    def _with_generated(self, group: Group, choice: Choice) -> tuple[Tensor, Tensor]:
+    def _with_generated(self, batch: ForwardBatch, choice: Choice) -> tuple[Tensor, Tensor]:
         """Return what layers read under a choice: see `Choice.reads`."""
-        prompt, end = group.prompt_ends, group.positions[:, -1] + 1
-        most_generated = max(place.begin + 1 - place.prompt_end for place in group.places)
+        prompt, end = batch.ends_of_prompts, batch.tokens_seen
+        most_generated = max(end - prompt for end, prompt in zip(batch.ends, batch.prompt_ends, strict=True))
         width = choice.positions.shape[1] + most_generated
         positions = with_tail(choice.positions, choice.counts, prompt, end, width)
         return positions, (choice.counts + end - prompt).int()[:, None]
 
-    def choose(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
+    def choose(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
         """Attend from generated tokens in a filter layer, and choose for the layers after it."""
-        prompt = group.prompt_ends
-        attended, scores = self._look(layer_index, group, query, prompt, scaling)
+        prompt = batch.ends_of_prompts
+        attended, scores = self._look(layer_index, batch, query, prompt, scaling)
         scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= prompt[:, None], -torch.inf)
-        counts = [self.policy.num_chosen(place.prompt_end) for place in group.places]
+        counts = [self.policy.num_chosen(end) for end in batch.prompt_ends]
         num_chosen = torch.tensor(counts, device=prompt.device)
         choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen)
         if self.policy.lazy_reload is not None:
-            self._prefer_last_choice(layer_index, group, choice, self.policy.lazy_reload)
+            self._prefer_last_choice(layer_index, batch, choice, self.policy.lazy_reload)
         self._choice = choice
         return attended
 
     def _look(
-        self, layer_index: int, group: Group, query: Tensor, prompt: Tensor, scaling: float
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, prompt: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to everything, [S, H_q, 1, D], and score the tokens of the prompts, [S, N]."""
-        layer, rows = self.cache.layer(layer_index), group.rows
-        longest = max(place.prompt_end for place in group.places)
-        most_seen = 1 + max(place.begin for place in group.places)
+        """Attend to everything, [S, H_q, D], and score the tokens of the prompts, [S, N]."""
+        layer, rows = self.cache.layer(layer_index), batch.row_index
+        longest, most_seen = max(batch.prompt_ends), max(batch.ends)
         is_last = self.policy.selector == "last" and not self.policy.raw_scores
         wanted: dict[str, Any] = {"return_scores": is_last, "num_scores": self.whole_pages(most_seen)}
-        answer = self.attend_once(layer_index, group, query, scaling, **wanted)
+        answer = self.attend_once(layer_index, batch, query, scaling, **wanted)
         if is_last:  # softmax over everything, normalised again, is softmax over the prompt
             attended, attention = answer[0], answer[1][..., :longest]
             is_prompt = torch.arange(longest, device=rows.device) < prompt[:, None]
@@ -353,9 +368,11 @@ class OmniKVAttention(CacheAttention):
             return attended, (attention / total).amax(1)
         if self.policy.raw_scores:
             key = gather_pages(layer.key_pages, layer.block_tables[rows], longest).float()
-            scores = query.float().view(len(rows), key.shape[1], -1, query.shape[-1]) @ key.transpose(-1, -2) * scaling
+            scores = (
+                query.float().reshape(len(rows), key.shape[1], -1, query.shape[-1]) @ key.transpose(-1, -2) * scaling
+            )
             return answer, scores.amax((1, 2))
-        queries, positions = self._queries(layer_index, group)
+        queries, positions = self._queries(layer_index, batch)
         slots = (positions + 1).clamp_min(1).minimum(prompt[:, None])[:, None].expand(-1, layer.lengths.shape[1], -1)
         weights = selector_weights(positions[:, -1:] - positions, self.policy.selector) * (positions >= 0)
         scores, begin = torch.zeros(len(rows), longest, device=rows.device), 0
@@ -365,33 +382,35 @@ class OmniKVAttention(CacheAttention):
             begin = end
         return answer, scores
 
-    def _remember(self, layer_index: int, group: Group, query: Tensor) -> None:
-        """Keep the last queries [S, H_q, n, D] of a filter layer, if more than the newest one choose."""
+    def _remember(self, layer_index: int, batch: ForwardBatch, query: Tensor) -> None:
+        """Keep the last queries of a filter layer, if more than the newest one choose."""
         window = self.policy.num_queries
         if window > 1:  # the query at position p lies at p % W
-            place = group.rows[:, None], group.positions[:, -window:] % window
-            self.cache.fields["queries"][self._filter[layer_index]][place] = query[:, :, -window:].transpose(1, 2)
+            for row, span in zip(batch.rows, batch.spans, strict=True):
+                last = slice(max(span.start, span.stop - window), span.stop)
+                place = row, batch.positions[last] % window
+                self.cache.fields["queries"][self._filter[layer_index]][place] = query[last]
 
-    def _queries(self, layer_index: int, group: Group) -> tuple[Tensor, Tensor]:
+    def _queries(self, layer_index: int, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return a filter layer's last queries, oldest first, [S, H_q, W, D], and their positions, < 0 for none."""
         window = self.policy.num_queries
-        positions = group.positions[:, -1:] + torch.arange(1 - window, 1, device=group.rows.device)
+        positions = batch.tokens_seen[:, None] + torch.arange(-window, 0, device=batch.row_index.device)
         queries = self.cache.fields["queries"][self._filter[layer_index]]
-        return queries[group.rows[:, None], positions % window].transpose(1, 2), positions
+        return queries[batch.row_index[:, None], positions % window].transpose(1, 2), positions
 
-    def _prefer_last_choice(self, layer_index: int, group: Group, choice: Choice, threshold: float) -> None:
+    def _prefer_last_choice(self, layer_index: int, batch: ForwardBatch, choice: Choice, threshold: float) -> None:
         """Go back to the last choice of sequences where it has more than a share of the new one."""
         width = choice.positions.shape[1]
-        exists = torch.arange(width, device=group.rows.device) < choice.counts[:, None]
+        exists = torch.arange(width, device=batch.row_index.device) < choice.counts[:, None]
         every = self.cache.fields.widen("chosen", width)[self._filter[layer_index]]
-        last = every[group.rows, :width].long()
-        longest = max(place.prompt_end for place in group.places)
+        last = every[batch.row_index, :width].long()
+        longest = max(batch.prompt_ends)
         was_chosen = torch.zeros(len(last), longest + 1, dtype=torch.bool, device=last.device)
         was_chosen.scatter_(1, last.where(last >= 0, longest), True)
         common = (was_chosen.gather(1, choice.positions) & exists).sum(-1)
         choice.is_new = common <= threshold * choice.counts
         choice.positions = choice.positions.where(choice.is_new[:, None], last.clamp_min(0))
-        every[group.rows, :width] = choice.positions.where(exists, -1).to(every.dtype)
+        every[batch.row_index, :width] = choice.positions.where(exists, -1).to(every.dtype)
 
 
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -410,50 +429,49 @@ class SparsePrefill:
         self._policy, self._backend = policy, backend
         self._chosen: dict[int, list[Tensor]] = {}  # of the latest filter layer: by row, positions for each chunk
 
-    def choose(self, layer: LayerCache, group: Group, query: Tensor, scaling: float) -> None:
+    def choose(self, layer: LayerCache, batch: ForwardBatch, query: Tensor, scaling: float) -> None:
         """Choose for every chunk, by all of its queries alike; the new tokens are in the layer already."""
-        for place, rows, own in zip(group.places, group.rows.split(1), query.split(1), strict=True):
-            chosen = []
-            for begin, chunk in self._chunks(place, own):
-                chosen.append(self._choose(layer, rows, begin, chunk, scaling))
-            self._chosen[place.row] = chosen
+        for i, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
+            chunks, rows = self._chunks(batch.begins[i], query[span]), batch.row_index[i : i + 1]
+            self._chosen[row] = [self._choose(layer, rows, begin, chunk, scaling) for begin, chunk in chunks]
 
-    def attend(self, pages: Pages, where: list[Place], query: Tensor, scaling: float) -> Tensor:
-        """Attend in a sparse layer from each chunk to what was chosen for it and to its own tokens, [S, H_q, n, D]."""
+    def attend(self, pages: Pages, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
+        """Attend in a sparse layer from each chunk to what was chosen for it and to its own tokens, [T, H_q, D]."""
         key_pages, value_pages, tables = pages
-        block_size, attended = key_pages.shape[1], []
-        for place, table, own in zip(where, tables.split(1), query.split(1), strict=True):
-            parts = []
-            for (begin, chunk), chosen in zip(self._chunks(place, own), self._chosen[place.row], strict=True):
-                step = torch.arange(chunk.shape[2], device=query.device)
+        block_size, parts = key_pages.shape[1], []
+        for i, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
+            table = tables[i : i + 1]
+            chunks = self._chunks(batch.begins[i], query[span])
+            for (begin, chunk), chosen in zip(chunks, self._chosen[row], strict=True):
+                step = torch.arange(len(chunk), device=query.device)
                 positions = torch.cat((chosen, begin + step))
-                slots = (len(chosen) + 1 + step).expand(1, table.shape[1], -1)
+                slots = (len(chosen) + 1 + step).int()[:, None].expand(-1, table.shape[1])
                 parts.append(
                     self._backend.prefill_attention(
                         chunk,
                         small_pages(key_pages, 1),
                         small_pages(value_pages, 1),
                         places(table, positions[None, None], block_size).int(),
+                        ForwardBatch([0], [begin], [len(chunk)], query.device),
                         Seen(slots),
                         scaling,
                     )
                 )
-            attended.append(torch.cat(parts, dim=2))
-        return torch.cat(attended)
+        return torch.cat(parts)
 
-    def _chunks(self, place: Place, query: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut the new tokens' queries: (position of the first, [1, H_q, <= chunk, D])."""
+    def _chunks(self, begin: int, query: Tensor) -> list[tuple[int, Tensor]]:
+        """Cut the queries of one sequence: (position of the first, [<= chunk, H_q, D])."""
         size = self._policy.chunk
-        return [(place.begin + i * size, chunk) for i, chunk in enumerate(query.split(size, dim=2))]
+        return [(begin + i * size, chunk) for i, chunk in enumerate(query.split(size))]
 
     def _choose(self, layer: LayerCache, rows: Tensor, begin: int, chunk: Tensor, scaling: float) -> Tensor:
         """Return the positions before `begin` that a chunk reads, ascending."""
         count = self._policy.chunks_read * self._policy.chunk
         if begin <= count:
             return torch.arange(begin, device=rows.device)
-        slots = torch.full((1, layer.lengths.shape[1], chunk.shape[2]), begin, device=rows.device)
+        slots = torch.full((1, layer.lengths.shape[1], len(chunk)), begin, device=rows.device)
         scores = torch.zeros(1, begin, device=rows.device)
-        for block in attention_probabilities(chunk, layer, rows, slots, scaling):
+        for block in attention_probabilities(chunk.transpose(0, 1)[None], layer, rows, slots, scaling):
             ages = torch.zeros(1, block.shape[3], dtype=torch.long, device=rows.device)
             scores += selection_scores(block.flatten(1, 2), selector_weights(ages, "uniform"))
         return top_positions(scores, torch.tensor([count], device=rows.device), count)[0]
@@ -466,7 +484,7 @@ class Load:
     arrival: Any
     """A `PendingCopy`, [tokens, layers, H, 2, D]."""
     member: Tensor
-    """Which sequence of the group each token belongs to, int64 [tokens]."""
+    """Which sequence of the batch each token belongs to, int64 [tokens]."""
     slot: Tensor
     """Where it shall lie among the sequence's slots, int64 [tokens]."""
 
@@ -481,62 +499,72 @@ class OffloadedOmniKV(OmniKVAttention):
         super().__init__(cache, backend, policy)
         self._loads: dict[int, Load] = {}  # by the first layer that waits for it
 
-    def choose(self, layer_index: int, group: Group, query: Tensor, scaling: float) -> Tensor:
+    def choose(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
         """See `OmniKVAttention.choose`; sends for what is new in the choice."""
-        attended = super().choose(layer_index, group, query, scaling)
+        attended = super().choose(layer_index, batch, query, scaling)
         assert self._choice is not None
         positions = self._choice.positions.cpu()
         is_new = [True] * len(positions) if self._choice.is_new is None else self._choice.is_new.tolist()
         members = [i for i, new in enumerate(is_new) if new]
         self._loads.pop(self._runs[layer_index][0], None)  # an interrupted pass may have left one
         if members:
-            counts = [self.policy.num_chosen(group.places[i].prompt_end) for i in members]
+            counts = [self.policy.num_chosen(batch.prompt_ends[i]) for i in members]
             chosen = [positions[i, :count] for i, count in zip(members, counts, strict=True)]
             self._loads[self._runs[layer_index][0]] = Load(
-                self.cache.slow.fetch(layer_index, [group.places[i].row for i in members], chosen),
+                self.cache.slow.fetch(layer_index, [batch.rows[i] for i in members], chosen),
                 torch.tensor(members).repeat_interleave(torch.tensor(counts)).to(query.device),
                 torch.cat([torch.arange(count) for count in counts]).to(query.device),
             )
         return attended
 
-    def read_choice(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def read_choice(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
         """See `OmniKVAttention.read_choice`: everything in pages."""
-        seen = self.append(layer_index, tokens)
+        seen = self.append(layer_index, batch, tokens)
         if (load := self._loads.pop(layer_index, None)) is not None:
-            self._unpack(layer_index, group, load)
-        return self.attend_to_all(layer_index, group, query, seen, scaling)
+            self._unpack(layer_index, batch, load)
+        return self.attend_to_all(layer_index, batch, query, seen, scaling)
 
-    def _unpack(self, first_layer: int, group: Group, load: Load) -> None:
+    def _unpack(self, first_layer: int, batch: ForwardBatch, load: Load) -> None:
         """Write what has arrived into the pages of all layers of a run."""
         packed, cache = load.arrival.on_device(), self.cache
-        tables = cache.block_tables[first_layer : first_layer + packed.shape[1], group.rows]
+        tables = cache.block_tables[first_layer : first_layer + packed.shape[1], batch.row_index]
         slots = load.slot.repeat(len(tables))[:, None, None]
         place = places(tables[:, load.member].flatten(0, 1), slots, cache.block_size)
         place = place.view(len(tables), len(load.slot), -1).transpose(0, 1)  # [tokens, layers, H]
         for i, name in enumerate(("key_pages", "value_pages")):
             cache.fields[name].flatten(0, 1)[place] = packed[..., i, :]
 
-    def read_prompt(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def read_prompt(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
         """See `OmniKVAttention.read_prompt`: keys and values of one sequence and layer at a time pass through."""
         attended = []
-        for i, place in enumerate(group.places):
-            key, value = self._offload(layer_index, group.rows[i : i + 1], place, tokens.key[i], tokens.value[i])
-            pages, own = self._as_pages(key, value), query[i : i + 1]
+        for i, span in enumerate(batch.spans):
+            one = batch.part([i])[0]
+            key, value = self._offload(
+                layer_index, one, tokens.key[span].transpose(0, 1), tokens.value[span].transpose(0, 1)
+            )
+            pages, own = self._as_pages(key, value), query[span]
             if self._prefill is not None:
-                attended.append(self._prefill.attend(pages, [place], own, scaling))
+                attended.append(self._prefill.attend(pages, one, own, scaling))
                 continue
-            slots = torch.arange(place.begin + 1, place.begin + 1 + own.shape[2], device=own.device)
-            seen = Seen(slots.expand(1, len(key), -1))
-            attended.append(self.backend.prefill_attention(own, *pages, seen, scaling))
+            seen = Seen((one.positions + 1).int()[:, None].expand(-1, len(key)))
+            alone = dataclasses.replace(one, rows=[0])
+            attended.append(self.backend.prefill_attention(own, *pages, alone, seen, scaling))
         return torch.cat(attended)
 
-    def _offload(
-        self, layer_index: int, rows: Tensor, place: Place, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Send new tokens [H, n, D] to the slow pool, behind generated ones that lie in pages; return all there are."""
-        slow, layer, row = self.cache.slow, self.cache.layer(layer_index), place.row
+    def _offload(self, layer_index: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Send one sequence's new tokens [H, n, D] to the slow pool, behind generated ones that lie in pages.
+
+        Returns:
+            All that there are.
+        """
+        (row,), (begin,), (prompt_end,), rows = batch.rows, batch.begins, batch.prompt_ends, batch.row_index
+        slow, layer = self.cache.slow, self.cache.layer(layer_index)
         offloaded, room = int(slow.tokens[layer_index, row]), int(slow.room[layer_index, row])
-        generated = torch.arange(room, room + place.begin - offloaded, device=rows.device)
+        generated = torch.arange(room, room + begin - offloaded, device=rows.device)
         table = layer.block_tables[rows]
         new_key = torch.cat((gather_slots(layer.key_pages, table, generated[None, None])[0], key), dim=1)
         new_value = torch.cat((gather_slots(layer.value_pages, table, generated[None, None])[0], value), dim=1)
@@ -544,22 +572,23 @@ class OffloadedOmniKV(OmniKVAttention):
         slow.write(layer_index, row, offloaded, new_key, new_value)
         held = room + len(generated)
         # one more slot for each new token at most: the pass has made sure of those
-        wanted = min(held + key.shape[1], self.policy.num_chosen(place.prompt_end))
-        self._resize(layer_index, rows, held, wanted)
+        wanted = min(held + key.shape[1], self.policy.num_chosen(prompt_end))
+        self._resize(layer_index, row, held, wanted)
         slow.room[layer_index, row] = wanted
         return torch.cat((old_key, new_key), dim=1), torch.cat((old_value, new_value), dim=1)
 
-    def _resize(self, layer_index: int, rows: Tensor, held: int, wanted: int) -> None:
+    def _resize(self, layer_index: int, row: int, held: int, wanted: int) -> None:
         """Give a layer of one sequence so many slots; what they hold does not matter."""
         layer, layout = self.cache.layer(layer_index), self.cache.layout
         if wanted > held:
-            shape = (1, layout.num_kv_heads, wanted - held, layout.head_dim)
+            shape = (wanted - held, layout.num_kv_heads, layout.head_dim)
             nothing = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-            positions = torch.arange(held, wanted, device=layout.device)[None]
-            self.append(layer_index, NewTokens(rows, positions, nothing, nothing))
+            batch = ForwardBatch([row], [held], [wanted - held], layout.device)
+            self.append(layer_index, batch, NewTokens(nothing, nothing))
         elif wanted < held:
             capacity = layer.block_tables.shape[-1] * layer.block_size
             keep = torch.arange(capacity, device=layout.device) < wanted
+            rows = torch.tensor([row], device=layout.device)
             self.backend.compact(layer, rows, keep.expand(1, layout.num_kv_heads, -1))
 
     def _as_pages(self, key: Tensor, value: Tensor) -> Pages:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.kernels.base import NewTokens
+from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, small_pages
-from dmc.policies.attention import Cache, CacheAttention, Group, Phase, RotaryTables
+from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
 
@@ -89,33 +90,38 @@ class QuestAttention(CacheAttention):
         self._pages_per_block = cache.block_size // policy.page_size
         self._page_backend = backend_for_pages(backend, cache.layout, policy.page_size)
 
-    def attend(self, layer_index: int, group: Group, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+    def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
-        seen = self.append(layer_index, tokens)
-        if layer_index >= self.policy.dense_layers:
-            self._bound(layer_index, group)
-            if Phase.PROMPT not in group.phase and (reads := self._pages_read(group)) is not None:
-                return self._attend_to_pages(layer_index, group, query, reads, scaling)
-        return self.attend_to_all(layer_index, group, query, seen, scaling)
+        seen = self.append(layer_index, batch, tokens)
+        if layer_index < self.policy.dense_layers:
+            return self.attend_to_all(layer_index, batch, query, seen, scaling)
+        self._bound(layer_index, batch)
 
-    def _pages_read(self, group: Group) -> list[int] | None:
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            if not part.is_prompt and (reads := self._pages_read(part)) is not None:
+                return self._attend_to_pages(layer_index, part, query[where], reads, scaling)
+            return self.attend_to_all(layer_index, part, query[where], Seen(seen.slots[where]), scaling)
+
+        return self.by_phase(batch, query, attend_part)
+
+    def _pages_read(self, batch: ForwardBatch) -> list[int] | None:
         """How many pages each sequence reads; None: all of theirs."""
-        reads = [self.policy.num_pages(place.begin + 1, place.prompt_end) for place in group.places]
-        has = [place.begin // self.policy.page_size + 1 for place in group.places]
+        reads = [self.policy.num_pages(*each) for each in zip(batch.ends, batch.prompt_ends, strict=True)]
+        has = [begin // self.policy.page_size + 1 for begin in batch.begins]
         return None if reads == has else reads
 
     def _bounds(self) -> list[Tensor]:
         """Elementwise minimum and maximum of each page, [N * pages of a block, D]."""
         return [self.cache.fields[name].flatten(0, 1) for name in ("lowest", "largest")]
 
-    def _bound(self, layer_index: int, group: Group) -> None:
+    def _bound(self, layer_index: int, batch: ForwardBatch) -> None:
         """Bound the pages that new tokens have entered."""
         layer, size, (lowest, largest) = self.cache.layer(layer_index), self.policy.page_size, self._bounds()
-        end = group.positions[:, -1:] + 1
-        first, last = group.positions[:, :1] // size, (end - 1) // size
-        most = (group.positions.shape[1] - 1) // size + 2
+        end = batch.tokens_seen[:, None]
+        first, last = batch.positions[batch.cu_seqlens[:-1], None] // size, (end - 1) // size
+        most = (batch.most_new - 1) // size + 2
         page = torch.minimum(first + torch.arange(most, device=end.device), last)  # [S, pages], the last one repeated
-        ids = places(layer.block_tables[group.rows], page[:, None], self._pages_per_block)
+        ids = places(layer.block_tables[batch.row_index], page[:, None], self._pages_per_block)
         keys = small_pages(layer.key_pages, size)[ids]  # [S, H, pages, size, D]
         slot = page[..., None] * size + torch.arange(size, device=end.device)
         missing = (slot >= end[..., None])[:, None, ..., None]
@@ -123,23 +129,23 @@ class QuestAttention(CacheAttention):
         largest[ids] = keys.masked_fill(missing, -torch.inf).amax(-2)
 
     def _attend_to_pages(
-        self, layer_index: int, group: Group, query: Tensor, reads: list[int], scaling: float
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, reads: list[int], scaling: float
     ) -> Tensor:
         """Attend from one generated token of each sequence to as many pages as `reads` says."""
         layer, size, (lowest, largest) = self.cache.layer(layer_index), self.policy.page_size, self._bounds()
-        tables, device = layer.block_tables[group.rows], query.device
-        heads, most = tables.shape[1], max(place.begin for place in group.places) // size + 1
-        newest = group.positions // size  # [S, 1]
+        tables, device = layer.block_tables[batch.row_index], query.device
+        heads, most = tables.shape[1], max(batch.begins) // size + 1
+        newest = batch.positions[:, None] // size  # [S, 1]
         page = torch.arange(most, device=device)
         ids = places(tables, page[None, None], self._pages_per_block)
-        grouped = query.float().view(len(tables), heads, -1, query.shape[-1])
+        grouped = query.float().reshape(len(tables), heads, -1, query.shape[-1])
         scores = upper_bounds(grouped, lowest[ids].float(), largest[ids].float())
         scores = scores.masked_fill((page == newest)[:, None], torch.inf)
         scores = scores.masked_fill((page > newest)[:, None], -torch.inf)
         counts = torch.tensor(reads, device=device)[:, None].expand(-1, heads)
         chosen = top_positions(scores, counts, max(reads))  # ascending: the newest page, which may not be full, is last
-        lengths = (counts - 1) * size + group.positions % size + 1
+        lengths = (counts - 1) * size + batch.positions[:, None] % size + 1
         pages = small_pages(layer.key_pages, size), small_pages(layer.value_pages, size)
         tables = ids.gather(2, chosen).int()
-        attended: Tensor = self._page_backend.paged_attention(query[:, :, 0], *pages, tables, lengths.int(), scaling)
-        return attended[:, :, None]
+        attended: Tensor = self._page_backend.paged_attention(query, *pages, tables, lengths.int(), scaling)
+        return attended

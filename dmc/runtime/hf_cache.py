@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import Cache
 
 from dmc.compression import GateOutput
 from dmc.kernels import choose_backend
+from dmc.kernels.batch import ForwardBatch
 from dmc.policies.attention import CacheAttention
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.runner import layout_of
@@ -44,14 +46,7 @@ class PagedGenerationCache(Cache):
             self._begin(value, attention_mask)
         assert self._step is not None and self._real is not None
         real = self._real
-        flat = GateOutput(
-            _flatten(gated.query, real),
-            _flatten(gated.key, real),
-            *(
-                _flatten(part[..., None], real)[..., 0]
-                for part in (gated.logits, gated.alpha, gated.log_append, gated.omega)
-            ),
-        )
+        flat = GateOutput(*(_flatten(getattr(gated, each.name), real) for each in dataclasses.fields(gated)))
         attended = torch.zeros_like(gated.query)
         attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, _flatten(value, real), scaling)[
             0
@@ -72,8 +67,9 @@ class PagedGenerationCache(Cache):
             self._real = attention_mask[:, -num_new:].bool()
         counts = self._real.sum(-1).tolist()
         rows = [row for row, count in zip(self._rows, counts, strict=True) if count]
-        attention = CacheAttention(self.paged, self._backend)
-        self._step = Step(self.paged, attention, rows, [count for count in counts if count], self._rotary)
+        begins, counts = self.paged.tokens_seen[rows].tolist(), [count for count in counts if count]
+        new = ForwardBatch(rows, begins, counts, self._layout.device)
+        self._step = Step(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only compressed attention layers can use this cache."""
@@ -110,5 +106,5 @@ class PagedGenerationCache(Cache):
 
 
 def _flatten(states: Tensor, real: Tensor) -> Tensor:
-    """Drop padding: [B, heads, T, D] -> [1, heads, N, D], sequences one after the other."""
+    """Drop padding: [B, heads, T, ...] -> [1, heads, N, ...], sequences one after the other."""
     return states.transpose(1, 2)[real].transpose(0, 1)[None]

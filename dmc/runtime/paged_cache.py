@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.pages import gather_pages
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
@@ -308,20 +309,20 @@ class PagedCache:
             self.fields.widen("block_tables", max(wanted, 2 * capacity))
             self._layers.clear()
 
-    def append(self, backend: ModuleType, layer_index: int, tokens: NewTokens) -> Seen:
+    def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> Seen:
         """Let tokens into a layer, as the gates decide if there are any; say what their queries see."""
-        self.make_room(tokens.key.shape[0], tokens.key.shape[2])
-        seen: Seen = backend.append_or_merge(self.layer(layer_index), tokens, self.layout.compression)
-        self.tally.count(layer_index, tokens.rows, tokens.positions, seen)
+        self.make_room(batch.num_new)
+        seen: Seen = backend.append_or_merge(self.layer(layer_index), batch, tokens, self.layout.compression)
+        self.tally.count(layer_index, batch, seen)
         return seen
 
-    def make_room(self, num_sequences: int, num_new: int) -> None:
-        """Let a pool that grows hold `num_new` more tokens of so many sequences in one layer.
+    def make_room(self, num_new: list[int]) -> None:
+        """Let a pool that grows hold so many more tokens of each of some sequences in one layer.
 
         Decoding sequences ask too where they share a pass with a prompt.
         """
         if self._grows_by_layer:
-            wanted = num_sequences * self.layout.num_kv_heads * -(-num_new // self.block_size)
+            wanted = self.layout.num_kv_heads * sum(-(-count // self.block_size) for count in num_new)
             missing = wanted - self.allocator.num_free
             if missing > 0:
                 self._grow_pool(missing)

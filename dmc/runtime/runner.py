@@ -13,6 +13,7 @@ from torch import Tensor
 from dmc.compression import CompressionConfig, rotate
 from dmc.full_attention import refuse_other_attention
 from dmc.kernels import choose_backend
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.policies.attention import CacheAttention, RotaryTables
@@ -157,10 +158,15 @@ class Runner:
             NotImplementedError: a stock model's attention turns out to be another than the cache serves.
         """
         self._check_place()
-        rows = _rows_of(segments)
-        num_new, phases = [len(segment.tokens) for segment in segments], [segment.phase for segment in segments]
-        prompt_ends = [segment.sequence.prompt_end for segment in segments]
-        step = Step(self.cache, self._attention, rows, num_new, self._rotary, phases, prompt_ends)
+        batch = ForwardBatch(
+            rows=_rows_of(segments),
+            begins=[segment.sequence.num_fed for segment in segments],
+            num_new=[len(segment.tokens) for segment in segments],
+            device=self.cache.layout.device,
+            phases=[segment.phase for segment in segments],
+            prompt_ends=[segment.sequence.prompt_end for segment in segments],
+        )
+        step = Step(self.cache, self._attention, batch, self._rotary)
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from dmc.policies.attention import GENERATED, Phase
+from dmc.kernels.batch import GENERATED, Phase
 from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.sequence import Sequence

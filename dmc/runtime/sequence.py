@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from dmc.policies.attention import GENERATED, Phase
+from dmc.kernels.batch import GENERATED, Phase
 from dmc.runtime.tally import Held
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.kernels.base import Seen
+from dmc.kernels.batch import ForwardBatch
 
 
 @dataclass
@@ -68,23 +69,23 @@ class Tally:
             begins[rows] = torch.tensor(first)
             self._first = begins.to(self._device)
 
-    def count(self, layer_index: int, rows: Tensor, positions: Tensor, seen: Seen) -> None:
-        """Add what is held after each of several new tokens of a layer, if they are watched.
+    def count(self, layer_index: int, batch: ForwardBatch, seen: Seen) -> None:
+        """Add what is held after each new token of a layer, where several of a sequence are watched.
 
         Args:
             layer_index: which one.
-            rows: of the sequences, [S].
-            positions: of the tokens, [S, n].
+            batch: the tokens.
             seen: by their queries.
         """
-        if self._first is None or positions.shape[1] == 1:
+        if self._first is None or batch.most_new == 1:
             return
         lengths = seen.slots.long()
         if seen.top is not None:
             lengths = lengths + seen.top.exists[:, None]
-        lengths = lengths * (positions >= self._first[rows][:, None])[:, None]  # [S, H, n]
-        self.slots[layer_index].index_add_(0, rows, lengths.sum(-1))
-        self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum((1, 2)))
+        rows = batch.row_index[batch.sequence]
+        lengths = lengths * (batch.positions >= self._first[rows])[:, None]  # [T, H]
+        self.slots[layer_index].index_add_(0, rows, lengths)
+        self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum(1))
 
     def index(self, rows: list[int]) -> slice | Tensor | None:
         """Make what `count_last` finds rows by, before the pass: from the host afterwards it would wait; None: none."""

@@ -6,12 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 from oracles.backends import backends_here
-from oracles.cache_layers import fill, make_layer, rotary_tables
+from oracles.cache_layers import Stream, fill, make_layer
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.base import LayerCache, Recent, Seen, Top
+from dmc.kernels.batch import ForwardBatch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of outputs about 1 large: one rounding of the result to the dtype."""
@@ -76,8 +77,8 @@ def test_paged_attention_agrees_with_permuted_rows_recent_tokens_and_scores(
 ) -> None:
     pages = random_pages((3, 2), 3, 16, dtype)
     query = noise(2, 4, HEAD_DIM, seed=3, dtype=dtype)
-    key, value = (noise(2, 2, recents, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
-    exists = torch.arange(recents) >= torch.tensor([[recents // 2], [0]])
+    key, value = (noise(2 * recents, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
+    exists = (torch.arange(recents) >= torch.tensor([[recents // 2], [0]])).flatten()
     options = {
         "rows": torch.tensor([2, 0]),
         "recent": Recent(key, value, exists) if recents else None,
@@ -108,25 +109,29 @@ def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("delay", [0, 1, 16])
-@pytest.mark.parametrize(("num_new", "group"), [(1, 2), (5, 1), (70, 2), (70, 8)])
+@pytest.mark.parametrize(("num_new", "group"), [((1, 1), 2), ((5, 1), 1), ((3, 70), 2), ((70, 70), 8)], ids=str)
 @pytest.mark.parametrize("with_top", [False, True])
 def test_prefill_attention_agrees(
-    backend: ModuleType, with_top: bool, num_new: int, group: int, delay: int, dtype: torch.dtype
+    backend: ModuleType, with_top: bool, num_new: tuple[int, int], group: int, delay: int, dtype: torch.dtype
 ) -> None:
-    pages = random_pages((3, 2), 8, 16, dtype)
-    generator = torch.Generator().manual_seed(6)
-    slots = torch.randint(0, 8 * 16 + 1, (2, 2, num_new), generator=generator).sort(-1).values
-    slots[0, 0, 0] = 0
-    seen = Seen(slots)
+    pages, batch = random_pages((3, 2), 8, 16, dtype), ForwardBatch([2, 1], [0, 0], list(num_new))
+    generator, count = torch.Generator().manual_seed(6), sum(num_new)
+    slots = torch.randint(0, 8 * 16 + 1, (count, 2), generator=generator)
+    slots = torch.cat([each.sort(0).values for each in slots.split(list(num_new))]).int()
+    slots[0, 0] = 0
+    seen, place = Seen(slots), batch.positions
     if with_top:
-        key, value = (noise(2, 2, num_new, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
-        seen.top = Top(key, value, torch.arange(num_new) >= torch.tensor([[num_new // 2], [0]]))
+        key, value = (noise(count, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
+        seen.top = Top(key, value, place >= torch.tensor([num_new[0] // 2, 0])[batch.sequence])
     if delay:
-        key, value = (noise(2, 2, num_new + delay - 1, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
-        seen.recent = Recent(key, value, torch.arange(num_new + delay - 1) >= torch.tensor([[0], [delay - 1]]))
-    query, rows = noise(2, 2 * group, num_new, HEAD_DIM, seed=3, dtype=dtype), torch.tensor([2, 1])
-    out = backend.prefill_attention(query, *pages, seen, 0.3, rows=rows)
-    assert_agree(out, reference.prefill_attention(query, *pages, seen, 0.3, rows=rows), dtype)
+        wide = batch.extended(delay - 1)
+        key, value = (noise(wide.num_tokens, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
+        seen.recent = Recent(key, value, wide.positions >= torch.tensor([1 - delay, 0])[wide.sequence])
+    query = noise(count, 2 * group, HEAD_DIM, seed=3, dtype=dtype)
+    out = backend.prefill_attention(query, *pages, batch, seen, 0.3)
+    assert_agree(out, reference.prefill_attention(query, *pages, batch, seen, 0.3), dtype)
+    by_head = query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(backend.prefill_attention(by_head, *pages, batch, seen, 0.3), out)
 
 
 def test_noncontiguous_queries_agree(backend: ModuleType) -> None:
@@ -180,36 +185,6 @@ def small_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int
     )
 
 
-class Stream:
-    """Random tokens of two sequences, the second one five tokens behind the first."""
-
-    def __init__(self, config: CompressionConfig | None, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.config, self.dtype, shape = config, dtype, (2, HEADS, TIME)
-        self.key, self.value = (noise(*shape, HEAD_DIM, seed=seed, dtype=dtype) for seed in (1, 2))
-        self.merged = torch.rand(shape, generator=generator) < 0.6
-        self.omega = torch.rand(shape, generator=generator) + 0.01
-
-    def tokens(self, rows: list[int], positions: list[int]) -> NewTokens:
-        """Return one token of each of these cache rows (2 is the first sequence, 0 the second)."""
-        sequences, time = torch.tensor([0 if row == 2 else 1 for row in rows]), torch.tensor(positions)
-        key, value = (each[sequences, :, time][:, :, None] for each in (self.key, self.value))
-        if self.config is None:
-            return NewTokens(torch.tensor(rows), time[:, None], key, value)
-        around = time[:, None] + torch.arange(-self.config.delay, 1)
-        cos, sin = rotary_tables(around, HEAD_DIM)
-        return NewTokens(
-            rows=torch.tensor(rows),
-            positions=around[:, self.config.delay :],
-            key=key,
-            value=value,
-            merged=self.merged[sequences, :, time][..., None],
-            omega=self.omega[sequences, :, time][..., None],
-            cos=cos.to(self.dtype),
-            sin=sin.to(self.dtype),
-        )
-
-
 def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtype) -> None:
     for name in ("free_blocks", "num_free", "lengths", "history_key", "history_value", "history_merged"):
         assert torch.equal(getattr(layer, name), getattr(expected, name)), name
@@ -233,7 +208,7 @@ def assert_same_seen(seen: Seen, expected: Seen, dtype: torch.dtype) -> None:
     assert (seen.top is None) == (expected.top is None) and (seen.recent is None) == (expected.recent is None)
     if seen.recent is not None and expected.recent is not None:
         assert torch.equal(seen.recent.exists, expected.recent.exists)
-        exists = expected.recent.exists[:, None].expand(-1, HEADS, -1)
+        exists = expected.recent.exists
         assert_agree(seen.recent.key[exists], expected.recent.key[exists], dtype)
         assert torch.equal(seen.recent.value[exists], expected.recent.value[exists])
 
@@ -244,13 +219,12 @@ def test_single_tokens_leave_the_same_state(
     backend: ModuleType, gates: dict | None, dtype: torch.dtype, block: int
 ) -> None:
     config = None if gates is None else CompressionConfig(**gates)
-    stream, layer = Stream(config, dtype), small_layer(config, dtype, block)
-    expected = copy.deepcopy(layer)
-    for step in range(TIME):
-        rows, positions = ([2, 0], [step, step - 5]) if step >= 5 else ([2], [step])
-        seen = backend.append_or_merge(layer, stream.tokens(rows, positions), config)
-        wanted = reference.append_or_merge(expected, stream.tokens(rows, positions), config)
-        assert_same_seen(seen, wanted, dtype)
+    layer = small_layer(config, dtype, block)
+    expected, stream = copy.deepcopy(layer), Stream(layer, config, rows=[2, 0], time=TIME)
+    for step in range(TIME):  # the second sequence is five tokens behind the first
+        batch, tokens = stream.tokens([step, max(step - 5, 0)], [step + 1, max(step - 4, 0)])
+        seen = backend.append_or_merge(layer, batch, tokens, config)
+        assert_same_seen(seen, reference.append_or_merge(expected, batch, tokens, config), dtype)
         assert_same_state(layer, expected, dtype)
     assert layer.lengths[2].min() > 1 and not layer.lengths[1].any()
 
@@ -258,66 +232,56 @@ def test_single_tokens_leave_the_same_state(
 @pytest.mark.parametrize(
     "gates", [None, {"delay": 0}, {"delay": 4, "window_size": None}, {"action": "drop", "delay": 4}], ids=str
 )
-def test_a_piece_between_single_tokens_leaves_the_same_state(backend: ModuleType, gates: dict | None) -> None:
+def test_ragged_pieces_between_single_tokens_leave_the_same_state(backend: ModuleType, gates: dict | None) -> None:
     config = None if gates is None else CompressionConfig(**gates)
-    stream, layer = Stream(config, torch.float32), small_layer(config, torch.float32, 16)
-    expected = copy.deepcopy(layer)
-    delay = 0 if config is None else config.delay
-    begin = 0
-    for count in (3, 1, 20, 1, 1):
-        singles = [stream.tokens([2], [position]) for position in range(begin, begin + count)]
-        piece = {name: torch.cat([getattr(each, name) for each in singles], dim=2) for name in ("key", "value")}
-        tokens = NewTokens(singles[0].rows, torch.cat([each.positions for each in singles], dim=1), **piece)
-        if config is not None:
-            tokens.merged, tokens.omega = (
-                torch.cat([getattr(each, name) for each in singles], dim=2) for name in ("merged", "omega")
-            )
-            tokens.cos, tokens.sin = (
-                torch.cat(
-                    (getattr(singles[0], name)[:, :delay], *(getattr(each, name)[:, delay:] for each in singles)), dim=1
-                )
-                for name in ("cos", "sin")
-            )
-        seen = backend.append_or_merge(layer, tokens, config)
-        wanted = reference.append_or_merge(expected, tokens, config)
+    layer = small_layer(config, torch.float32, 16)
+    expected, stream = copy.deepcopy(layer), Stream(layer, config, rows=[2, 0], time=TIME)
+    begins = [0, 0]
+    for counts in ((3, 7), (1, 1), (20, 1), (0, 18), (1, 0), (1, 3)):
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        batch, tokens = stream.tokens(begins, ends)
+        seen = backend.append_or_merge(layer, batch, tokens, config)
+        wanted = reference.append_or_merge(expected, batch, tokens, config)
+        assert_same_seen(seen, wanted, torch.float32)
         assert_same_state(layer, expected, torch.float32)
-        query = noise(1, 2 * HEADS, count, HEAD_DIM, seed=begin)
-        out = backend.prefill_attention(
-            query, layer.key_pages, layer.value_pages, layer.block_tables, seen, 0.3, rows=tokens.rows
-        )
-        pages = expected.key_pages, expected.value_pages, expected.block_tables
-        assert_agree(out, reference.prefill_attention(query, *pages, wanted, 0.3, rows=tokens.rows), torch.float32)
-        begin += count
+        query = noise(batch.num_tokens, 2 * HEADS, HEAD_DIM, seed=sum(begins))
+        pages = [(each.key_pages, each.value_pages, each.block_tables) for each in (layer, expected)]
+        out = backend.prefill_attention(query, *pages[0], batch, seen, 0.3)
+        assert_agree(out, reference.prefill_attention(query, *pages[1], batch, wanted, 0.3), torch.float32)
+        begins = ends
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(("before", "num_new"), [(0, 1), (0, 16), (37, 90), (0, 200)])
+@pytest.mark.parametrize("counts", [(1, 1), (16, 3), (90, 127), (200, 200)], ids=str)
 def test_slots_receive_the_column_sums_of_the_attention_matrix(
-    before: int, num_new: int, group: int, dtype: torch.dtype
+    counts: tuple[int, int], group: int, dtype: torch.dtype
 ) -> None:
+    lengths = [count + 37 if count in (90, 127) else count for count in counts]  # of heads, after these tokens
     layer = fill(
         make_layer(None, head_dim=HEAD_DIM, max_blocks=14, dtype=dtype),
-        torch.tensor([[before + num_new, 0], [0, 0], [before + num_new, before + num_new + 9]]),
+        torch.tensor([[lengths[1], 0], [0, 0], [lengths[0], lengths[0] + 9]]),
     )
     layer.lengths[2, 1] -= 9  # beyond the end lies garbage
     layer.lengths[0, 1] = layer.lengths[0, 0]
     layer.block_tables[0, 1] = layer.block_tables[0, 0]
-    query, rows = noise(2, 2 * group, num_new, HEAD_DIM, seed=3, dtype=dtype), torch.tensor([2, 0])
-    slots = (before + 1 + torch.arange(num_new)).expand(2, 2, -1).clone()
-    slots[0, 1] = (slots[0, 1] - 30).clamp_min(1)  # a head of fewer slots
-    wanted = torch.zeros(2, 2, group, before + num_new).double()
+    batch = ForwardBatch([2, 0], [length - count for length, count in zip(lengths, counts, strict=True)], list(counts))
+    query = noise(sum(counts), 2 * group, HEAD_DIM, seed=3, dtype=dtype)
+    slots = (1 + batch.positions)[:, None].repeat(1, 2).int()
+    slots[: counts[0], 1] = (slots[: counts[0], 1] - 30).clamp_min(1)  # a head of fewer slots
+    wanted = torch.zeros(2, 2, group, max(lengths)).double()
     squares = wanted[:, :, 0].clone()
-    for sequence, row in enumerate(rows.tolist()):
+    for sequence, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
         for head in range(2):
-            table = layer.block_tables[row, head].long()
-            key = layer.key_pages[table].flatten(0, 1)[: before + num_new].double()
-            own = query[sequence, head * group : (head + 1) * group].double()
-            seen = torch.arange(before + num_new) < slots[sequence, head][:, None]
+            table, length = layer.block_tables[row, head].long(), lengths[sequence]
+            key = layer.key_pages[table].flatten(0, 1)[:length].double()
+            own = query[span, head * group : (head + 1) * group].double().transpose(0, 1)
+            seen = torch.arange(length) < slots[span, head][:, None]
             weights = (0.3 * own @ key.T).masked_fill(~seen, -torch.inf).softmax(-1)
-            wanted[sequence, head], squares[sequence, head] = weights.sum(1), weights.mean(0).square().sum(0)
+            wanted[sequence, head, :, :length] = weights.sum(1)
+            squares[sequence, head, :length] = weights.mean(0).square().sum(0)
     for name in backends_here(HEAD_DIM):
         if load_backend(name).supports(dtype, HEAD_DIM, 16, torch.device("cpu")) is None:
-            got = load_backend(name).attention_received(query, layer, rows, slots, 0.3)
+            got = load_backend(name).attention_received(query, layer, batch, slots, 0.3)
             torch.testing.assert_close(got[0].double(), wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[1].double(), squares, rtol=1e-5, atol=1e-5)

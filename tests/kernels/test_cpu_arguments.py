@@ -12,6 +12,7 @@ from oracles.cache_layers import Stream, make_layer
 from dmc.compression import CompressionConfig
 from dmc.kernels import cpu
 from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 
 GATES = CompressionConfig(delay=2)
 
@@ -22,29 +23,42 @@ def compiled() -> None:
         pytest.skip("no C++ compiler")
 
 
-def layer_and_tokens(config: CompressionConfig | None = GATES) -> tuple[LayerCache, NewTokens]:
+def layer_and_tokens(
+    config: CompressionConfig | None = GATES,
+) -> tuple[LayerCache, ForwardBatch, NewTokens]:
     layer = make_layer(config, head_dim=16, block_size=16, max_blocks=4)
     stream = Stream(layer, config, rows=[2, 0], time=20)
-    cpu.append_or_merge(layer, stream.tokens(0, 10), config)
-    return layer, stream.tokens(10, 15)
+    cpu.append_or_merge(layer, *stream.tokens(0, 10), config)
+    return layer, *stream.tokens(10, [15, 13])
 
 
 @pytest.mark.parametrize("move", [torch.float64, torch.bfloat16, "meta"], ids=str)
-@pytest.mark.parametrize("name", ["key", "value", "omega", "merged", "rows", "positions"])
+@pytest.mark.parametrize("name", ["key", "value", "omega", "merged"])
 def test_new_tokens_of_another_kind_are_refused(name: str, move: Any) -> None:
-    layer, tokens = layer_and_tokens()
+    layer, batch, tokens = layer_and_tokens()
     moved = dataclasses.replace(tokens, **{name: getattr(tokens, name).to(move)})
     before = layer.lengths.clone()
     with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is .*expected .*on cpu"):
-        cpu.append_or_merge(layer, moved, GATES)
+        cpu.append_or_merge(layer, batch, moved, GATES)
     assert torch.equal(layer.lengths, before)
 
 
-@pytest.mark.parametrize("name", ["key", "value", "omega", "merged", "positions", "cos"])
+def test_a_batch_that_lies_elsewhere_is_refused() -> None:
+    layer, batch, tokens = layer_and_tokens()
+    with pytest.raises(ValueError, match=r"kernels\.cpu: rows is .*expected .*on cpu"):
+        cpu.append_or_merge(layer, dataclasses.replace(batch, device="meta"), tokens, GATES)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "omega", "merged"])
 def test_new_tokens_of_another_size_are_refused(name: str) -> None:
-    layer, tokens = layer_and_tokens()
+    layer, batch, tokens = layer_and_tokens()
+    cut = dataclasses.replace(tokens, **{name: getattr(tokens, name)[:1]})
     with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is "):
-        cpu.append_or_merge(layer, dataclasses.replace(tokens, **{name: getattr(tokens, name)[:1]}), GATES)
+        cpu.append_or_merge(layer, batch, cut, GATES)
+    assert batch.rotary is not None
+    batch.rotary = batch.rotary[0][1:], batch.rotary[1]
+    with pytest.raises(ValueError, match=r"kernels\.cpu: cos is "):
+        cpu.append_or_merge(layer, batch, tokens, GATES)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +76,18 @@ def test_new_tokens_of_another_size_are_refused(name: str) -> None:
     ],
 )
 def test_a_cache_of_another_kind_is_refused(name: str, change: Any) -> None:
-    layer, tokens = layer_and_tokens()
+    layer, batch, tokens = layer_and_tokens()
     changed = dataclasses.replace(layer, **{name: change(getattr(layer, name))})
     with pytest.raises(ValueError, match=rf"kernels\.cpu: {name} is "):
-        cpu.append_or_merge(changed, tokens, GATES)
+        cpu.append_or_merge(changed, batch, tokens, GATES)
 
 
 @pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
 def test_rows_that_do_not_exist_are_refused(rows: list[int]) -> None:
-    layer, tokens = layer_and_tokens()
+    layer, batch, tokens = layer_and_tokens()
     message = "a cache row that does not exist"
     with pytest.raises(ValueError, match=message):
-        cpu.append_or_merge(layer, dataclasses.replace(tokens, rows=torch.tensor(rows)), GATES)
+        cpu.append_or_merge(layer, dataclasses.replace(batch, rows=rows), tokens, GATES)
     pages, query = (layer.key_pages, layer.value_pages, layer.block_tables), torch.zeros(2, 4, 16)
     with pytest.raises(ValueError, match=message):
         cpu.paged_attention(query, *pages, layer.lengths, 0.3, rows=torch.tensor(rows))
@@ -83,7 +97,7 @@ def test_rows_that_do_not_exist_are_refused(rows: list[int]) -> None:
 
 def test_more_tokens_than_tables_or_the_pool_can_take_are_refused_and_nothing_is_written() -> None:
     for change in ({"block_tables": 1}, {"num_free": 0}):
-        layer, _ = layer_and_tokens(None)
+        layer, *_ = layer_and_tokens(None)
         stream = Stream(layer, None, rows=[2, 0], time=20)
         if "num_free" in change:
             layer.num_free.fill_(1)
@@ -91,13 +105,13 @@ def test_more_tokens_than_tables_or_the_pool_can_take_are_refused_and_nothing_is
             layer = dataclasses.replace(layer, block_tables=layer.block_tables[..., :1])
         before = layer.lengths.clone(), layer.num_free.clone()
         with pytest.raises(ValueError, match="block"):
-            cpu.append_or_merge(layer, stream.tokens(10, 20), None)
+            cpu.append_or_merge(layer, *stream.tokens(10, 20), None)
         assert torch.equal(layer.lengths, before[0]) and torch.equal(layer.num_free, before[1])
 
 
 @pytest.mark.parametrize("move", [torch.float64, "meta"], ids=str)
 def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
-    layer, _ = layer_and_tokens(None)
+    layer, batch, _ = layer_and_tokens(None)
     pages, query = (layer.key_pages, layer.value_pages, layer.block_tables), torch.zeros(2, 4, 16)
     rows = torch.tensor([2, 0])
     with pytest.raises(ValueError, match=r"kernels\.cpu: value_pages is "):
@@ -110,11 +124,11 @@ def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
     with pytest.raises(ValueError, match="more slots than"):
         cpu.paged_attention(query, *pages, layer.lengths, 0.3, rows=rows, return_scores=True, num_scores=9)
     with pytest.raises(ValueError, match="more slots than"):
-        cpu.prefill_attention(query[:, :, None], *pages, Seen(torch.full((2, 2, 1), 65)), 0.3, rows=rows)
+        cpu.prefill_attention(torch.zeros(8, 4, 16), *pages, batch, Seen(torch.full((8, 2), 65)), 0.3)
 
 
 def test_eviction_refuses_notes_and_slots_that_do_not_fit() -> None:
-    layer, _ = layer_and_tokens(None)
+    layer, batch, _ = layer_and_tokens(None)
     rows, pages = torch.tensor([2, 0]), layer.key_pages.shape[:2]
     layer.notes = {"position": torch.zeros(pages, dtype=torch.int32), "mass": torch.zeros(pages)}
     with pytest.raises(ValueError, match="an entry that is not held"):
@@ -127,9 +141,10 @@ def test_eviction_refuses_notes_and_slots_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"kernels\.cpu: pages is "):
         cpu.read_notes(cut, rows, ["position"], 9)
     with pytest.raises(ValueError, match=r"kernels\.cpu: position is "):
-        cpu.write_notes(layer, rows, {"position": torch.zeros(2, 2, 5)})
+        cpu.write_notes(layer, batch, {"position": torch.zeros(8, 2)})
+    many = ForwardBatch([2, 0], [0, 0], [11, 1])
     with pytest.raises(ValueError, match="an entry that is not held"):
-        cpu.write_notes(layer, rows, {"position": torch.zeros(2, 2, 11, dtype=torch.int32)})
+        cpu.write_notes(layer, many, {"position": torch.zeros(12, 2, dtype=torch.int32)})
     with pytest.raises(ValueError, match=r"kernels\.cpu: keep is "):
         cpu.compact(layer, rows, torch.ones(2, 2, 64))
     with pytest.raises(ValueError, match="more slots than"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dmc.kernels import load_backend
 from dmc.kernels.base import NewTokens
+from dmc.kernels.batch import ForwardBatch
 
 LENGTHS = [[0, 1], [15, 16], [17, 80]]
 HEAD_DIM, BLOCK, STEPS = 32, 16, 60
@@ -88,19 +89,21 @@ class Simulation:
                 self.layer.notes[name][place] = number
         return result
 
-    def append(self, rows: list[int], count: int = 1) -> None:
-        key, value = (self.noise(len(rows), 2, count, HEAD_DIM).to(self.dtype) for _ in range(2))
-        positions = torch.tensor([[self.positions[row] + i for i in range(count)] for row in rows])
-        sums, index = self.noise(len(SUMS), len(rows), 2, count), torch.tensor(rows)
-        self.backend.append_or_merge(self.layer, NewTokens(index, positions, key, value), None)
-        notes = {"position": positions.int()[:, None].expand(-1, 2, -1), **dict(zip(SUMS, sums, strict=True))}
-        self.backend.write_notes(self.layer, index, notes)
-        for sequence, row in enumerate(rows):
+    def append(self, rows: list[int], count: int | list[int] = 1) -> None:
+        counts = [count] * len(rows) if isinstance(count, int) else count
+        batch = ForwardBatch(rows, [self.positions[row] for row in rows], counts)
+        key, value = (self.noise(batch.num_tokens, 2, HEAD_DIM).to(self.dtype) for _ in range(2))
+        sums = self.noise(len(SUMS), batch.num_tokens, 2)
+        self.backend.append_or_merge(self.layer, batch, NewTokens(key, value), None)
+        notes = {"position": batch.positions.int()[:, None].repeat(1, 2), **dict(zip(SUMS, sums, strict=True))}
+        self.backend.write_notes(self.layer, batch, notes)
+        for row, span in zip(rows, batch.spans, strict=True):
             for head, expected in enumerate(self.heads[row]):
-                for i in range(count):
-                    place, start = (sequence, head, i), sums[:, sequence, head, i].tolist()
-                    expected.append(Entry(key[place], value[place], self.positions[row] + i, start), self.stack)
-            self.positions[row] += count
+                for token in range(span.start, span.stop):
+                    position = self.positions[row] + token - span.start
+                    own = key[token, head], value[token, head], position, sums[:, token, head].tolist()
+                    expected.append(Entry(*own), self.stack)
+            self.positions[row] += span.stop - span.start
 
     def evict(self, rows: list[int], slots: list[list[int]]) -> None:
         self.backend.evict(self.layer, torch.tensor(rows), torch.tensor(slots))
@@ -187,7 +190,7 @@ def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: Mo
 
 def test_notes_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleType) -> None:
     simulation = Simulation(backend, torch.float32)
-    simulation.append([2, 0], 37)
+    simulation.append([2, 0], [37, 20])
     simulation.append([1], 1)
     simulation.check()
 

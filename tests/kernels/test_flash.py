@@ -77,8 +77,8 @@ def test_heads_folded_into_the_batch_give_the_reference(
     layer = fill(make_layer(None), torch.tensor([[0, 1], [15, 16], [17, 40]]))
     generator, batch = torch.Generator().manual_seed(0), 3 if rows is None else 2
     query = torch.randn(batch, 2 * group, 16, generator=generator)
-    key, value = torch.randn(2, batch, 2, 4, 16, generator=generator).unbind()
-    exists = torch.tensor([[False] * 4, [True] * 4, [False, False, True, True]])[:batch]
+    key, value = torch.randn(2, batch * 4, 2, 16, generator=generator).unbind()
+    exists = torch.tensor([[False] * 4, [True] * 4, [False, False, True, True]])[:batch].flatten()
     arguments = (query, layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths, 0.25)
     options = {
         "rows": None if rows is None else torch.tensor(rows),

@@ -9,6 +9,7 @@ from oracles.step_by_step import HeadOracle
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
 from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.reference import append_or_merge, gather_pages, paged_attention, prefill_attention
 
 HEAD_DIM, BLOCK = 8, 16
@@ -93,29 +94,24 @@ class Stream:
     def __init__(self, config: CompressionConfig, sequences: int = 2, heads: int = 3, time: int = 40) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (sequences, heads, time)
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.ends = config, shape, [0] * sequences
         self.key, self.value = (torch.randn(*shape, HEAD_DIM, generator=generator) for _ in range(2))
         self.key[..., -1] = 0
         self.merged = torch.rand(shape, generator=generator) < 0.6
         self.omega = torch.rand(shape, generator=generator) + 0.01
-        self.rows = torch.tensor([2, 0])  # of a cache with a row that nobody uses
+        self.rows = [2, 0]  # of a cache with a row that nobody uses
         self.cache = make_layer(config, num_rows=3, kv_heads=heads, head_dim=HEAD_DIM, max_blocks=-(-time // BLOCK))
 
-    def feed(self, begin: int, end: int) -> Seen:
-        positions = torch.arange(begin - self.config.delay, end).expand(self.shape[0], -1)
-        cos, sin = rotary_tables(positions, HEAD_DIM)
-        time = slice(begin, end)
-        tokens = NewTokens(
-            rows=self.rows,
-            positions=positions[:, self.config.delay :],
-            key=self.key[:, :, time],
-            value=self.value[:, :, time],
-            merged=self.merged[..., time],
-            omega=self.omega[..., time],
-            cos=cos,
-            sin=sin,
-        )
-        return append_or_merge(self.cache, tokens, self.config)
+    def feed(self, *ends: int) -> tuple[ForwardBatch, Seen]:
+        """Feed each sequence its tokens up to here, those that it has not had."""
+        members = [i for i, end in enumerate(ends) if end > self.ends[i]]
+        begins, rows = [self.ends[i] for i in members], [self.rows[i] for i in members]
+        batch = ForwardBatch(rows, begins, [ends[i] - self.ends[i] for i in members])
+        batch.rotary = rotary_tables(batch.extended(self.config.delay).positions, HEAD_DIM)
+        place = torch.tensor(members)[batch.sequence], slice(None), batch.positions
+        states = (each[place] for each in (self.key, self.value, self.merged, self.omega))
+        self.ends = list(ends)
+        return batch, append_or_merge(self.cache, batch, NewTokens(*states), self.config)
 
     def oracle(self, sequence: int, head: int, end: int) -> list[tuple[np.ndarray, np.ndarray]]:
         oracle = HeadOracle(self.config, HEAD_DIM, THETA)
@@ -131,7 +127,7 @@ class Stream:
             )
         return oracle.slots
 
-    def check(self, end: int) -> None:
+    def check(self) -> None:
         lengths, tables = self.cache.lengths[self.rows], self.cache.block_tables[self.rows]
         keys = gather_pages(self.cache.key_pages, tables, int(lengths.max()))
         values = gather_pages(self.cache.value_pages, tables, int(lengths.max()))
@@ -145,7 +141,7 @@ class Stream:
         assert not self.cache.lengths[1].any()
         for sequence in range(self.shape[0]):
             for head in range(self.shape[1]):
-                slots = self.oracle(sequence, head, end)
+                slots = self.oracle(sequence, head, self.ends[sequence])
                 assert int(lengths[sequence, head]) == len(slots)
                 for slot, (key, value) in enumerate(slots):
                     place = (sequence, head, slot)
@@ -153,21 +149,29 @@ class Stream:
                     torch.testing.assert_close(values[place].double(), torch.from_numpy(value), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("pieces", [[40], [1] * 40, [3, 1, 1, 17, 2, 16]], ids=["whole", "one by one", "uneven"])
+PIECES = {
+    "whole": [(40, 40)],
+    "one by one": [(1, 1)] * 40,
+    "uneven": [(count, count) for count in (3, 1, 1, 17, 2, 16)],
+    "ragged": [(1, 3), (7, 1), (0, 12), (30, 1), (1, 23), (1, 0)],
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=list(PIECES))
 @pytest.mark.parametrize(
     "gates",
     [{"window_size": window, "delay": delay} for window in (1, 3, 12, None) for delay in (0, 1, 4, 16)]
     + [{"action": "drop", "delay": delay} for delay in (1, 4, 16)],
     ids=str,
 )
-def test_pages_hold_what_the_oracle_holds_after_every_piece(gates: dict, pieces: list[int]) -> None:
-    stream, begin = Stream(CompressionConfig(**gates)), 0
-    for count in pieces:
-        stream.feed(begin, begin + count)
-        begin += count
-        if begin == 40 or begin % 7 == 0 or count > 1:
-            stream.check(begin)
-    assert begin == 40
+def test_pages_hold_what_the_oracle_holds_after_every_piece(gates: dict, pieces: list[tuple[int, int]]) -> None:
+    stream = Stream(CompressionConfig(**gates))
+    for counts in pieces:
+        ends = [end + count for end, count in zip(stream.ends, counts, strict=True)]
+        stream.feed(*ends)
+        if 40 in ends or ends[0] % 7 == 0 or max(counts) > 1:
+            stream.check()
+    assert stream.ends[1] == 40
 
 
 def test_scores_are_the_probabilities_of_the_slots() -> None:
@@ -192,16 +196,24 @@ def test_scores_are_the_probabilities_of_the_slots() -> None:
 def test_a_piece_attends_as_its_tokens_one_by_one(gates: dict) -> None:
     config = CompressionConfig(**gates)
     whole, single = Stream(config), Stream(config)
-    query = torch.randn(2, 6, 40, HEAD_DIM, generator=torch.Generator().manual_seed(2))
-    for begin, end in ((0, 3), (3, 40)):
-        seen, layer = whole.feed(begin, end), whole.cache
+    query = torch.randn(2, 40, 6, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    for ends in ((3, 1), (4, 25), (40, 40)):
+        before = whole.ends
+        batch, seen = whole.feed(*ends)
+        layer = whole.cache
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        out = prefill_attention(query[:, :, begin:end], *pages, seen, 0.5, rows=whole.rows)
-        for token in range(begin, end):
-            recent, layer = single.feed(token, token + 1).recent, single.cache
-            pages = layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths
-            alone = paged_attention(query[:, :, token], *pages, 0.5, rows=single.rows, recent=recent)
-            torch.testing.assert_close(out[:, :, token - begin], alone, rtol=0, atol=TOLERANCE)
+        own = torch.cat([query[i, before[i] : ends[i]] for i in range(2)])
+        out = batch.pad(prefill_attention(own, *pages, batch, seen, 0.5))
+        for sequence in range(2):
+            for token in range(before[sequence], ends[sequence]):
+                upto = [token + 1, single.ends[1]] if sequence == 0 else [single.ends[0], token + 1]
+                one, seen_alone = single.feed(*upto)
+                layer = single.cache
+                pages = layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths
+                alone = query[sequence, token : token + 1]
+                alone = paged_attention(alone, *pages, 0.5, rows=one.row_index, recent=seen_alone.recent)
+                got = out[sequence, token - before[sequence]]
+                torch.testing.assert_close(got, alone[0], rtol=0, atol=TOLERANCE)
 
 
 def test_backends_are_found_by_name() -> None:

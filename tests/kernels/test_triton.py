@@ -21,7 +21,7 @@ from oracles.cache_layers import Stream, assert_same_state, assert_same_view, co
 from dmc import Engine, SamplingParams
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent
+from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
@@ -58,9 +58,9 @@ def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place
     actual = copy_to(expected, device)
     stream = Stream(expected, config, rows=[2, 0], time=23)
     for begin, end in ((0, 1), (1, 2), (2, 17), *((token, token + 1) for token in range(17, 23))):
-        tokens = stream.tokens(begin, end)
-        seen = kernels.append_or_merge(actual, copy_to(tokens, device), config)
-        wanted = reference.append_or_merge(expected, tokens, config)
+        batch, tokens = stream.tokens(begin, end)
+        seen = kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
+        wanted = reference.append_or_merge(expected, batch, tokens, config)
         assert_same_view(seen, wanted, tolerance)
         assert_same_state(actual, expected, tolerance)
     assert not expected.lengths[1].any()
@@ -87,8 +87,8 @@ def decode_case(
     query = torch.randn(rows, kv_heads * group, head_dim, generator=generator).to(device, dtype)
     recent = None
     if delay:
-        key, value = torch.randn(2, rows, kv_heads, delay, head_dim, generator=generator).to(device, dtype).unbind()
-        recent = Recent(key, value, (torch.rand(rows, delay, generator=generator) < 0.5).to(device))
+        key, value = torch.randn(2, rows * delay, kv_heads, head_dim, generator=generator).to(device, dtype).unbind()
+        recent = Recent(key, value, (torch.rand(rows * delay, generator=generator) < 0.5).to(device))
     return [query, layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths], recent
 
 
@@ -143,14 +143,13 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
     config, generator = gates_of(settings), torch.Generator().manual_seed(0)
     layer = make_layer(config, block_size=16, max_blocks=10, head_dim=24, dtype=dtype)
     stream = Stream(layer, config, rows=[2, 0], time=105)
-    for begin, end in ((0, 2), (2, 70), (70, 105)):
-        tokens = stream.tokens(begin, end)
-        query = torch.randn(2, 6, end - begin, 24, generator=generator).to(dtype)
-        seen = reference.append_or_merge(layer, tokens, config)
-        tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, seen
-        wanted = reference.prefill_attention(*tensors, 0.2, rows=tokens.rows)
-        moved = [copy_to(each, device) for each in tensors]
-        actual = kernels.prefill_attention(*moved, 0.2, rows=tokens.rows.to(device))
+    for begins, ends in (([0, 0], [2, 7]), ([2, 7], [70, 8]), ([70, 8], [105, 75])):
+        batch, tokens = stream.tokens(begins, ends)
+        query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
+        seen = reference.append_or_merge(layer, batch, tokens, config)
+        tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen
+        wanted = reference.prefill_attention(*tensors, 0.2)
+        actual = kernels.prefill_attention(*(copy_to(each, device) for each in tensors), 0.2)
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
@@ -206,11 +205,14 @@ class DecodeLoop:
 
     def __init__(self, layer: LayerCache, stream: Stream, queries: torch.Tensor) -> None:
         self.layer, self.stream, self.queries = copy_to(layer, "cuda"), stream, queries
-        self.tokens: NewTokens = copy_to(stream.tokens(0, 1), "cuda")
+        self.batch, self.tokens = (copy_to(each, "cuda") for each in stream.tokens(0, 1))
         self.query = queries[0].cuda()
 
     def feed(self, token: int) -> None:
-        fresh = self.stream.tokens(token, token + 1)
+        batch, fresh = self.stream.tokens(token, token + 1)
+        self.batch.positions.copy_(batch.positions)
+        for mine, new in zip(self.batch.rotary or (), batch.rotary or (), strict=True):
+            mine.copy_(new)
         for field in dataclasses.fields(fresh):
             if getattr(fresh, field.name) is not None:
                 getattr(self.tokens, field.name).copy_(getattr(fresh, field.name))
@@ -218,11 +220,9 @@ class DecodeLoop:
 
     def step(self) -> torch.Tensor:
         layer = self.layer
-        seen = kernels.append_or_merge(layer, self.tokens, self.stream.config)
-        pages = layer.key_pages, layer.value_pages, layer.block_tables
-        return kernels.paged_attention(
-            self.query, *pages, layer.lengths, 0.2, rows=self.tokens.rows, recent=seen.recent
-        )
+        seen = kernels.append_or_merge(layer, self.batch, self.tokens, self.stream.config)
+        pages, rows = (layer.key_pages, layer.value_pages, layer.block_tables), self.batch.row_index
+        return kernels.paged_attention(self.query, *pages, layer.lengths, 0.2, rows=rows, recent=seen.recent)
 
 
 @pytest.mark.gpu
@@ -234,6 +234,7 @@ def test_a_captured_step_replays_as_the_reference_decodes(settings: dict | None,
     stream = Stream(expected, config, rows=[2, 0], time=time)
     queries = torch.randn(time, 2, 8, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
     warm = DecodeLoop(expected, stream, queries)
+    warm.batch.row_index, warm.batch.positions  # made before the pass
     torch.cuda.set_sync_debug_mode("error")
     try:
         warm.step()  # compiles, on a layer of its own
@@ -243,12 +244,10 @@ def test_a_captured_step_replays_as_the_reference_decodes(settings: dict | None,
     with torch.cuda.graph(graph):
         captured = loop.step()  # recorded, not run
     for token in range(time):
-        tokens = stream.tokens(token, token + 1)
-        seen = reference.append_or_merge(expected, tokens, config)
-        pages = expected.key_pages, expected.value_pages, expected.block_tables
-        wanted = reference.paged_attention(
-            queries[token], *pages, expected.lengths, 0.2, rows=tokens.rows, recent=seen.recent
-        )
+        batch, tokens = stream.tokens(token, token + 1)
+        seen = reference.append_or_merge(expected, batch, tokens, config)
+        pages, rows = (expected.key_pages, expected.value_pages, expected.block_tables), batch.row_index
+        wanted = reference.paged_attention(queries[token], *pages, expected.lengths, 0.2, rows=rows, recent=seen.recent)
         loop.feed(token)
         graph.replay()
         torch.testing.assert_close(captured.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
@@ -274,10 +273,11 @@ def test_decode_and_prefill_equal_the_reference_in_full_size(
     config = CompressionConfig(delay=16)
     layer = make_layer(config, head_dim=head_dim, block_size=block_size, max_blocks=-(-600 // block_size), dtype=dtype)
     layer = copy_to(layer, "cuda")
-    tokens = copy_to(Stream(layer, config, rows=[2, 0], time=600).tokens(0, 600), "cuda")
-    seen = reference.append_or_merge(layer, tokens, config)
-    query = torch.randn(2, 2 * group, 600, head_dim, generator=generator).to(*place)
+    stream = Stream(copy_to(layer, "cpu"), config, rows=[2, 0], time=600)
+    batch, tokens = (copy_to(each, "cuda") for each in stream.tokens(0, [600, 450]))
+    seen = reference.append_or_merge(layer, batch, tokens, config)
+    query = torch.randn(batch.num_tokens, 2 * group, head_dim, generator=generator).to(*place)
     pages = layer.key_pages, layer.value_pages, layer.block_tables
-    actual = kernels.prefill_attention(query, *pages, seen, scaling, rows=tokens.rows)
-    wanted = reference.prefill_attention(query, *pages, seen, scaling, rows=tokens.rows)
+    actual = kernels.prefill_attention(query, *pages, batch, seen, scaling)
+    wanted = reference.prefill_attention(query, *pages, batch, seen, scaling)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[dtype])

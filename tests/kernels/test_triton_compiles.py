@@ -82,16 +82,16 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     for config in (None, CompressionConfig(window_size=None), CompressionConfig(delay=4)):
         layer = make_layer(config, head_dim=head_dim, max_blocks=40, dtype=dtype)
         stream = Stream(layer, config, rows=[2, 0], time=20)
-        append.append_or_merge(layer, stream.tokens(15, 16), config)
-    seen = reference.append_or_merge(layer, stream.tokens(0, 20), config)
+        single = append.append_or_merge(layer, *stream.tokens(15, 16), config)
+    batch, tokens = stream.tokens(0, 20)
+    seen = reference.append_or_merge(layer, batch, tokens, config)
     assert seen.top is not None and seen.recent is not None
-    query = torch.zeros(2, 8, 20, head_dim, dtype=dtype)
+    query, rows = torch.zeros(40, 8, head_dim, dtype=dtype), batch.row_index
     pages = layer.key_pages, layer.value_pages, layer.block_tables
-    prefill.prefill_attention(query, *pages, seen, 0.1, rows=stream.rows)
-    attention.paged_attention(
-        query[:, :, 0], *pages, layer.lengths, 0.1, rows=stream.rows, recent=seen.recent, return_scores=True
-    )
-    compaction.compact(layer, stream.rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
+    prefill.prefill_attention(query, *pages, batch, seen, 0.1)
+    options = {"rows": rows, "recent": single.recent, "return_scores": True}
+    attention.paged_attention(query[:2], *pages, layer.lengths, 0.1, **options)
+    compaction.compact(layer, rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
 
     assert len(compiled) == 9
     for each in compiled:

@@ -9,6 +9,7 @@ import torch
 
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
 THETA = 100.0
@@ -59,7 +60,10 @@ def fill(layer: LayerCache, lengths: torch.Tensor) -> LayerCache:
 
 
 def copy_to(item: Any, device: torch.device | str) -> Any:
-    """Copy a layer, tokens, or what is seen, tensor by tensor, to a device."""
+    """Copy a layer, a batch, tokens, or what is seen, tensor by tensor, to a device."""
+    if isinstance(item, ForwardBatch):
+        rotary = None if item.rotary is None else (item.rotary[0].to(device), item.rotary[1].to(device))
+        return dataclasses.replace(item, device=device, rotary=rotary)
     if dataclasses.is_dataclass(item):
         return type(item)(*(copy_to(getattr(item, field.name), device) for field in dataclasses.fields(item)))
     if isinstance(item, dict):
@@ -73,24 +77,25 @@ class Stream:
     def __init__(self, layer: LayerCache, config: CompressionConfig | None, rows: list[int], time: int) -> None:
         generator = torch.Generator().manual_seed(1)
         head_dim = layer.key_pages.shape[-1]
-        shape = (len(rows), layer.lengths.shape[1], time)
-        self.config, self.rows = config, torch.tensor(rows)
+        shape = (len(rows), time, layer.lengths.shape[1])
+        self.config, self.rows = config, rows
         self.key, self.value = torch.randn(2, *shape, head_dim, generator=generator).to(layer.key_pages.dtype).unbind()
         self.merged = torch.rand(shape, generator=generator) < 0.5
         self.omega = torch.rand(shape, generator=generator) + 0.01
 
-    def tokens(self, begin: int, end: int) -> NewTokens:
-        """Cut tokens begin..end-1 out, as views into the whole stream."""
-        time = slice(begin, end)
-        positions = torch.arange(begin, end).expand(len(self.rows), -1)
-        key, value = self.key[:, :, time], self.value[:, :, time]
+    def tokens(self, begin: int | list[int], end: int | list[int]) -> tuple[ForwardBatch, NewTokens]:
+        """Cut tokens begin..end-1 out, of each sequence its own where there are several numbers; of some maybe none."""
+        begins, ends = ([each] * len(self.rows) if isinstance(each, int) else each for each in (begin, end))
+        given = enumerate(zip(begins, ends, strict=True))
+        feeds = [(i, first, last - first) for i, (first, last) in given if last > first]
+        members, begins, num_new = (list(each) for each in zip(*feeds, strict=True))
+        batch = ForwardBatch([self.rows[i] for i in members], begins, num_new)
+        place = torch.tensor(members)[batch.sequence], batch.positions
         if self.config is None:
-            return NewTokens(self.rows, positions, key, value)
-        earlier = torch.arange(begin - self.config.delay, end).expand(len(self.rows), -1)
-        cos, sin = rotary_tables(earlier, key.shape[-1])
-        return NewTokens(
-            self.rows, positions, key, value, self.merged[..., time], self.omega[..., time], cos.to(key), sin.to(key)
-        )
+            return batch, NewTokens(self.key[place], self.value[place])
+        cos, sin = rotary_tables(batch.extended(self.config.delay).positions, self.key.shape[-1])
+        batch.rotary = cos.to(self.key), sin.to(self.key)
+        return batch, NewTokens(self.key[place], self.value[place], self.merged[place], self.omega[place])
 
 
 def rotary_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +130,7 @@ def assert_same_view(actual: Seen, expected: Seen, tolerance: float) -> None:
             (actual.recent.key, expected.recent.key),
             (actual.recent.value, expected.recent.value),
         ):
-            mask = exists[:, None, :, None]
+            mask = exists[:, None, None]
             torch.testing.assert_close(
                 (given.cpu() * mask).float(), (wanted * mask).float(), rtol=tolerance, atol=tolerance
             )

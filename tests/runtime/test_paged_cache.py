@@ -151,7 +151,7 @@ def test_a_pool_without_a_limit_grows_and_keeps_its_contents() -> None:
     row = cache.open_row()
     fill(cache, row, torch.full((LAYERS, HEADS), 40))
     before = held(cache, row)
-    cache.make_room(2, 16 * 1000)
+    cache.make_room([16 * 1000] * 2)
     assert cache.allocator.num_free >= 2 * HEADS * 1000
     assert cache.key_pages.shape[0] == cache.value_pages.shape[0] == cache.allocator.num_blocks
     assert held(cache, row) == before

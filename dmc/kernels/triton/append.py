@@ -10,6 +10,7 @@ from torch import Tensor
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
 from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
 PLANNED_TOGETHER = 1024
@@ -18,22 +19,24 @@ RECENT_TILE = 16
 """Raw recent tokens that one program rotates."""
 
 
-def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None) -> Seen:
-    """See `dmc.kernels.reference.append_or_merge`; several tokens at once take its path.
+def append_or_merge(
+    cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
+) -> Seen:
+    """See `dmc.kernels.reference.append_or_merge`; a batch with several tokens of a sequence takes its path.
 
-    With one token per sequence nothing waits for the device and no shape depends on data.
+    With one token of each nothing waits for the device and no shape depends on data.
     """
-    if tokens.key.shape[2] > 1:
-        return reference.append_or_merge(cache, tokens, config)
+    if batch.most_new > 1:
+        return reference.append_or_merge(cache, batch, tokens, config)
     sequences, kv_heads = tokens.key.shape[:2]
     delay = 0 if config is None else config.delay
     constants = {"KV_HEADS": kv_heads, "DELAY": delay, "HISTORY": history_size(config)}
-    slots = cache.lengths.new_empty(sequences, kv_heads, 1)
+    slots = cache.lengths.new_empty(sequences, kv_heads)
     targets = torch.empty_like(slots, dtype=torch.long)
     with torch.cuda.device_of(cache.lengths):
         _plan_kernel[(1,)](
-            tokens.rows,
-            tokens.positions,
+            batch.row_index,
+            batch.positions,
             tokens.merged,
             cache.history_merged,
             cache.lengths,
@@ -44,15 +47,15 @@ def append_or_merge(cache: LayerCache, tokens: NewTokens, config: CompressionCon
             targets,
             sequences * kv_heads,
             cache.block_tables.shape[-1],
-            tokens.positions.stride(0),
             *_strides(tokens.merged),
             BLOCK_SIZE=cache.block_size,
             DROPS=config is not None and config.action == "drop",
             PAIRS=min(PLANNED_TOGETHER, triton.next_power_of_2(sequences * kv_heads)),
             **constants,
         )
-        _enter_heads(cache, tokens, config, targets, constants)
-        return Seen(slots, recent=_recent(cache, tokens, constants) if delay > 0 else None)
+        cos, sin = (None, None) if config is None or batch.rotary is None else batch.rotary
+        _enter_heads(cache, batch, tokens, config, targets, (cos, sin), constants)
+        return Seen(slots, recent=_recent(cache, batch, tokens, constants) if delay > 0 else None)
 
 
 def _strides(states: Tensor | None) -> tuple[int, int]:
@@ -65,7 +68,13 @@ def _with_dense_channels(states: Tensor) -> Tensor:
 
 
 def _enter_heads(
-    cache: LayerCache, tokens: NewTokens, config: CompressionConfig | None, targets: Tensor, constants: dict[str, int]
+    cache: LayerCache,
+    batch: ForwardBatch,
+    tokens: NewTokens,
+    config: CompressionConfig | None,
+    targets: Tensor,
+    rotary: tuple[Tensor | None, Tensor | None],
+    constants: dict[str, int],
 ) -> None:
     pooling, window = "none", 1
     if config is not None and config.action == "merge":
@@ -74,15 +83,14 @@ def _enter_heads(
     key, value = _with_dense_channels(tokens.key), _with_dense_channels(tokens.value)
     head_dim = key.shape[-1]
     _enter_kernel[(targets.numel(),)](
-        tokens.rows,
-        tokens.positions,
+        batch.row_index,
+        batch.positions,
         targets,
         key,
         value,
         tokens.merged,
         tokens.omega,
-        tokens.cos,
-        tokens.sin,
+        *rotary,
         cache.key_pages,
         cache.value_pages,
         cache.history_key,
@@ -91,12 +99,10 @@ def _enter_heads(
         cache.history_omega,
         cache.mean,
         cache.weight,
-        tokens.positions.stride(0),
         *_strides(key),
         *_strides(value),
         *_strides(tokens.merged),
         *_strides(tokens.omega),
-        0 if tokens.cos is None else tokens.cos.stride(0),
         POOLING=pooling,
         WINDOW=window,
         AGES=triton.next_power_of_2(max(1, window - 1)),
@@ -107,27 +113,23 @@ def _enter_heads(
     )
 
 
-def _recent(cache: LayerCache, tokens: NewTokens, constants: dict[str, int]) -> Recent:
+def _recent(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, constants: dict[str, int]) -> Recent:
     """Rotate the raw tokens that the delay holds back, out of the history."""
-    assert tokens.cos is not None and tokens.sin is not None
-    sequences, kv_heads, _, head_dim = tokens.key.shape
+    assert batch.rotary is not None
+    sequences, kv_heads, head_dim = tokens.key.shape
     delay = constants["DELAY"]
-    key = tokens.key.new_empty(sequences, kv_heads, delay, head_dim)
+    key = tokens.key.new_empty(sequences * delay, kv_heads, head_dim)
     value = tokens.value.new_empty(key.shape)
-    exists = torch.empty(sequences, delay, dtype=torch.bool, device=key.device)
+    exists = torch.empty(sequences * delay, dtype=torch.bool, device=key.device)
     _recent_kernel[(sequences * kv_heads, triton.cdiv(delay, RECENT_TILE))](
-        tokens.rows,
-        tokens.positions,
-        tokens.cos,
-        tokens.sin,
+        batch.row_index,
+        batch.positions,
+        *batch.rotary,
         cache.history_key,
         cache.history_value,
         key,
         value,
         exists,
-        tokens.positions.stride(0),
-        tokens.cos.stride(0),
-        tokens.cos.stride(1),
         HALF=head_dim // 2,
         HALF_TILE=triton.next_power_of_2(head_dim // 2),
         TILE=RECENT_TILE,
@@ -150,7 +152,6 @@ def _plan_kernel(
     targets,
     num_pairs,
     num_blocks,
-    position_stride,
     merged_stride,
     merged_head_stride,
     KV_HEADS: tl.constexpr,
@@ -172,7 +173,7 @@ def _plan_kernel(
         appended = known
         writes = known
         if merged is not None:
-            entering = tl.load(positions + sequence * position_stride, mask=known, other=0) - DELAY
+            entering = tl.load(positions + sequence, mask=known, other=0) - DELAY
             exists = known & (entering >= 0)
             if DELAY > 0:
                 decision = history_merged + cell * HISTORY + tl.where(exists, entering, 0) % HISTORY
@@ -252,7 +253,6 @@ def _enter_kernel(
     history_omega,
     mean,
     mean_weight,
-    position_stride,
     key_stride,
     key_head_stride,
     value_stride,
@@ -261,7 +261,6 @@ def _enter_kernel(
     merged_head_stride,
     omega_stride,
     omega_head_stride,
-    cos_stride,
     KV_HEADS: tl.constexpr,
     DELAY: tl.constexpr,
     HISTORY: tl.constexpr,
@@ -275,7 +274,7 @@ def _enter_kernel(
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // KV_HEADS, pair % KV_HEADS
     cell = tl.load(rows + sequence) * KV_HEADS + head
-    position = tl.load(positions + sequence * position_stride)
+    position = tl.load(positions + sequence)
     target = tl.load(targets + pair)
     entering = position - DELAY
     exists = entering >= 0
@@ -338,7 +337,7 @@ def _enter_kernel(
         _store_halves(own_mean, channel, key_first, key_second, exists, HALF)
         _store_halves(own_mean + 2 * HALF, channel, value_first, value_second, exists, HALF)
     if cos is not None:
-        turn = sequence * cos_stride
+        turn = sequence * (DELAY + 1) * 2 * HALF
         key_first, key_second = _rotated(key_first, key_second, cos + turn, sin + turn, channel, HALF)
     slot = tl.where(target >= 0, target, 0) * 2 * HALF
     _store_halves(key_pages + slot, channel, key_first, key_second, target >= 0, HALF)
@@ -366,9 +365,6 @@ def _recent_kernel(
     recent_key,
     recent_value,
     recent_exists,
-    position_stride,
-    cos_stride,
-    cos_time_stride,
     KV_HEADS: tl.constexpr,
     DELAY: tl.constexpr,
     HISTORY: tl.constexpr,
@@ -381,15 +377,15 @@ def _recent_kernel(
     sequence, head = pair // KV_HEADS, pair % KV_HEADS
     cell = tl.load(rows + sequence) * KV_HEADS + head
     index = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    position = tl.load(positions + sequence * position_stride) - DELAY + 1 + index
+    position = tl.load(positions + sequence) - DELAY + 1 + index
     exists = (index < DELAY) & (position >= 0)
     channel = tl.arange(0, HALF_TILE)
     known = exists[:, None] & (channel < HALF)[None, :]
     written = (index < DELAY)[:, None] & (channel < HALF)[None, :]
     place = cell * HISTORY + tl.where(exists, position, 0) % HISTORY
     source = place[:, None] * (2 * HALF) + channel[None, :]
-    target = (pair * DELAY + index)[:, None] * (2 * HALF) + channel[None, :]
-    turn = sequence * cos_stride + (1 + index)[:, None] * cos_time_stride + channel[None, :]
+    target = ((sequence * DELAY + index) * KV_HEADS + head)[:, None] * (2 * HALF) + channel[None, :]
+    turn = (sequence * (DELAY + 1) + 1 + index)[:, None] * (2 * HALF) + channel[None, :]
     first = tl.load(history_key + source, mask=known, other=0.0).to(tl.float32)
     second = tl.load(history_key + source + HALF, mask=known, other=0.0).to(tl.float32)
     rotated_first = first * tl.load(cos + turn, mask=known, other=0.0)

@@ -41,7 +41,7 @@ def paged_attention(
     batch, query_heads, head_dim = query.shape
     kv_heads, num_blocks = block_tables.shape[1:]
     block_size = key_pages.shape[1]
-    group, num_recent = query_heads // kv_heads, 0 if recent is None else recent.key.shape[2]
+    group, num_recent = query_heads // kv_heads, 0 if recent is None else len(recent.exists) // batch
     num_splits = split_count(batch * kv_heads, num_blocks * block_size, query.device)
     num_parts = num_splits + (num_recent > 0)
     lengths = lengths.contiguous()
@@ -173,7 +173,7 @@ def _split_kernel(
             index = start + tl.arange(0, KEYS)
             held = index < num_recent
             exists = tl.load(recent_exists + sequence * num_recent + index, mask=held, other=0) != 0
-            place = (pair * num_recent + index) * HEAD_DIM
+            place = ((sequence * num_recent + index) * KV_HEADS + head) * HEAD_DIM
             key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
             value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
             score, peak, total, acc = attend_tile(queries, key, value, exists[None, :], scaling, peak, total, acc)

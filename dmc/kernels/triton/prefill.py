@@ -1,4 +1,7 @@
-"""Prefill attention: a block of queries of one head over the slots that any of them sees, and what is beside pages."""
+"""Prefill attention: a block of queries of one KV head, its query heads packed together so that keys are read once.
+
+It goes over the slots that any of them sees, then over what is beside pages.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import Seen
+from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, load_slots, tile_keys
 
 QUERY_BYTES = 16384
-"""Size of a block of queries, at most 64 of them."""
+"""Size of a block of query rows, at most 64 of them."""
 
 
 def prefill_attention(
@@ -19,28 +23,29 @@ def prefill_attention(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
+    batch: ForwardBatch,
     seen: Seen,
     scaling: float,
-    *,
-    rows: Tensor | None = None,
 ) -> Tensor:
     """See `dmc.kernels.reference.prefill_attention`."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
-    sequences, query_heads, num_new, head_dim = query.shape
+    query_heads, head_dim = query.shape[1:]
     kv_heads, num_blocks = block_tables.shape[1:]
+    group, sequences = query_heads // kv_heads, len(batch.rows)
     query = query if query.stride(-1) == 1 else query.contiguous()
     top, recent = seen.top, seen.recent
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
-    queries = max(16, min(64, QUERY_BYTES // (channels * query.element_size())))
+    rows = max(16, triton.next_power_of_2(group), min(64, QUERY_BYTES // (channels * query.element_size())))
     with torch.cuda.device_of(query):
-        _prefill_kernel[(sequences * query_heads, triton.cdiv(num_new, queries))](
+        _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
             query,
             key_pages,
             value_pages,
             block_tables.contiguous(),
             seen.slots.contiguous(),
-            rows,
+            batch.row_index,
+            batch.cu_seqlens,
             None if top is None else top.key.contiguous(),
             None if top is None else top.value.contiguous(),
             None if top is None else top.exists.contiguous(),
@@ -48,16 +53,15 @@ def prefill_attention(
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
             out,
-            *query.stride()[:3],
-            num_new,
+            *query.stride()[:2],
             num_blocks,
-            0 if recent is None else recent.key.shape[2] - num_new + 1,
+            0 if recent is None else (len(recent.exists) - batch.num_tokens) // sequences + 1,
             scaling * LOG2_E,
             KV_HEADS=kv_heads,
-            GROUP=query_heads // kv_heads,
+            GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=key_pages.shape[1],
-            QUERIES=queries,
+            ROWS=rows,
             CHANNELS=channels,
             KEYS=min(64, tile_keys(channels, key_pages.element_size())),
         )
@@ -71,7 +75,8 @@ def _prefill_kernel(
     value_pages,
     block_tables,
     slots,
-    rows,
+    cache_rows,
+    cu_seqlens,
     top_key,
     top_value,
     top_exists,
@@ -81,8 +86,6 @@ def _prefill_kernel(
     out,
     query_stride,
     query_head_stride,
-    query_time_stride,
-    num_new,
     num_blocks,
     delay,
     scaling,
@@ -90,55 +93,56 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Attend from one block of queries of one query head."""
-    query_head = tl.program_id(0).to(tl.int64)
-    pair = query_head // GROUP
+    """Attend from one block of queries of one KV head; row r is query r // GROUP of member r % GROUP."""
+    pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // KV_HEADS, pair % KV_HEADS
-    row = sequence if rows is None else tl.load(rows + sequence)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES  # the last queries see most: they start first
-    index, channel = first + tl.arange(0, QUERIES), tl.arange(0, CHANNELS)
-    asks = index < num_new
-    query_place = (
-        sequence * query_stride + (query_head % (KV_HEADS * GROUP)) * query_head_stride + index * query_time_stride
-    )
-    queries = load_rows(query, query_place, asks, channel, HEAD_DIM)
-    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, CHANNELS), tl.float32)
+    start = tl.load(cu_seqlens + sequence)
+    num_new = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
+    queries: tl.constexpr = ROWS // GROUP
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * queries  # the last queries see most: they start first
+    row, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    index = first + row // GROUP
+    asks = (index < num_new) & (row < queries * GROUP)
+    query_head, token = head * GROUP + row % GROUP, start + index
+    packed = load_rows(query, token * query_stride + query_head * query_head_stride, asks, channel, HEAD_DIM)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, CHANNELS), tl.float32)
 
-    seen = tl.load(slots + pair * num_new + index, mask=asks, other=0).to(tl.int32)
+    seen = tl.load(slots + token * KV_HEADS + head, mask=asks, other=0).to(tl.int32)
     most = tl.max(seen, 0)
-    table = block_tables + (row * KV_HEADS + head) * num_blocks
-    for start in range(0, most, KEYS):
-        slot = start + tl.arange(0, KEYS)
+    table = block_tables + (tl.load(cache_rows + sequence) * KV_HEADS + head) * num_blocks
+    for begin in range(0, most, KEYS):
+        slot = begin + tl.arange(0, KEYS)
         held = slot < most
         key = load_slots(key_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
         value = load_slots(value_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
         visible = slot[None, :] < seen[:, None]
-        _, peak, total, acc = attend_tile(queries, key, value, visible, scaling, peak, total, acc)
+        _, peak, total, acc = attend_tile(packed, key, value, visible, scaling, peak, total, acc)
     if top_key is not None:
-        exists = tl.load(top_exists + sequence * num_new + index, mask=asks, other=0) != 0
-        place = (pair * num_new + index) * HEAD_DIM
+        exists = tl.load(top_exists + token, mask=asks, other=0) != 0
+        place = (token * KV_HEADS + head) * HEAD_DIM
         key = load_rows(top_key, place, exists, channel, HEAD_DIM)
         value = load_rows(top_value, place, exists, channel, HEAD_DIM)
-        peak, total, acc = attend_own(queries, key, value, exists, scaling, peak, total, acc)
+        peak, total, acc = attend_own(packed, key, value, exists, scaling, peak, total, acc)
     if recent_key is not None:
         num_recent = num_new + delay - 1
-        for start in range(first, tl.minimum(first + QUERIES + delay - 1, num_recent), KEYS):
-            other = start + tl.arange(0, KEYS)
-            exists = tl.load(recent_exists + sequence * num_recent + other, mask=other < num_recent, other=0) != 0
-            place = (pair * num_recent + other) * HEAD_DIM
+        recent_start = start + sequence * (delay - 1)
+        for begin in range(first, tl.minimum(first + queries + delay - 1, num_recent), KEYS):
+            other = begin + tl.arange(0, KEYS)
+            exists = tl.load(recent_exists + recent_start + other, mask=other < num_recent, other=0) != 0
+            place = ((recent_start + other) * KV_HEADS + head) * HEAD_DIM
             key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
             value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
             in_band = (other[None, :] >= index[:, None]) & (other[None, :] < index[:, None] + delay)
             visible = in_band & exists[None, :]
-            _, peak, total, acc = attend_tile(queries, key, value, visible, scaling, peak, total, acc)
+            _, peak, total, acc = attend_tile(packed, key, value, visible, scaling, peak, total, acc)
 
     acc /= tl.where(total > 0, total, 1.0)[:, None]
-    place = (query_head * num_new + index) * HEAD_DIM
+    place = (token * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
     written = asks[:, None] & (channel < HEAD_DIM)[None, :]
     tl.store(out + place[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=written)

@@ -1,0 +1,199 @@
+"""Which tokens of which sequences one pass feeds, and where each of them lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Phase(enum.Flag):
+    """What tokens that are fed together are to a policy."""
+
+    PROMPT = enum.auto()
+    """Tokens of a prompt; no sign: generated ones."""
+    FIRST = enum.auto()
+    """The prompt's first token is among them."""
+    LAST = enum.auto()
+    """The prompt's last token is among them."""
+
+
+GENERATED = Phase(0)
+
+
+@dataclass(eq=False)
+class ForwardBatch:
+    """New tokens of S sequences, T in all, in one flat row: those of a sequence side by side, and no padding.
+
+    The host knows all that the lists say; the tensors are made of them once and serve every layer.
+    """
+
+    rows: list[int]
+    """Cache row of each sequence."""
+    begins: list[int]
+    """Position of its first new token."""
+    num_new: list[int]
+    """How many new tokens, at least one."""
+    device: torch.device | str = "cpu"
+    phases: list[Phase] = dataclasses.field(default_factory=list)
+    """What the tokens of each are to a policy; empty: there is none."""
+    prompt_ends: list[int] = dataclasses.field(default_factory=list)
+    """Where each prompt ends that is being fed, or was fed last; empty: nobody asks."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin, borrowed neuron removed, [T + S W, D] each: at the W positions before each sequence's new tokens and
+    at theirs (`extended`), W the gate's delay; None: keys come rotated."""
+
+    @classmethod
+    def of_ones(cls, count: int, device: torch.device | str) -> ForwardBatch:
+        """Make a batch of one token of each sequence, whose rows are their numbers and whose positions nobody asks."""
+        return cls(list(range(count)), [0] * count, [1] * count, device)
+
+    @property
+    def most_new(self) -> int:
+        """New tokens of the sequence that has most."""
+        return max(self.num_new)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.num_new)
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """The rows on the device, int64 [S]."""
+        return torch.tensor(self.rows, device=self.device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Where the tokens of each sequence begin in the flat row, and the end, int64 [S + 1]."""
+        return torch.tensor([0, *self.num_new]).cumsum(0).to(self.device)
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        """Which sequence each token belongs to, int64 [T]."""
+        return torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.num_new)).to(self.device)
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """Place of each token among the new ones of its sequence, int64 [T]."""
+        return torch.cat([torch.arange(new) for new in self.num_new]).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, int64 [T]."""
+        every = [torch.arange(begin, begin + new) for begin, new in zip(self.begins, self.num_new, strict=True)]
+        return (torch.tensor(self.begins) if self.most_new == 1 else torch.cat(every)).to(self.device)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """Where the tokens of each sequence lie in the flat row."""
+        ends = list(itertools.accumulate(self.num_new))
+        return [slice(end - new, end) for end, new in zip(ends, self.num_new, strict=True)]
+
+    @cached_property
+    def last(self) -> Tensor:
+        """The last token of each sequence, int64 [S], into the flat row."""
+        return self.cu_seqlens[1:] - 1
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Tokens of each sequence so far, the new ones included."""
+        return [begin + new for begin, new in zip(self.begins, self.num_new, strict=True)]
+
+    @cached_property
+    def tokens_seen(self) -> Tensor:
+        """The same on the device, int64 [S]."""
+        return torch.tensor(self.ends, device=self.device)
+
+    @cached_property
+    def ends_of_prompts(self) -> Tensor:
+        """`prompt_ends` on the device, int64 [S]."""
+        return torch.tensor(self.prompt_ends, device=self.device)
+
+    @cached_property
+    def _extended(self) -> dict[int, ForwardBatch]:
+        return {0: self}
+
+    def extended(self, count: int) -> ForwardBatch:
+        """Let each sequence begin `count` positions earlier; what lies before its start has a negative position."""
+        if count not in self._extended:
+            begins, num_new = [each - count for each in self.begins], [each + count for each in self.num_new]
+            self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device)
+        return self._extended[count]
+
+    @cached_property
+    def _in_extended(self) -> dict[int, Tensor]:
+        return {}
+
+    def new_in_extended(self, count: int) -> Tensor:
+        """Where the new tokens lie in the row of `extended(count)`, int64 [T]."""
+        if count not in self._in_extended:
+            index = torch.arange(self.num_tokens, device=self.device) + (self.sequence + 1) * count
+            self._in_extended[count] = index
+        return self._in_extended[count]
+
+    @cached_property
+    def query_rotary(self) -> tuple[Tensor, Tensor]:
+        """Rotary tables at the new tokens, [T, D] each."""
+        assert self.rotary is not None
+        cos, sin = self.rotary
+        missing = len(cos) - self.num_tokens
+        if missing == 0:
+            return cos, sin
+        index = self.new_in_extended(missing // len(self.rows))
+        return cos[index], sin[index]
+
+    def part(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
+        """Take some sequences, in order; also return where their tokens lie in this row."""
+        spans = self.spans
+        taken = ForwardBatch(
+            [self.rows[i] for i in members],
+            [self.begins[i] for i in members],
+            [self.num_new[i] for i in members],
+            self.device,
+            [self.phases[i] for i in members if self.phases],
+            [self.prompt_ends[i] for i in members if self.prompt_ends],
+        )
+        if members == list(range(members[0], members[-1] + 1)):
+            return taken, slice(spans[members[0]].start, spans[members[-1]].stop)
+        where = [torch.arange(spans[i].start, spans[i].stop) for i in members]
+        return taken, torch.cat(where).to(self.device)
+
+    def cut(self, first: int, end: int) -> ForwardBatch:
+        """Take tokens first..end-1 of each sequence."""
+        begins, num_new = [begin + first for begin in self.begins], [end - first] * len(self.rows)
+        return ForwardBatch(self.rows, begins, num_new, self.device, self.phases, self.prompt_ends)
+
+    @cached_property
+    def by_phase(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
+        """Take apart generated tokens and those of prompts: each part, and where its tokens lie in this row."""
+        kinds = [Phase.PROMPT in phase for phase in self.phases]
+        if len(set(kinds)) < 2:
+            return [(self, slice(None))]
+        members = ([i for i, kind in enumerate(kinds) if kind == wanted] for wanted in (False, True))
+        return [self.part(each) for each in members]
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the tokens, which are alike, are those of prompts."""
+        return bool(self.phases) and Phase.PROMPT in self.phases[0]
+
+    def pad(self, states: Tensor, fill: float = 0, before: int = 0) -> Tensor:
+        """Lay flat states [T + S before, ...] out as a rectangle [S, n + before, ...], n the most new tokens."""
+        wide = self.extended(before)
+        if wide.num_tokens == len(self.rows) * wide.most_new:
+            return states.unflatten(0, (len(self.rows), wide.most_new))
+        padded = states.new_full((len(self.rows), wide.most_new, *states.shape[1:]), fill)
+        padded[wide.sequence, wide.offset] = states
+        return padded
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Take the tokens out of a rectangle [S, n, ...] again, [T, ...]."""
+        if self.num_tokens == len(self.rows) * self.most_new:
+            return padded.flatten(0, 1)
+        return padded[self.sequence, self.offset]
