@@ -12,22 +12,13 @@ from __future__ import annotations
 import argparse
 
 import torch
-from timings import Case, Table, add_output_option, medians
+from timings import SHAPE, Case, Table, add_output_option, medians
 
 import dmc.policies
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
 from dmc.models.build import random_model, twin
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 16384,
-}
 DECODING = ["H2O", "TOVA", "StreamingLLM"]
 PROMPTS = ["SnapKV", "PyramidKV", "AdaKV", "LAVa", "CAKE", "H2O"]
 BEYOND = 32

@@ -10,22 +10,12 @@ import argparse
 import time
 
 import torch
-from timings import Table, add_output_option
+from timings import SHAPE, Table, add_output_option
 
 from dmc import Engine, SamplingParams, retrofit
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
 from dmc.results.synthetic_gates import set_synthetic_gates
-
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
 
 
 def first_token_seconds(engine: Engine, prompt: list[int]) -> float:

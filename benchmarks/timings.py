@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas
+
 from dmc.provenance import provenance
 
 Case = Callable[[], object]
 OUTPUT = "outputs/benchmarks"
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16384,
+}
+"""Of the model that programs build with random weights."""
 
 
 def medians(
@@ -58,10 +70,7 @@ class Table:
                 {"setting": title, "case": case, "milliseconds": milliseconds, "of_first": milliseconds / first}
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(self.rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        pandas.DataFrame(self.rows).to_csv(self.path, index=False)
         record = {"rows": self.rows, "provenance": provenance()}
         self.path.with_suffix(".json").write_text(json.dumps(record, indent=1))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dmc.results.measurement import new_row
+from dmc.results.store import Store
+from dmc.results.tables import write_tables
 
 POLICIES = (
     *("local_window", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "lava", "cake", "vatp"),
@@ -144,3 +146,27 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path.parent
+
+
+def plain_row(policy: str, budget: str | None, values: list[float], **changes: Any) -> dict[str, Any]:
+    """Return a finished row with these values of its samples."""
+    row = {
+        "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
+        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
+        "samples_key": "s",
+        "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
+        "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
+        "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
+        "requested_ratio": float(budget) if budget and budget.isdigit() else 1.0, "device": "cpu",
+        "decode_tokens_per_second": 1234.5, "mean_achieved_ratio": 3.9, "mean_bytes_allocated_per_token": 110.0,
+        "mean_bytes_used_per_token": 99.0, "mean_tokens": 8.0, "peak_bytes_allocated": 1000,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def write_report(rows: list[dict[str, Any]], folder: Path) -> str:
+    """Store rows and write their tables."""
+    store = Store(folder / "rows" / "cells.jsonl")
+    for row in rows:
+        store.append(row)
+    return write_tables(store, folder)

@@ -1,14 +1,20 @@
-"""Run the grid model x policy x budget x task, one row for each cell; what is finished is not run again."""
+"""Run the grid model x policy x budget x task, one row for each cell; what is finished is not run again.
+
+Cells are divided among the processes that share a folder by claims (`dmc.claims`): each is measured once, and none is
+lost with a process that is killed.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import statistics
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,16 +24,22 @@ import torch
 from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
+from dmc.claims import ClaimedError, claim
 from dmc.provenance import provenance
 from dmc.results.benchmark import measure_speed
 from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, model_settings, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
-from dmc.results.store import FINISHED, Store, divide
+from dmc.results.store import FINISHED, Store
 from dmc.results.tables import CSV, MEASUREMENTS, PLOT, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_place, split_of_text
 from dmc.runtime import Engine, GenerationStats
 
+logger = logging.getLogger(__name__)
+CLAIMS = "claims"
+"""Folder beside the rows, with a file for each cell that is being run."""
+PAUSE = 1.0
+"""Seconds between two looks at cells that other processes run."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer, None where it has none."""
 
@@ -129,6 +141,47 @@ def run_cells(
             bar.update()
             release_memory()  # the cache of one cell, before the next
     return rows
+
+
+def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
+    """Give the cells that no other process runs, one by one; each is claimed until the next is asked for.
+
+    Cells that another process runs are passed over. At the end it is waited for: they are taken over if it dies, and
+    left alone when it writes their row, also that of a failure, which the next start tries again.
+
+    Args:
+        cells: those to run.
+        store: whose rows say what is finished; the claims lie beside it.
+    Raises:
+        OSError: a claim cannot be written.
+    """
+    if not cells:
+        return
+    folder = store.path.parent / CLAIMS
+    folder.mkdir(exist_ok=True)
+    before = {row["key"]: row for row in store.rows()}
+
+    def is_tried(cell: Cell) -> bool:
+        row = next((row for row in store.rows() if row["key"] == cell.key), None)
+        return row is not None and (row["status"] in FINISHED or row != before.get(cell.key))
+
+    waiting, told = list(cells), False
+    while waiting:
+        held = []
+        for cell in waiting:
+            try:
+                with claim(folder / cell.key):
+                    if not is_tried(cell):
+                        yield cell
+            except ClaimedError as error:
+                held.append(cell)
+                last = error
+        if len(held) == len(waiting):
+            if not told:
+                logger.warning("waiting for cells that other processes run (%d): %s", len(held), last)
+            told = True
+            time.sleep(PAUSE)
+        waiting = held
 
 
 class Subjects:

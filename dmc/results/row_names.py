@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,78 +32,63 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
     `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; names that
     stand for one thing stay. Under `named` a row keeps what the user called its model.
     """
-    models, policies, tasks = (_names(rows, part) for part in (_model, _policy, _task))
+    parts = [_parts(row) for row in rows]
+    names = {}
+    for kind in ("model", "policy", "task"):
+        known = {own[kind][:2]: (own[kind][2], is_earlier(row)) for row, own in zip(rows, parts, strict=True)}
+        names[kind] = _names(known, tells_age=kind == "task")
     found = []
-    for row in rows:
-        model, policy, task = models[_model(row)[:2]], policies[_policy(row)[:2]], tasks[_task(row)[:2]]
+    for row, own in zip(rows, parts, strict=True):
+        model, policy, task = (names[kind][own[kind][:2]] for kind in names)
         method = row["method"]
         if (model, policy) != (row["model"], row["policy"]):
-            own = row["own_gates"] and row["budget"] is None
-            method = f"{model}, {'own gates' if own else policy}"
-        names = {"method": method, "model": model, "policy": policy, _task_column(row): task, "named": row["model"]}
-        last = {mean: row[name] for mean, name in MEANS.items() if name in row}
-        found.append(last | row | names)
+            method = f"{model}, {'own gates' if row['own_gates'] and row['budget'] is None else policy}"
+        told = {"method": method, "model": model, "policy": policy, _task_column(row): task, "named": row["model"]}
+        found.append({mean: row[name] for mean, name in MEANS.items() if name in row} | row | told)
     return found
 
 
-def label_settings(settings: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
-    """Write the settings in which one set differs from any of the others: `recent=4, normalise=True`."""
-    own, rest = _flat(settings), [_flat(other) for other in others]
-    absent = object()
-    names = dict.fromkeys(name for each in (own, *rest) for name in each)
-    differing = [name for name in names if any(other.get(name, absent) != own.get(name, absent) for other in rest)]
-    return ", ".join(f"{name.strip('_')}={_text(own[name])}" for name in differing if name in own)
-
-
-Part = tuple[str, str, Mapping[str, Any], bool]
-"""Name, key, settings, and whether an earlier version wrote them."""
-
-
-def _model(row: Row) -> Part:
-    return row["model"], row["model_key"], _settings(row).get("model") or {}, is_earlier(row)
-
-
-def _policy(row: Row) -> Part:
-    settings = _settings(row).get("policy") or {}
-    key = row.get("policy_key") or digest(settings)
-    return row["policy"], key, settings, is_earlier(row)
-
-
-def _task(row: Row) -> Part:
-    settings = {name: value for name, value in _settings(row).items() if name not in ("model", "policy")}
-    return row[_task_column(row)], row["task_key"], settings, is_earlier(row)
-
-
-def _settings(row: Row) -> Mapping[str, Any]:
-    return row.get("settings") or {}
+def _parts(row: Row) -> dict[str, tuple[str, str, Mapping[str, Any]]]:
+    """Give name, key and settings of a row's model, policy and task."""
+    settings = row.get("settings") or {}
+    model, policy = (settings.get(name) or {} for name in ("model", "policy"))
+    task = {name: value for name, value in settings.items() if name not in ("model", "policy")}
+    return {
+        "model": (row["model"], row["model_key"], model),
+        "policy": (row["policy"], row.get("policy_key") or digest(policy), policy),
+        "task": (row[_task_column(row)], row["task_key"], task),
+    }
 
 
 def _task_column(row: Row) -> str:
     return "benchmark" if "benchmark" in row else "task"
 
 
-def _names(rows: Sequence[Row], part: Any) -> dict[tuple[str, str], str]:
-    """Give every (name, key) a name of its own."""
-    parts: dict[str, dict[str, Part]] = {}
-    for row in rows:
-        found = part(row)
-        parts.setdefault(found[0], {}).setdefault(found[1], found)
-    names: dict[tuple[str, str], str] = {}
-    for name, members in parts.items():
-        labels = {key: _label(key, members, tells_age=part is _task) for key in members}
-        for key, label in labels.items():
-            if list(labels.values()).count(label) > 1:
-                label = ", ".join(filter(None, (label, f"#{key[:6]}")))
-            names[name, key] = f"{name} ({label})" if label else name
-    return names
+def _names(
+    parts: Mapping[tuple[str, str], tuple[Mapping[str, Any], bool]], tells_age: bool
+) -> dict[tuple[str, str], str]:
+    """Give every (name, key) with its settings, and whether they are an earlier version's, a name of its own."""
+    labels = {}
+    for (name, key), (settings, is_old) in parts.items():
+        others = [part for (other, its_key), part in parts.items() if other == name and its_key != key]
+        same_age = [each for each, is_older in others if is_older == is_old]
+        told = [EARLIER] if is_old and (tells_age or len(same_age) < len(others)) else []
+        labels[name, key] = ", ".join([*told, *filter(None, [_differing(settings, same_age)])])
+    alike = Counter((name, label) for (name, _), label in labels.items())
+    for (name, key), label in labels.items():
+        if alike[name, label] > 1:
+            label = ", ".join(filter(None, (label, f"#{key[:6]}")))
+        labels[name, key] = f"{name} ({label})" if label else name
+    return labels
 
 
-def _label(key: str, members: Mapping[str, Part], tells_age: bool) -> str:
-    """Say how one of several that share a name differs from the others; empty: the name is enough."""
-    *_, settings, earlier = members[key]
-    same_age = [other for each, (*_, other, is_older) in members.items() if each != key and is_older == earlier]
-    told = [EARLIER] if earlier and (tells_age or len(same_age) + 1 < len(members)) else []
-    return ", ".join([*told, *filter(None, [label_settings(settings, same_age)])])
+def _differing(settings: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
+    """Write the settings in which one set differs from any of the others: `recent=4, normalise=True`."""
+    own, rest = _flat(settings), [_flat(other) for other in others]
+    absent = object()
+    names = dict.fromkeys(name for each in (own, *rest) for name in each)
+    differing = [name for name in names if any(other.get(name, absent) != own.get(name, absent) for other in rest)]
+    return ", ".join(f"{name.strip('_')}={_text(own[name])}" for name in differing if name in own)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The one store of results: a line of JSON for each cell, in a file to which several processes append.
 
-Cells are divided among the processes that share a folder by claims (`dmc.claims`): each is measured once, and none is
-lost with a process that is killed. `Store.frame` is what everything else reads: see `measurement.py`.
+`Store.frame` is what everything else reads: see `measurement.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import fcntl
 import json
 import logging
 import os
-import time
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pandas
 
-from dmc.claims import ClaimedError, claim
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.row_names import told_apart
 
@@ -27,25 +24,10 @@ logger = logging.getLogger(__name__)
 
 FINISHED = (DONE, NOT_FINITE)
 """What is not run again."""
-CLAIMS = "claims"
-"""Folder beside the rows, with a file for each cell that is being run."""
-PAUSE = 1.0
-"""Seconds between two looks at cells that other processes run."""
 NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "task_key")
 """Texts that every row has."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
 """What a finished row has beside them."""
-
-
-class Keyed(Protocol):
-    """A cell, as much of it as the store must know."""
-
-    @property
-    def key(self) -> str:
-        """Hash of everything that defines it."""
-
-
-HasKey = TypeVar("HasKey", bound=Keyed)
 
 
 class Store:
@@ -148,44 +130,3 @@ def lock(handle: int) -> None:
     """
     with contextlib.suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_EX)
-
-
-def divide(cells: Sequence[HasKey], store: Store) -> Generator[HasKey, None, None]:
-    """Give the cells that no other process runs, one by one; each is claimed until the next is asked for.
-
-    Cells that another process runs are passed over. At the end it is waited for: they are taken over if it dies, and
-    left alone when it writes their row, also that of a failure, which the next start tries again.
-
-    Args:
-        cells: those to run.
-        store: whose rows say what is finished; the claims lie beside it.
-    Raises:
-        OSError: a claim cannot be written.
-    """
-    if not cells:
-        return
-    folder = store.path.parent / CLAIMS
-    folder.mkdir(exist_ok=True)
-    before = {row["key"]: row for row in store.rows()}
-
-    def is_tried(cell: HasKey) -> bool:
-        row = next((row for row in store.rows() if row["key"] == cell.key), None)
-        return row is not None and (row["status"] in FINISHED or row != before.get(cell.key))
-
-    waiting, told = list(cells), False
-    while waiting:
-        held = []
-        for cell in waiting:
-            try:
-                with claim(folder / cell.key):
-                    if not is_tried(cell):
-                        yield cell
-            except ClaimedError as error:
-                held.append(cell)
-                last = error
-        if len(held) == len(waiting):
-            if not told:
-                logger.warning("waiting for cells that other processes run (%d): %s", len(held), last)
-            told = True
-            time.sleep(PAUSE)
-        waiting = held

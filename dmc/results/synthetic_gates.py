@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import check_ratio
-from dmc.compression import CompressionConfig, Compressor, GateMode, GateOutput
+from dmc.compression import CompressionConfig, Compressor, GateOutput
 
 SPREAD = 0.5
 """Heads keep between 1 - SPREAD and 1 + SPREAD times the mean share of tokens: their lengths differ."""
@@ -30,18 +30,10 @@ class SyntheticCompressor(Compressor):
         self.keep = keep
         self.generator = torch.Generator(keep.device).manual_seed(seed)
 
-    def gate(
-        self,
-        query: Tensor,
-        key: Tensor,
-        mode: GateMode | None,
-        layer_index: int,
-        starts: Tensor | None = None,
-        adapted: Tensor | None = None,
-    ) -> GateOutput:
+    def gate(self, *inputs: Any, **options: Any) -> GateOutput:
         """See `Compressor.gate`; the decisions are drawn."""
-        gated = super().gate(query, key, mode, layer_index, starts, adapted)
-        drawn = torch.rand(gated.alpha.shape, generator=self.generator, device=key.device)
+        gated = super().gate(*inputs, **options)
+        drawn = torch.rand(gated.alpha.shape, generator=self.generator, device=gated.alpha.device)
         alpha = (drawn >= self.keep[:, None]).float()
         return dataclasses.replace(gated, alpha=alpha, log_append=(-alpha).log1p())
 

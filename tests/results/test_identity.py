@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import compare_row, evaluate_row, write_rows
+from report_rows import compare_row, evaluate_row, write_report, write_rows
 from scripts_here import run_script
 
 from dmc.config import build_config
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders
-from dmc.results.statistics import summarize
 from dmc.results.store import Store
-from dmc.results.tables import write_tables
 from dmc.study import StudyConfig, StudyRun, evaluate_runs
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -38,14 +36,6 @@ def swept(recent: int, quality: float) -> dict[str, Any]:
     row = compare_row("h2o", 4.0, sample_values=values, metrics={"loss": quality})
     settings = settings_of({"_target_": "dmc.policies.H2O", "recent": recent, "normalise": False})
     return row | {"key": f"h2o-{recent}", "policy_key": f"p{recent}", "settings": settings}
-
-
-def store_of(rows: list[dict[str, Any]], folder: Path) -> Store:
-    return Store(write_rows(rows, folder / "rows" / "cells.jsonl") / "cells.jsonl")
-
-
-def write_report(rows: list[dict[str, Any]], folder: Path) -> str:
-    return write_tables(store_of(rows, folder), folder)
 
 
 def lines_of(table: str) -> list[str]:
@@ -149,16 +139,6 @@ def test_a_benchmark_with_other_settings_is_another_column(tmp_path: Path) -> No
     table = write_report(rows, tmp_path)
     assert "cs (limit=100) (acc) | cs (limit=200) (acc)" in table
     assert "| 0.1000 ± " in table and " | 0.2000 ± " in table
-
-
-def test_a_full_cache_of_other_settings_is_no_yardstick(tmp_path: Path) -> None:
-    rows = [
-        compare_row("full") | {"key": "1", "task_key": "seed 0", "settings": settings_of({}) | {"seed": 0}},
-        compare_row("h2o", 4.0) | {"key": "2", "task_key": "seed 1", "settings": settings_of({}) | {"seed": 1}},
-    ]
-    table = write_report(rows, tmp_path)
-    assert set(summarize(store_of(rows, tmp_path).frame())["standing"]) == {""}
-    assert "### loss (seed=0): " in table and "### loss (seed=1): " in table
 
 
 def test_two_models_of_one_name_stand_apart(tmp_path: Path) -> None:

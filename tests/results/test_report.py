@@ -5,7 +5,7 @@ import statistics
 from html import unescape
 
 import pytest
-from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, evaluate_row, write_rows
+from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, write_rows
 from scripts_here import run_script
 
 from dmc.results.plots import draw_places, draw_quality
@@ -65,20 +65,6 @@ def test_a_model_stands_beside_the_best_rival_and_rivals_beside_each_other(tmp_p
     assert "good ★" in text and "+0.0500 ± 0.00" in text and "with the best" in text
 
 
-def test_a_retrofit_is_compared_with_the_reference_it_was_measured_with(tmp_path):
-    stock = [constant_row("full", 1.0, loss, model=name) for name, loss in (("base", 3.0), ("control", 2.5))]
-    retrofit = constant_row("full", 4.0, 3.25, model="retrofit", own_gates=True)
-
-    def over(rows, reference=None):
-        summary = read_folders([write_rows(rows, tmp_path / "cells.jsonl")], reference).summary
-        return summary["lost"][summary["own_gates"]].iloc[0]
-
-    assert over([*stock, retrofit]) is None or over([*stock, retrofit]) != over([*stock, retrofit])
-    assert over([*stock, retrofit | {"reference": "control"}]) == 0.75
-    assert over([*stock, retrofit | {"reference": "control"}], "base") == 0.25
-    assert over([stock[0], retrofit]) == 0.25
-
-
 def test_questions_known_and_hidden_stand_side_by_side(tmp_path):
     rows = []
     for question, right in (("known", 30), ("hidden", 4)):
@@ -99,19 +85,6 @@ def test_failed_cells_are_counted_and_listed(tmp_path):
     findings = read(compare_grid(), tmp_path)
     assert findings.failures[["method", "asked", "task"]].to_numpy().tolist() == [["base, tova", "CR 8", "needle"]]
     assert judge(findings)["caveats"][0] == "Failed cells: 1, see below."
-
-
-def test_a_benchmark_of_several_tasks_is_one_result_with_its_full_cache(tmp_path):
-    values = {"full": (0.6, 0.8), "h2o": (0.5, 0.7)}
-    rows = [
-        evaluate_row(policy, 1.0 if policy == "full" else 4.0, "cs", f"cs_{part}", values[policy][index])
-        for policy in values
-        for index, part in enumerate("ab")
-    ]
-    full, h2o = (line for _, line in read(rows, tmp_path).summary.iterrows())
-    means = [statistics.fmean(row["sample_values"]) for row in rows]
-    assert full["task"] == "cs" and h2o["lost"] == pytest.approx((sum(means[:2]) - sum(means[2:])) / 2)
-    assert 0.03 < h2o["lost_error"] < 0.05
 
 
 def test_jobs_of_a_benchmarks_sweep_stand_apart_and_the_same_again_counts_once(tmp_path):

@@ -17,9 +17,9 @@ import torch
 
 from dmc.config import build_config
 from dmc.results import compare
-from dmc.results.compare import run_cells, unfinished
+from dmc.results.compare import divide, run_cells, unfinished
 from dmc.results.grid import CompareConfig, Grid, plan_grid
-from dmc.results.store import Store, divide
+from dmc.results.store import Store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FORK = multiprocessing.get_context("fork")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pandas
 import pytest
+from report_rows import plain_row, write_report
 
 from dmc.results.measurement import to_frame
 from dmc.results.statistics import asked_of, beside_rivals, pareto_front, rank_at_bytes, summarize
@@ -20,18 +22,14 @@ NOISE = numpy.random.default_rng(0).normal(0, 0.002, 16)
 def row(model: str, policy: str, budget: str | None, size: float, lost: float, **changes: Any) -> dict[str, Any]:
     """A finished cell whose 16 samples, two of each file, lose `lost` over the full cache's."""
     values = [2.0 + index / 8 + lost + (NOISE[index] if lost else 0.0) for index in range(16)]
-    own = model.startswith("merge")
-    row = {
-        "key": f"{model} {policy} {budget}", "status": "done", "method": f"{model}, {policy}", "model": model,
-        "own_gates": own, "policy": policy, "budget": budget, "task": "text", "model_key": model, "policy_key": policy,
-        "task_key": "t", "samples_key": "s", "main_metric": "loss", "higher_is_better": False,
-        "metrics": {"loss": sum(values) / 16, "far_loss": 3.0}, "samples_by_metric": {"loss": values},
-        "samples": 16, "contexts": [index // 2 for index in range(16)], "achieved_ratio": 1100 / size,
-        "requested_ratio": 1000 / size if own else float(budget or 1), "bytes_allocated_per_token": size,
-        "mean_achieved_ratio": 1000 / size, "mean_bytes_allocated_per_token": size, "mean_tokens": 512.0,
-        "settings": {"model": {"variant": model[:-3], "seed": int(model[-1])} if "-s" in model else {}},
-        "reference": "control", "provenance": {},
-    }  # fmt: skip
+    row = plain_row(policy, budget, values, key=f"{model} {policy} {budget}", model=model, method=f"{model}, {policy}")
+    row |= {"own_gates": model.startswith("merge"), "model_key": model, "reference": "control", "provenance": {}}
+    row |= {"achieved_ratio": 1100 / size, "mean_achieved_ratio": 1000 / size, "mean_bytes_allocated_per_token": size}
+    row |= {"contexts": [index // 2 for index in range(16)], "mean_tokens": 512.0}
+    row |= {"metrics": row["metrics"] | {"far_loss": 3.0}, "requested_ratio": float(budget or 1)}
+    row |= {"requested_ratio": 1000 / size} if row["own_gates"] else {}
+    row["settings"] = {"model": {"variant": model[:-3], "seed": int(model[-1])} if "-s" in model else {}}
+    del row["decode_tokens_per_second"]
     return row | changes
 
 
@@ -99,10 +97,7 @@ def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
 
 def test_methods_of_one_sample_are_not_told_apart() -> None:
     rows = [row("one", "full", None, 1000, 0.0), row("one", "h2o", "2", 500, 0.1), row("one", "tova", "2", 500, 0.9)]
-    single = [
-        each | {"samples": 1, "contexts": [0], "samples_by_metric": {"loss": each["samples_by_metric"]["loss"][:1]}}
-        for each in rows
-    ]
+    single = [each | {"samples": 1, "contexts": [0], "sample_values": each["sample_values"][:1]} for each in rows]
     ranked = rank_at_bytes(to_frame(single), 0.5)
     assert list(ranked["policy"]) == ["h2o", "tova"] and list(ranked["tied"]) == [True, True]
 
@@ -112,13 +107,6 @@ def test_another_stock_models_full_cache_is_no_yardstick() -> None:
     frame = to_frame(rows)
     assert list(summarize(frame)["standing"]) == ["", ""]
     assert rank_at_bytes(frame, 0.5).empty
-
-
-@pytest.mark.parametrize("change", [{"task_key": "other"}, {"samples_key": "other"}])
-def test_nothing_is_compared_across_settings_or_samples(change: dict[str, Any]) -> None:
-    rows = [row("one", "full", None, 1000, 0.0), row("one", "h2o", "4", 250, 0.3) | change]
-    frame = to_frame(rows)
-    assert set(summarize(frame)["standing"]) == {""}
 
 
 def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error() -> None:
@@ -149,3 +137,72 @@ def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path: Path) -> None:
     assert set(frame["policy"]) == {"h2o"} and set(frame["folder"]) == {str(tmp_path)}
     assert frame["bytes_per_token"][0] == 250 and frame["end_ratio"][0] == 4.4
     assert asked_of(frame.iloc[0]) == "CR 4"
+
+
+def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
+    gates = {"key": "gates", "model": "small", "method": "small, own gates", "own_gates": True, "requested_ratio": 4.0}
+    rows = [
+        plain_row("tova", "4", [2.0, 2.5]),
+        plain_row("h2o", "4", [1.5, 2.5]),
+        plain_row("h2o", "tokens:128", [3.0, 3.0]),
+        plain_row("h2o", "tokens:256", [2.5, 2.5]),
+        plain_row("h2o", "2", [1.0, 2.1]),
+        plain_row("full", None, [1.0, 2.0]),
+        plain_row("full", None, [1.0, 2.2], **gates),
+    ]
+    table = write_report(rows, tmp_path)
+    assert (tmp_path / "table.md").read_text() == table + "\n"
+    body = [line for line in table.splitlines() if line.startswith("|")]
+    header, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body if "---" not in line]
+    assert header[:6] == ["method", "requested", "achieved CR", "loss", "over full cache", "beside it"]
+    assert [line[:2] for line in lines] == [
+        ["base, full", "full cache"],
+        ["base, h2o", "CR 2"],
+        ["small, own gates", "CR 4"],
+        ["base, h2o", "CR 4"],
+        ["base, tova", "CR 4"],
+        ["base, h2o", "256 tokens"],
+        ["base, h2o", "128 tokens"],
+    ]
+    # differences to (1, 2): h2o at CR 4 has (0.5, 0.5), tova (1, 0.5)
+    worse = ["base, h2o", "CR 4", "3.90", "2.0000", "+0.5000 ± 0.0000", "worse"]
+    assert lines[3][:6] == worse
+    memory = {"CR at the end": "3.96", "cache bytes/token": "110", "peak cache bytes": "1,000"}
+    assert dict(zip(header, lines[3], strict=True)).items() >= (memory | {"decode tokens/s": "1,234"}).items()
+    differences = ["-", "+0.0500 ± 0.0500", "+0.1000 ± 0.1000", lines[3][4], "+0.7500 ± 0.2500"]
+    assert [line[4] for line in lines[:5]] == differences
+    with (tmp_path / "results.csv").open() as file:
+        written = {row["title"]: row for row in csv.DictReader(file)}
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert len(written) == 7
+    tova = written["base, tova, CR 4"]
+    assert (tova["value"], tova["lost"], tova["standing"]) == ("2.25", "0.75", "unknown")
+    assert {path.name for path in tmp_path.glob("*.*")} >= {"results.csv", "measurements.csv", "table.md"}
+
+
+def test_speeds_of_several_devices_are_told(tmp_path: Path) -> None:
+    rows = [plain_row("h2o", "4", [1.0, 2.0]), plain_row("tova", "4", [1.0, 2.0], device="NVIDIA H100")]
+    assert "several devices, which do not compare: NVIDIA H100, cpu" in write_report(rows, tmp_path)
+    assert "devices" not in write_report(rows[:1], tmp_path / "one")
+
+
+def lost(rows: list[dict[str, Any]], reference: str | None = None) -> Any:
+    """What the first row loses over the full cache; None where there is none for it."""
+    frame = to_frame(rows)
+    found = summarize(frame, reference).iloc[0]["lost"]
+    return None if pandas.isna(found) else found
+
+
+def test_nothing_is_compared_across_settings_samples_or_models() -> None:
+    new = plain_row("h2o", "4", [2.0], key="2")
+    full = plain_row("full", None, [1.0], key="4")
+    assert lost([new, full]) == 1.0
+    assert lost([new, {**full, "model": "another"}]) is None
+    assert lost([new, {**full, "task_key": "old"}]) is None
+    assert lost([new, {**full, "samples_key": "others"}]) is None
+    gates = plain_row("full", None, [3.0], own_gates=True, model="small", key="5")
+    control = {**full, "model": "control", "sample_values": [1.5], "key": "6"}
+    assert lost([gates, full]) == 2.0
+    assert lost([gates, full, control]) is None  # which of them, nothing says
+    assert lost([{**gates, "reference": "base"}, full, control]) == 2.0
+    assert lost([gates, full, control], "control") == 1.5
