@@ -84,43 +84,37 @@ def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(read_folders([cells, speeds]), folder / "report")
 
 
-CHOICE_TASK = """
-task: local_choice
+TASK = """
+task: local_{name}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl, train: {folder}/choice.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: {file}, train: {file}}}}}
 test_split: test
+"""
+TASKS = {
+    "choice": """
 fewshot_split: train
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_choice: choices
 doc_to_target: answer
 metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
-GENERATION_TASK = """
-task: local_generation
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
-test_split: test
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+""",
+    "generation": """
 output_type: generate_until
 doc_to_text: prompt
 doc_to_target: answer
-generation_kwargs: {{until: ["gam", " delta"], max_gen_toks: 24, do_sample: false}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
-ROLLING_TASK = """
-task: local_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/generation.jsonl}}}}
-test_split: test
+generation_kwargs: {until: ["gam", " delta"], max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+    "rolling": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: prompt
-metric_list:
-  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
-"""
+metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+""",
+}
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +137,7 @@ def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows = [{"prompt": text(length), "answer": "beta"} for length in lengths]
     (folder / "generation.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for name, task in (("choice", CHOICE_TASK), ("generation", GENERATION_TASK), ("rolling", ROLLING_TASK)):
-        (folder / f"{name}.yaml").write_text(task.format(folder=folder))
+    for name, task in TASKS.items():
+        file = folder / ("choice.jsonl" if name == "choice" else "generation.jsonl")
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file) + task)
     return folder

@@ -6,7 +6,7 @@ prompt; with random tokens) -> `prompts.py` (prompts of text, conversations) -> 
 
 from dmc.results.tasks.asking import Recall
 from dmc.results.tasks.base import Part, Sample, SampleResult, Task, by_place, split_of_text
-from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, Turns, TwoStageRetrieval
+from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, TwoStageRetrieval
 from dmc.results.tasks.text_loss import TextLoss
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "SampleResult",
     "Task",
     "TextLoss",
-    "Turns",
     "TwoStageRetrieval",
     "by_place",
     "split_of_text",
