@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmc.kernels.base import LayerCache
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.pages import gather_pages
+from dmc.kernels.pages import gather_pages, slots_below
 
 QUERY_BLOCK = 128
 """Queries whose scores are held at once."""
@@ -65,8 +65,9 @@ def attention_received(
     squares = torch.zeros_like(columns[:, :, 0])
     padded, seen = batch.pad(query).transpose(1, 2), batch.pad(slots).transpose(1, 2)
     blocks = attention_probabilities(padded, cache, batch.row_index, seen.clamp_min(1), scaling)
-    for block, asks in zip(blocks, (seen > 0).split(QUERY_BLOCK, dim=2), strict=True):
-        weights = block * asks[:, :, None, :, None]
+    for block, limits in zip(blocks, seen.split(QUERY_BLOCK, dim=2), strict=True):
+        is_seen = slots_below(limits, block.shape[-1])[:, :, None]
+        weights = block.where(is_seen, 0)  # of padding nothing, and of what is no number no more than the slots it sees
         columns[..., : block.shape[-1]] += weights.sum(3)
         squares[..., : block.shape[-1]] += weights.mean(2).square().sum(2)
     return columns, squares

@@ -150,6 +150,7 @@ def _running_states(
         started = (entering.positions[batch.last] >= 0)[:, None]
         index = torch.arange(len(alpha), device=alpha.device)[:, None]
         first = index.where(alpha == 0, 0).cummax(0).values[last]  # of the open slot
+        omega = omega.nan_to_num(1.0, 1.0)
         sums = omega.double().cumsum(0)
         total = (sums[last] - sums.gather(0, first)).float() + omega.gather(0, first)
         cache.weight[rows] = total.where(started, 0.0)
@@ -167,8 +168,15 @@ def _stream(raw: RawTokens) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _accumulate(states: Tensor, alpha: Tensor, omega: Tensor, window_size: int | None) -> Tensor:
-    states, alpha, omega = (each.transpose(0, 1)[None] for each in (states, alpha, omega))
-    return accumulate(states, alpha, omega, window_size)[0].transpose(0, 1)
+    """Pool flat states [T, H, C]; what is no number breaks its own slot alone.
+
+    To others it would come multiplied by a weight of 0, which is no number either: it takes part as a mark.
+    """
+    broken = ~(states.sum(-1) + omega).isfinite()
+    marked = torch.cat((states.masked_fill(broken[..., None], 0), broken[..., None].float()), dim=-1)
+    by_head = [each.transpose(0, 1)[None] for each in (marked, alpha, omega.masked_fill(broken, 1))]
+    pooled = accumulate(by_head[0], by_head[1], by_head[2], window_size)[0].transpose(0, 1)
+    return pooled[..., :-1].masked_fill(pooled[..., -1:] > 0, torch.nan)
 
 
 def _store(
