@@ -59,15 +59,14 @@ class Benchmark:
         """Find where a prompt's question begins.
 
         Raises:
-            ValueError: it has none.
+            ValueError: it has none, or nothing stands before it.
         """
         if self.context_field is not None:
-            context = str(document[self.context_field]).strip()
-            found = prompt.rfind(context)
-            found += len(context) if found >= 0 else 0
+            context = str(document.get(self.context_field, "")).strip()
+            found = prompt.rfind(context) + len(context) if context and context in prompt else -1
         else:
             found = max((prompt.rfind(mark) for mark in self.question_marks), default=-1)
-        if found < 0:
+        if not 0 < found < len(prompt):
             raise ValueError(f"question=hidden: no question of {self.name} begins in {prompt[-200:]!r}")
         return found
 

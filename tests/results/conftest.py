@@ -75,6 +75,15 @@ def beginning_tokenizer(folders: Folders) -> Any:
     return found
 
 
+@pytest.fixture
+def offline_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval without a network, and without what takes it seconds and is not used."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.fixture(scope="session")
 def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of the synthetic grid of 14 methods and of a benchmark."""

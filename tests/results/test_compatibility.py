@@ -58,16 +58,15 @@ def test_a_conversation_goes_through_the_template_in_the_folder(chat_folder: Pat
 
 
 @pytest.fixture
-def lm_eval_in_this_process(tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def lm_eval_in_this_process(
+    tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_lm_eval: None
+) -> Any:
     """Run `python -m dmc.lm_eval` over the local tasks; gives what it has written."""
-    pytest.importorskip("lm_eval", reason="needs the extra eval")
     import lm_eval.tasks
 
     import dmc.lm_eval
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
-    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # so does listing all tasks
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # listing all tasks takes seconds
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
 
     def run(model: str, arguments: str, *options: str) -> dict[str, Any]:

@@ -37,13 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 POLICIES = {"h2o": "H2O", "tova": "TOVA", "snapkv": "SnapKV"}
 BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv(CODE_CONSENT, raising=False)
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
 
 @pytest.fixture

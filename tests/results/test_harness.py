@@ -21,12 +21,7 @@ from dmc.policies import H2O, SnapKV
 from dmc.results.harness import EngineLM
 
 TASKS = ["local_choice", "local_generation", "local_rolling"]
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
+pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
 
 def engine_lm(folder: Any, policy: Any = None, **options: Any) -> EngineLM:

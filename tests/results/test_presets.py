@@ -35,7 +35,7 @@ AIME24 = {"Problem": "1 + 1?", "Answer": 2}
 
 
 @pytest.fixture
-def without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_further_packages(monkeypatch: pytest.MonkeyPatch, offline_lm_eval: None) -> None:
     """As much of what the tasks' scores are made with as it takes to load them."""
     fuzz = SimpleNamespace(ratio=lambda one, other: 100.0 * (one == other))
     rouge = SimpleNamespace(get_scores=lambda *_, **__: {"rouge-l": {"f": 0.5}})
@@ -52,8 +52,6 @@ def without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.11" if "antlr4" in name else version(name))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds, and is not used
 
 
 def local_tasks(names: list[str], folders: list[str], target: Path) -> None:
