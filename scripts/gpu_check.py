@@ -8,6 +8,16 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
-if __name__ == "__main__":
+
+def main() -> None:
+    if not BENCHMARKS.is_dir():
+        sys.exit(
+            f"error: {BENCHMARKS} does not exist: the check runs the tests and benchmarks of a checkout; clone the "
+            "repository and run `pip install -e .` there"
+        )
     sys.path.insert(0, str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / "gpu_check.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

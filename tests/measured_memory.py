@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.config import RunConfig
 from dmc.models import next_tokens, retrofit, with_token_losses
 from dmc.training.strategies import build_strategy
+from dmc.training.strategies.mesh import MESH_NAMES
 from dmc.training.teacher import Teacher
 
 
@@ -29,7 +32,7 @@ def allocated_peak(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, spread: Any = None) -> Any:
+def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, strategy: Any = None) -> Any:
     """Make a model and train it as Lightning would: the gradients are there until the next backward begins."""
     training, mixed = config.training, config.trainer.precision == "bf16-mixed"
     model = AutoModelForCausalLM.from_config(shape)
@@ -37,19 +40,22 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
         model = retrofit(model, config.compression)
     if training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if spread is not None:
-        spread(model)
+    if strategy is not None:
+        strategy._lightning_module = SimpleNamespace(model=model)
+        strategy.parallelize(strategy.lightning_module)
     teacher = Teacher(AutoModelForCausalLM.from_config(shape), "", 1.0) if config.distils else None
     optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
     for _ in range(num_steps):
         for index in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed and spread is None):
-                loss = _loss(model, input_ids, teacher)
-            if index == 0:
-                optimizer.zero_grad()
-            loss.backward()
-            del loss
+            waits = strategy is not None and index == 0
+            with strategy.block_backward_sync() if waits else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed and strategy is None):
+                    loss = _loss(model, input_ids, teacher)
+                if index == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+                del loss
         optimizer.step()
     return model, optimizer
 
@@ -66,30 +72,13 @@ def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> tor
     return loss if taught is None else loss + losses.divergence.mean()
 
 
-def sharded_bytes(config: RunConfig, shape: PretrainedConfig, rank: int, port: int, answers: Any) -> None:
-    """Train on one of two gloo ranks; put weights, gradients, Adam states and the allocated peak into a queue."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor")
-    )
-    parts = []
-
-    def work() -> Any:
-        def spread(model: Any) -> None:
-            strategy = build_strategy(config)
-            strategy._device_mesh = mesh
-            strategy.parallelize(SimpleNamespace(model=model))
-
-        model, optimizer = train_steps(config, shape, spread=spread)
-        parts.append([parameter.to_local() for parameter in model.parameters()])
-        parts.append([parameter.grad.to_local() for parameter in model.parameters()])
-        states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        parts.append([state.to_local() for state in states])
-        return model, optimizer
-
-    peak = allocated_peak(work)
-    answers.put((rank, [sum(tensor.nbytes for tensor in part) for part in parts], peak))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+@contextmanager
+def rank_of(config: RunConfig, num_ranks: int) -> Iterator[Any]:
+    """Let this process be the first of several, whose collectives return at once; give the run's strategy."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        strategy: Any = build_strategy(config)
+        strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+        yield strategy
+    finally:
+        torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path, monkeypatch: Any
     told = capsys.readouterr().out
     assert all(f"  {name}: " in told for name in CHECKS) and not (tmp_path / "out").exists()
     assert sum(seconds for _, seconds in CHECKS.values()) < 9 * 60
+
+
+def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))["main"]
+    monkeypatch.setitem(script.__globals__, "BENCHMARKS", tmp_path / "benchmarks")
+    with pytest.raises(SystemExit, match=r"error: .*benchmarks does not exist: .* of a checkout; clone"):
+        script()
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "tests"])

@@ -17,9 +17,6 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = {"dmc", "configs", "scripts", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
 KINDS = (".py", ".yaml")
-
-
-# One has no function to call: it runs the tests and benchmarks of a checkout.
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
 
 

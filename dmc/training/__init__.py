@@ -3,7 +3,7 @@
 from dmc.training.callbacks.nonfinite import NonFiniteError
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.exporter import export_checkpoint
-from dmc.training.planning.plan_table import print_plan
+from dmc.training.planning.planner import print_plan
 from dmc.training.run import TrainedRun, train
 from dmc.training.text_data import prepare_text
 

@@ -27,6 +27,7 @@ from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED, train
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.rotation import find_checkpoint, remove, saved_checkpoints, step_name
+from dmc.training.checkpoints.weights import read_tensors
 from dmc.training.exporter import export_checkpoint
 from dmc.training.run import fresh_model
 
@@ -142,6 +143,23 @@ def test_a_run_goes_on_at_every_mesh_with_the_same_samples(values, tmp_path):
         begin = end
     assert_same_losses(whole, folder)
     assert_same_folder(whole / "final", folder / "final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "auto"])
+def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bit(values, layout, tmp_path):
+    values["training"] |= {"stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}}, "batch_size": 12}
+    options = {"micro_batch_size": 1, "checkpoint_every_steps": 3}
+    whole = on_ranks(values, LAYOUTS[layout][0], tmp_path / "whole", LAYOUTS[layout][1], **options)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    forget_the_end(resumed)
+    on_ranks(values, LAYOUTS[layout][0], resumed, LAYOUTS[layout][1], **options)
+    assert [json.loads(line)["step"] for line in (resumed / "starts.jsonl").read_text().splitlines()] == [0, 3]
+    assert logged_losses(resumed) == logged_losses(whole)
+    expected, found = (read_tensors(saved_checkpoints(each / "checkpoints")[0], "") for each in (whole, resumed))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from dmc.claims import ClaimedError
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE
 from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -61,8 +61,9 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to SIGTERM too, instead of Lightning, whose handler waits for the other ranks."""
+        module: Any = pl_module
         self._listen(SIGNALS)
-        self.hosts = Ranks.on_hosts()
+        self.hosts = module.strategy.hosts
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree with the other ranks; on a signal to any of them save, requeue, stop.

@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 from dmc.config import RunConfig
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
 
@@ -57,7 +57,8 @@ class Throughput(AfterStep):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the ranks' hosts: their figures do not wait for a device."""
         super().on_train_start(trainer, pl_module)
-        self._hosts = Ranks.on_hosts()
+        module: Any = pl_module
+        self._hosts = module.strategy.hosts
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note the start of a micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,8 @@ import torch
 
 from dmc.config import PlannerConfig, RunConfig
 from dmc.training.flops import flops_per_token, peak_flops
-from dmc.training.planning.memory_plan import LAYER, Memory, MemoryModel
-from dmc.training.planning.model_shape import model_shape
-from dmc.training.planning.start_checks import check_start, devices_per_node
+from dmc.training.planning.memory import Memory, plan_memory
+from dmc.training.planning.start_checks import check_start, devices_per_node, model_shape
 from dmc.training.stages import Plan
 
 ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0
@@ -110,19 +110,24 @@ class TrainingPlan:
         )
 
     def _advice(self, largest: str) -> str:
-        if largest in ("weights", "gradients", "optimizer states"):
+        if largest in ("weights", "gradients", "optimizer states", "teacher"):
             if self.strategy in ("fsdp2", "hsdp", "deepspeed_zero3"):
                 return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
             return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
-        if largest == "communication":
+        if largest in ("gathered weights", "gradients on their way", "buckets"):
             return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
-        if largest in ("activations kept", LAYER) and not self.is_checkpointing:
+        if largest in ("activations", "temporaries of the backward") and not self.is_checkpointing:
             return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
         return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values; memory as components in bytes."""
-        memory = {**self.memory.components, "total": self.memory.total, "in CPU memory": self.memory.cpu}
+        memory = {
+            **self.memory.components,
+            "total": self.memory.total,
+            "in CPU memory": self.memory.cpu,
+            "by formula": self.memory.formulas,
+        }
         return {**dataclasses.asdict(self), "memory": memory, "steps": self.steps, "days": self.days}
 
 
@@ -144,19 +149,18 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     behind = 0 if training.branch_from is None else plan.ratio_steps([config.target_ratio])[config.target_ratio]
     lengths = plan.lengths_after(behind)
     device = Device.of(config, planner)
-    num_shards = trainer.mesh(num_local)[1] if trainer.strategy == "hsdp" else None
-    memory_model = MemoryModel(config, model, num_devices // cuts, device.is_gpu, num_shards)
-    memory, num_weights = memory_model.memory(), memory_model.counts.whole
+    memory = plan_memory(config, model.num_hidden_layers, num_devices // cuts, device.is_gpu)
+    stored = 2 if config.model.dtype == "bfloat16" else 4
     stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
     reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model.path is not None
     copies = 2 if reads_parts else num_local
-    peak = peak_flops(device.name, "bf16" if memory_model.computed == 2 else "32")
+    peak = peak_flops(device.name, "bf16" if stored == 2 else trainer.precision)
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
     if config.distils:
         flops *= 4 / 3  # the teacher's forward is a third of forward and backward
     return TrainingPlan(
         model=config.model.path or f"fresh {model.model_type}",
-        num_weights=num_weights,
+        num_weights=memory.num_weights,
         strategy=trainer.strategy,
         num_devices=num_devices,
         data_parallel_size=num_devices // cuts,
@@ -164,12 +168,47 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         is_checkpointing=training.activation_checkpointing,
         device=device,
         memory=memory,
-        host_bytes=num_local * memory.cpu + copies * memory_model.stored * num_weights,
+        host_bytes=num_local * memory.cpu + copies * stored * memory.num_weights,
         micro_batches=micro_batches,
         micro_batch_size=training.micro_batch_size,
         tokens_per_step=training.tokens_per_step,
         stages=stages,
         utilisation=planner.utilisation,
         gpu_hours=None if peak is None else flops / (peak * planner.utilisation) / 3600,
-        checkpoint_bytes=3 * memory_model.stored * num_weights,
+        checkpoint_bytes=3 * stored * memory.num_weights,
     )
+
+
+def print_plan(config: RunConfig, planner: PlannerConfig, as_json: bool = False) -> None:
+    """Print the plan of a run.
+
+    Raises:
+        ValueError: see `plan_training`; or, once it is printed, a device has not enough memory for it.
+    """
+    plan = plan_training(config, planner)
+    print(json.dumps(plan.to_dict(), indent=2) if as_json else plan_table(plan), flush=True)
+    plan.refuse_what_does_not_fit()
+
+
+def plan_table(plan: TrainingPlan) -> str:
+    """Lay a plan out in lines."""
+    device, memory = plan.device, plan.memory
+    spread = f"{plan.data_parallel_size} data parallel x {plan.tensor_parallel_size} tensor parallel"
+    lines = [
+        f"{plan.model}: {plan.num_weights:,} weights; {plan.strategy} on {plan.num_devices} x {device.name}, {spread}",
+        f"memory of each rank in GiB at its peak, {memory.peak}:",
+        *(
+            f"  {name:<26}{size / GIB:9.2f}{'  by a formula' if name in memory.formulas else ''}"
+            for name, size in memory.components.items()
+        ),
+        f"  {'total':<26}{memory.total / GIB:9.2f}  of {device.memory_gib:.1f} ({device.source})",
+        f"CPU memory of the first node: {plan.host_bytes / GIB:,.1f} GiB",
+        f"checkpoint: {plan.checkpoint_bytes / GIB:,.1f} GiB, twice on the disk",
+        f"step: {plan.tokens_per_step:,} tokens, {plan.micro_batches} x {plan.micro_batch_size} sequences per rank",
+        *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),
+        f"  {'total':<12}{plan.steps:9,} steps {sum(stage.tokens for stage in plan.stages):19,} tokens",
+    ]
+    if plan.gpu_hours is None or plan.days is None:
+        return "\n".join([*lines, f"time: not known, for the peak of {device.name} is not"])
+    assumed = f"at an assumed {plan.utilisation:.0%} of the peak"
+    return "\n".join([*lines, f"time: {plan.gpu_hours:,.0f} GPU-hours, {plan.days:,.1f} days, {assumed}"])

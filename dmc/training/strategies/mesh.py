@@ -99,7 +99,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             on_gpu = self.root_device.type == "cuda"
             with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
                 self.model = DistributedDataParallel(
-                    self.lightning_module, device_ids=[self.root_device.index] if on_gpu else None
+                    self.lightning_module,
+                    device_ids=[self.root_device.index] if on_gpu else None,
+                    gradient_as_bucket_view=True,  # else the buffers of its sums hold all gradients once more
                 )
 
     @contextmanager

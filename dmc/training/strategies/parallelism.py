@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
+from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import SHARDED
 from dmc.training.checkpoints.saving import CheckpointSaver
 from dmc.training.gradients import gradient_norm
@@ -36,6 +38,11 @@ class Parallelism:
         self.run_config = config
         self.precision = config.trainer.precision
         self.saver = CheckpointSaver()
+
+    @cached_property
+    def hosts(self) -> Ranks:
+        """The ranks by their CPUs, for what need not wait for a device; all of them ask for it together."""
+        return Ranks.on_hosts()
 
     def load(self) -> Any:
         """Load the model that the run starts from; without weights until `parallelize` where ranks hold parts."""

@@ -12,12 +12,15 @@ from launching import logged_losses
 
 from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
+from dmc.ranks import ALONE
 from dmc.training import PreemptedError, train
 from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.rotation import step_name
 from dmc.training.checkpoints.saving import SaveLast
+
+ALONE_MODULE = SimpleNamespace(strategy=SimpleNamespace(hosts=ALONE))
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
     trainer = FakeTrainer(rank)
     trainer.global_step = 3  # whole steps: the next one is under way
     with Preemption(FakeSaver()) as preemption:
-        preemption.on_train_start(trainer, None)
+        preemption.on_train_start(trainer, ALONE_MODULE)
         preemption.on_train_batch_end(trainer, None)
         assert not trainer.saved and not trainer.should_stop
         preemption.hosts = others or preemption.hosts
@@ -123,7 +126,7 @@ def test_a_start_that_was_taken_for_dead_stops_without_saving(others, tmp_path):
     if not any(others):
         displaced.set()
     with Preemption(SaveLast(tmp_path / "run" / "checkpoints", 1), displaced) as preemption:
-        preemption.on_train_start(trainer, None)
+        preemption.on_train_start(trainer, ALONE_MODULE)
         preemption.hosts = OtherRank(*others)
         with pytest.raises(ClaimedError, match="run is being trained by another start"):
             preemption.on_train_batch_end(trainer, None)
@@ -134,7 +137,7 @@ def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save(caplog)
     trainer = FakeTrainer()
     with Preemption(FakeSaver()) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded: the default would kill
-        preemption.on_train_start(trainer, None)
+        preemption.on_train_start(trainer, ALONE_MODULE)
         preemption.on_train_batch_end(trainer, None)
     assert trainer.saved == [] and trainer.should_stop and preemption.stopped_at == 0
     assert "before the first step is done" in caplog.text

@@ -1,0 +1,114 @@
+"""A run's training step as one of its ranks takes it, on tensors without data among ranks that answer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from dmc.config import RunConfig
+from dmc.models import retrofit
+from dmc.training.callbacks.nonfinite import NonFiniteGuard
+from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.module import RetrofitModule
+from dmc.training.planning.start_checks import model_shape
+from dmc.training.stages import Plan
+from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
+from dmc.training.teacher import Teacher
+
+
+class FakeStep:
+    """Model, teacher and optimizer of a run, as `fake_step` lays them over its ranks; the plan's last step.
+
+    Args:
+        config: of a run without DeepSpeed.
+        strategy: of the run, with its mesh.
+        num_layers: decoder layers in place of the model's own number.
+    """
+
+    def __init__(self, config: RunConfig, strategy: MeshStrategy, num_layers: int) -> None:
+        self.config, self.strategy = config, strategy
+        plan = Plan(config.training, config.target_ratio, config.compression)
+        shape = with_layers(model_shape(config), num_layers)
+        dtype = getattr(torch, config.model.dtype)
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+        if config.compression is not None and config.has_gates:
+            model = retrofit(model, config.compression)
+        self.module = RetrofitModule(model.train(), config, plan, strategy)
+        strategy._lightning_module = self.module
+        if config.training.distillation is not None and config.distils:
+            teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+            self.module.teacher = Teacher(teacher, "", config.training.distillation.temperature)
+        if strategy.holds_parts:
+            # Meshes of several dimensions are cut by reading them.
+            with nullcontext() if strategy.num_copies == strategy.mesh_shape[2] == 1 else unset_fake_temporarily():
+                strategy.parallelize(self.module)
+                if self.module.teacher is not None:
+                    strategy.parallelize_teacher(self.module.teacher.model, "", self.module)
+        self.optimizer = self.module.configure_optimizers()["optimizer"]
+        strategy.optimizers = [self.optimizer]
+
+    def micro_batch(self, is_first: bool = True, is_last: bool = True) -> None:
+        """Forward and backward of a micro-batch; the first one's forward still finds the gradients of the step before.
+
+        Args:
+            is_first: of its step.
+            is_last: of its step.
+        """
+        training = self.config.training
+        input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
+        batch = {"input_ids": input_ids, "position": list(range(len(input_ids))), "documents": None}
+        waits = self.strategy.holds_parts and not is_last
+        with self.strategy.block_backward_sync() if waits else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.strategy.precision == "bf16-mixed"):
+                loss = self.module.loss_at(self.module.plan.total_steps - 1, batch)
+            if is_first:
+                self.optimizer.zero_grad()
+            loss.backward()
+
+    def agree(self) -> None:
+        """Norm, figures and clipping of the gradients, before the optimizer's step."""
+        metrics = StepMetrics(NonFiniteGuard(None, Path(), 2), self.config.training.gradient_clip, 1)  # type: ignore
+        trainer: Any = SimpleNamespace(global_step=self.module.plan.total_steps - 1)
+        metrics.on_before_optimizer_step(trainer, self.module, self.optimizer)
+
+
+@contextmanager
+def fake_step(
+    config: RunConfig, num_layers: int, rank: int = 0, watch: AbstractContextManager | None = None
+) -> Iterator[FakeStep]:
+    """Let this process be one rank of a run, and lay the run's model over all of them.
+
+    Args:
+        config: of a run without DeepSpeed.
+        num_layers: decoder layers in place of the model's own number.
+        rank: who this process is.
+        watch: entered before the model is made.
+    """
+    with ExitStack() as stack:
+        strategy = MeshStrategy(config)
+        num_ranks = torch.Size(strategy.mesh_shape).numel()
+        if num_ranks > 1:
+            dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+            strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if watch is not None:
+            stack.enter_context(watch)
+        yield FakeStep(config, strategy, num_layers)
+
+
+def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Copy a configuration with another number of layers."""
+    values = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    return AutoConfig.for_model(values.pop("model_type"), **values | {"num_hidden_layers": num_layers})
