@@ -126,13 +126,13 @@ def run_cells(
     rows = []
     source = provenance()
     with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
-        subjects = Subjects(grid, load)
+        subject = subjects_of(grid, load)
         for cell in own:
             bar.set_description(cell.title)
             row = describe(cell, grid, config) | {"device": "", "provenance": source}
             try:
-                row["device"] = device_name(subjects.get(cell.model).model)
-                row |= checked(measure(cell, grid, config, subjects.get(cell.model), make_engine))
+                row["device"] = device_name(subject(cell.model).model)
+                row |= checked(measure(cell, grid, config, subject(cell.model), make_engine))
             except Exception as error:  # of a model, a policy or a task, which others need not share
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
@@ -184,37 +184,28 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
         waiting = held
 
 
-class Subjects:
-    """The model of the cell that is run, loaded when it is the first of its model.
+def subjects_of(grid: Grid, load: Load) -> Callable[[str], Subject]:
+    """Return what gives a model by its name: loaded when it is asked for first, and then the one before is given up.
 
-    Args:
-        grid: models by name.
-        load: gives one.
+    One that cannot be loaded is tried once, and raises the same error every time.
     """
+    known: dict[str, Subject | Exception] = {}
 
-    def __init__(self, grid: Grid, load: Load) -> None:
-        self._grid, self._load = grid, load
-        self._name: str | None = None
-        self._subject: Subject | None = None
-        self._errors: dict[str, Exception] = {}
-
-    def get(self, name: str) -> Subject:
-        """Return a model; the one before is given up.
-
-        Raises:
-            Exception: it cannot be loaded; it is tried once.
-        """
-        if name in self._errors:
-            raise self._errors[name]
-        if name != self._name or self._subject is None:
-            self._name, self._subject = name, None
+    def get(name: str) -> Subject:
+        if name not in known:
+            for other in [other for other, each in known.items() if isinstance(each, Subject)]:
+                del known[other]
             release_memory()
             try:
-                self._subject = Subject(*self._load(self._grid.models[name]), samples={})
+                known[name] = Subject(*load(grid.models[name]), samples={})
             except Exception as error:
-                self._errors[name] = error
-                raise
-        return self._subject
+                known[name] = error
+        found = known[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return get
 
 
 def failure(error: Exception) -> Row:

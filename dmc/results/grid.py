@@ -248,7 +248,9 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
         task_keys[task] = digest([*engine, *own, each.identity()])
     cells = []
     for name, (identity, values, target_ratio) in descriptions.items():
-        fitting = []
+        fitting, known = [], {method.name for method in methods}
+        for unknown in set(models[name].policies or ()) - known:
+            raise ValueError(f"models.{name}.policies: {unknown!r} is none of the grid's; {suggest(unknown, known)}")
         for method in methods:
             policy = method.build()
             if policy is not None and (target_ratio is None or policy.serves_compressed):

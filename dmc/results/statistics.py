@@ -152,8 +152,8 @@ def summarize(
 
     Args:
         frame: of `Store.frame`.
-        reference: model or variant with whose full cache compressed models are compared; None: the one that a
-            measurement names, or else the only one.
+        reference: model or variant with whose full cache compressed models, and other full caches, are compared; None:
+            compressed models with that of the one that a measurement names, or else the only one.
         metrics: which; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
@@ -188,11 +188,10 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     values = [part.value for part in parts]
     value, lost = mean_of(values), [part.lost for part in parts]
     over = mean_of([each for each in lost if each is not None]) if None not in lost else None
-    full = [part.full_value for part in parts if part.full_value is not None]
-    margin = margin_of(first["metric"], sum(full) / len(full)) if over is not None else math.nan
+    full, whole = ([part.of_full(name) for part in parts] for name in ("value", "bytes_per_token"))
+    margin = margin_of(first["metric"], math.fsum(each or 0.0 for each in full) / len(full)) if over else math.nan
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
     size = float((group["bytes_per_token"] * weights).sum(skipna=False) / weights.sum())
-    whole = [part.full_bytes for part in parts]
     names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)
     own = first["own_gates"] and first["budget"] is None
@@ -206,14 +205,14 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "task": first["benchmark"] or first["task"],
         "value": value.value,
         "value_error": value.error,
-        "lost": None if over is None else over.value,
-        "lost_error": None if over is None else over.error,
-        "lost_lower": None if over is None else over.lower,
-        "lost_upper": None if over is None else over.upper,
+        "lost": over and over.value,
+        "lost_error": over and over.error,
+        "lost_lower": over and over.lower,
+        "lost_upper": over and over.upper,
         "margin": margin,
         "standing": "" if over is None else over.standing(margin),
         "seeds": len(parts[0].values),
-        "seeds_worse": None if over is None else over.num_seeds_above,
+        "seeds_worse": over and over.num_seeds_above,
         "requested_ratio": float(weights.sum() / (weights / group["requested_ratio"]).sum()),
         "achieved_ratio": float(weights.sum() / (weights / group["achieved_ratio"]).sum()),
         "bytes_per_token": size,
@@ -257,14 +256,9 @@ class _Seeds:
     def contexts(self) -> list[Any]:
         return list(self.rows["contexts"].iloc[0])
 
-    @property
-    def full_value(self) -> float | None:
-        known = [each["value"] for each in self.full if each is not None]
-        return sum(known) / len(known) if known and len(known) == len(self.full) else None
-
-    @property
-    def full_bytes(self) -> float | None:
-        known = [each["bytes_per_token"] for each in self.full if each is not None]
+    def of_full(self, name: str) -> float | None:
+        """Average a column of the full caches; None where a seed has none."""
+        known = [each[name] for each in self.full if each is not None]
         return sum(known) / len(known) if known and len(known) == len(self.full) else None
 
     @property
@@ -308,12 +302,12 @@ class _Cells:
         return _Seeds(rows, [self.full_of(row) for _, row in rows.iterrows()])
 
     def full_of(self, row: pandas.Series) -> pandas.Series | None:
-        """Find the full cache of a row's model, or of the reference for a compressed model."""
+        """Find the full cache of a row's model; of the reference for compressed models, if given for others' too."""
         full = self.full
         same = full[(full["task"] == row["task"]) & (full["metric"] == row["metric"])]
         same = same[same["task_key"] == row["task_key"]]
         same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
-        if not row["own_gates"]:
+        if not row["own_gates"] and not (row["is_full"] and self.reference):
             same = same[same["model"] == row["model"]]
         else:
             wanted = self.reference or row["reference"]

@@ -110,6 +110,9 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config: Any, 
     assert [cell.own_gates for cell in cells] == [False, False, False, True]
     assert [cell.method.requested_ratio for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
+    models["base"] = {"path": str(folders.stock), "policies": ["full"]}  # chooses cells, and changes none
+    fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
+    assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
 def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) -> None:
@@ -372,6 +375,7 @@ def test_whatever_defines_a_cell_is_in_its_key(
         ({"models": {"base": "STOCKK"}}, r"models.base: there is no folder .*stockk; did you mean .*stock\?"),
         ({"models": {"base": "EMPTY"}}, r"models.base: .* has no config.json with a model_type"),
         ({"models": {"base": {"pth": "x"}}}, r"unknown setting models.base.pth: did you mean 'path'\?"),
+        ({"models": {"base": {"path": "STOCK", "policies": ["kep"]}}}, r"models.base.policies: 'kep' .* mean 'keep'"),
         ({"policies": ["full", "h20"]}, r"policies\[1\]='h20' is not in configs/policy; did you mean 'h2o'\?"),
         ({"policies": [{"name": "mine"}]}, r"expected a name, or a mapping with name and either _target_ or like"),
         ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
@@ -392,9 +396,14 @@ def test_wrong_settings_end_it_before_any_work(
     changes: dict[str, Any], message: str, make_config: Any, folders: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    paths = {"STOCKK": f"{folders.stock}k", "EMPTY": str(tmp_path / "empty")}
+    paths = {"STOCKK": f"{folders.stock}k", "EMPTY": str(tmp_path / "empty"), "STOCK": str(folders.stock)}
     if "models" in changes:
-        models = {name: path if isinstance(path, dict) else paths[path] for name, path in changes["models"].items()}
+        models = {
+            name: {key: paths.get(str(value), value) for key, value in each.items()}
+            if isinstance(each, dict)
+            else paths[each]
+            for name, each in changes["models"].items()
+        }
         changes = {"models": models}
     with pytest.raises(ValueError, match=message):
         plan_grid(make_config(**changes), CONFIGS)

@@ -206,3 +206,5 @@ def test_nothing_is_compared_across_settings_samples_or_models() -> None:
     assert lost([gates, full, control]) is None  # which of them, nothing says
     assert lost([{**gates, "reference": "base"}, full, control]) == 2.0
     assert lost([gates, full, control], "control") == 1.5
+    assert lost([full, control, gates], "control") == -0.5  # another full cache, where the user names the yardstick
+    assert lost([full, control, gates]) is None and lost([new, full, control], "control") == 1.0
