@@ -1,8 +1,9 @@
-"""JSON files that somebody else may have written: what is wrong with one is said by its name."""
+"""Nested values: out of JSON files that somebody else may have written, and flat."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}: expected a mapping")
     return values
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of nested mappings with dots; an empty one stays a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat

@@ -34,6 +34,23 @@ def build_target(settings: Mapping[str, Any], name: str, **given: Any) -> Any:
         raise ValueError(f"{name}: {error}") from error
 
 
+def build_targets(settings: Mapping[str, Mapping[str, Any]], name: str, kind: type) -> list[Any]:
+    """Build what named settings describe, each with a `_target_`.
+
+    Args:
+        settings: by name.
+        name: where they stand, for messages.
+        kind: what each must be.
+    Raises:
+        ValueError: see `build_target`; or one is something else.
+    """
+    built = {key: build_target(each, f"{name}.{key}") for key, each in settings.items()}
+    for key, each in built.items():
+        if not isinstance(each, kind):
+            raise ValueError(f"{name}.{key} is {type(each).__name__}: expected a {kind.__module__}.{kind.__name__}")
+    return list(built.values())
+
+
 def find_target(path: str, name: str) -> Callable[..., Any]:
     """Import the class or function at a dotted path.
 

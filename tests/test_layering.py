@@ -36,7 +36,7 @@ ALLOWED = {
     "measure": {"models", "compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget", "ranks"},
     "export": {"models", "compression", "budget", "measure", "provenance", "replacement"},
-    "megatron": {"export", "models", "compression", "replacement", "loading"},
+    "megatron": {"export", "models", "compression", "replacement", "loading", "json_file"},
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
         *("export", "measure", "calibrate", "provenance", "ranks", "claims", "replacement", "checksums"),

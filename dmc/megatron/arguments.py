@@ -12,7 +12,13 @@ from transformers import LlamaConfig
 from dmc.compression import CompressionConfig
 from dmc.models.llama import DMCLlamaConfig
 
-NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+FIELDS = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim", "norm_epsilon": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
+"""Megatron's arguments and the settings of transformers that say the same."""
+NEEDED = tuple(FIELDS)[:4]
 OF_A_LLAMA: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
@@ -79,16 +85,15 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
                 f"args={{{name}: {expected[0]}}} overrules what is stored"
             )
     num_heads = given["num_attention_heads"]
-    values = {
+    given = {
+        "kv_channels": given["hidden_size"] // num_heads,
+        "norm_epsilon": given.get("layernorm_epsilon", 1e-5),
+        "max_position_embeddings": given.get("seq_length", 4096),
+        **given,
+    }
+    values = {ours: given[theirs] for theirs, ours in FIELDS.items()} | {
         "vocab_size": vocab_size,
-        "hidden_size": given["hidden_size"],
-        "intermediate_size": given["ffn_hidden_size"],
-        "num_hidden_layers": given["num_layers"],
-        "num_attention_heads": num_heads,
         "num_key_value_heads": given["num_query_groups"] if given.get("group_query_attention") else num_heads,
-        "head_dim": given.get("kv_channels", given["hidden_size"] // num_heads),
-        "max_position_embeddings": given.get("max_position_embeddings", given.get("seq_length", 4096)),
-        "rms_norm_eps": given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5)),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))},
         "tie_word_embeddings": tied,
         "dtype": dtype,
@@ -115,16 +120,10 @@ def arguments_of(config: Any, tensor_size: int, padded_vocab_size: int, dtype: t
     """
     refuse_foreign(config)
     arguments = {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
+        **{theirs: getattr(config, ours) for theirs, ours in FIELDS.items()},
         "group_query_attention": True,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": config.head_dim,
         "seq_length": config.max_position_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "norm_epsilon": config.rms_norm_eps,
         "rotary_base": int(config.rope_parameters["rope_theta"]),
         "use_rotary_position_embeddings": True,
         "add_position_embedding": False,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -48,7 +48,9 @@ def export_checkpoint(
         raise ValueError(f"tensor_size={tensor_size}, vocab_multiple={vocab_multiple}: expected whole numbers >= 1")
     step = tensor_size * vocab_multiple
     padded = -(-config.vocab_size // step) * step
-    weights = StoredWeights(folder)
+    weights = {
+        name: each for path in weight_files(folder) for name, each in load_file(path).items()
+    }  # mapped, not read
     arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"].dtype)
     parts = list(parts_of(config, tensor_size, padded))
     scale = decision_scale(config)
@@ -66,20 +68,6 @@ def export_checkpoint(
             content = {"args": arguments, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0, "model": model}
             torch.save(content, path)
     return output
-
-
-class StoredWeights:
-    """Weights of a folder by name, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files: dict[str, Path] = {}
-        for path in weight_files(folder):
-            with safe_open(path, framework="pt") as file:
-                self.files.update(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(name)
 
 
 def decision_scale(config: Any) -> float:

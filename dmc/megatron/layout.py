@@ -93,28 +93,28 @@ def layer_parts(config: Any, tensor_size: int, megatron: str, prefix: str, norm:
     """Yield the tensors of one layer; `megatron` and `prefix` begin its names there and here."""
     hidden, neurons, groups = config.hidden_size, config.intermediate_size, config.num_key_value_heads
     queries, keys = config.num_attention_heads * config.head_dim, groups * config.head_dim
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    yield Part(f"{megatron}self_attention.linear_qkv.layer_norm_weight", (f"{prefix}input_layernorm.weight",), **norm)
-    yield Part(
-        f"{megatron}self_attention.linear_qkv.weight",
-        tuple(f"{attention}{name}_proj.weight" for name in "qkv"),
-        ((queries, hidden), (keys, hidden), (keys, hidden)),
-        blocks=groups,
+    parts: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+        ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm",), norm),
+        (
+            "self_attention.linear_qkv.weight",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            {"shapes": ((queries, hidden), (keys, hidden), (keys, hidden)), "blocks": groups},
+        ),
+        (
+            "self_attention.linear_proj.weight",
+            ("self_attn.o_proj",),
+            {"shapes": ((hidden, queries),), "cut": "columns"},
+        ),
+        ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm",), norm),
+        (
+            "mlp.linear_fc1.weight",
+            ("mlp.gate_proj", "mlp.up_proj"),
+            {"shapes": ((neurons, hidden), (neurons, hidden)), "blocks": tensor_size},
+        ),
+        ("mlp.linear_fc2.weight", ("mlp.down_proj",), {"shapes": ((hidden, neurons),), "cut": "columns"}),
     )
-    yield Part(
-        f"{megatron}self_attention.linear_proj.weight",
-        (f"{attention}o_proj.weight",),
-        ((hidden, queries),),
-        cut="columns",
-    )
-    yield Part(f"{megatron}mlp.linear_fc1.layer_norm_weight", (f"{prefix}post_attention_layernorm.weight",), **norm)
-    yield Part(
-        f"{megatron}mlp.linear_fc1.weight",
-        (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-        ((neurons, hidden), (neurons, hidden)),
-        blocks=tensor_size,
-    )
-    yield Part(f"{megatron}mlp.linear_fc2.weight", (f"{mlp}down_proj.weight",), ((hidden, neurons),), cut="columns")
+    for name, weights, how in parts:
+        yield Part(f"{megatron}{name}", tuple(f"{prefix}{each}.weight" for each in weights), **how)
 
 
 def refuse_indivisible(config: Any, tensor_size: int, padded_vocab_size: int) -> None:

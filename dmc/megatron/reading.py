@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmc.json_file import flattened
+
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
@@ -188,7 +190,7 @@ def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """
     tensors = {}
     for name, value in flattened(content["model"]).items():
-        if name.endswith(("_extra_state", ".inv_freq")):
+        if name.endswith(("_extra_state", ".inv_freq")) or value == {}:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name} is a {type(value).__name__}, expected a tensor")
@@ -196,17 +198,6 @@ def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
             name = name.replace(other, own)
         tensors[name] = value
     return tensors
-
-
-def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of nested dictionaries with dots: legacy models nest theirs."""
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(flattened(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def renumbered(name: str, first_layer: int) -> str:

@@ -1,7 +1,7 @@
 """Training: the Lightning module, its stages, what happens along a run."""
 
-from dmc.training.callbacks.nonfinite import NonFiniteError
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
+from dmc.training.callbacks.step_metrics import NonFiniteError
 from dmc.training.exporter import export_checkpoint
 from dmc.training.planning.planner import print_plan
 from dmc.training.run import TrainedRun, train

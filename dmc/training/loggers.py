@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from dmc.config import RunConfig
 from dmc.provenance import git_commit
-from dmc.target import build_target
+from dmc.target import build_targets
 from dmc.training.record import is_rank_zero
 
 WANDB_ID = Path("wandb") / "run_id"
@@ -28,10 +28,7 @@ def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
     Raises:
         ValueError: a logger cannot be made, see `wandb_logger`.
     """
-    loggers = [build_target(each, f"logger.{name}") for name, each in config.logger.items()]
-    for name, each in zip(config.logger, loggers, strict=True):
-        if not isinstance(each, Logger):
-            raise ValueError(f"logger.{name} is {type(each).__name__}: expected a lightning.pytorch Logger")
+    loggers = build_targets(config.logger, "logger", Logger)
     if not any(isinstance(each, CSVLogger) for each in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
     failed = True

@@ -12,7 +12,7 @@ from typing import Any
 
 from dmc.config import RunConfig, build_config
 from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
-from dmc.json_file import read_mapping
+from dmc.json_file import flattened, read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
 
@@ -61,7 +61,7 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
     try:
         known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
     except ValueError:  # a setting this version does not know: told with the others that were recorded
-        known = _flat(_recorded(record)["config"])
+        known = flattened(_recorded(record)["config"])
         values = {key: values.get(key) for key in known}
     if changed := _changed(known, values):
         raise ValueError(
@@ -174,15 +174,5 @@ def record_start(folder: Path, step: int) -> None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    values = _flat(json.loads(json.dumps(dataclasses.asdict(config))))
+    values = flattened(json.loads(json.dumps(dataclasses.asdict(config))))
     return values | {"training.stages": [*config.training.stages], "data.train": [*config.data.train]}  # their orders
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dmc.config import DataConfig, RunConfig
 from dmc.data import (
     Blend,
+    DocumentSource,
     Framing,
     OrderedDataset,
     PackedTokens,
@@ -29,20 +30,11 @@ from dmc.data import (
 )
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
-from dmc.target import build_target
+from dmc.target import build_targets
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
-
-
-def build_sources(specifications: dict[str, dict[str, Any]], split: str) -> list[Any]:
-    """Instantiate the sources of a split from mappings with a `_target_`.
-
-    Raises:
-        ValueError: a mapping does not describe a source.
-    """
-    return [build_target(each, f"data.{split}.{name}") for name, each in specifications.items()]
 
 
 def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
@@ -52,7 +44,7 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
         ValueError: neither the data nor the model names one.
     """
     if data.tokenizer.train_vocab_size is not None:
-        sources = build_sources(data.train, "train")
+        sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
     path = data.tokenizer.path or model_path
@@ -194,7 +186,7 @@ class TextData(LightningDataModule):
         ]
 
     def _sources(self, split: str) -> list[Any]:
-        return build_sources(getattr(self.config.data, split), split)
+        return build_targets(getattr(self.config.data, split), f"data.{split}", DocumentSource)
 
     def _packed(self, split: str) -> Any:
         data = self.config.data

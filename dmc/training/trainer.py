@@ -12,9 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from dmc.target import build_target
+from dmc.target import build_targets
 from dmc.training.callbacks.measured_start import MeasuredStart
-from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
 from dmc.training.callbacks.steps import StepProgress
@@ -44,10 +43,7 @@ def build_trainer(
     config, strategy = module.config, cast(Any, module.strategy)
     training, settings = config.training, config.trainer
     throughput = Throughput(config)
-    own = [build_target(each, f"callbacks.{name}") for name, each in config.callbacks.items()]
-    for name, callback in zip(config.callbacks, own, strict=True):
-        if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks.{name} is {type(callback).__name__}: expected a lightning.pytorch Callback")
+    own = build_targets(config.callbacks, "callbacks", Callback)
     watching = [*_watching_callbacks(module, exporter, preemption), *own]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -88,14 +84,12 @@ def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: 
     held_out = exporter.data.held_out
     start = training.measured_start if module.has_gates else None
     shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
-    guard = NonFiniteGuard(preemption.save_last, folder, training.max_nonfinite_steps)
-    metrics = StepMetrics(guard, training.gradient_clip, training.log_every_steps)
+    metrics = StepMetrics(training, folder, preemption.save_last)
     return [
         *([] if start is None else [MeasuredStart(partial(held_out, "calibration"), start, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
         *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
         metrics,
-        guard,
         Validation(partial(held_out, "validation"), folder / "heatmaps", training.validate_every_steps),
         exporter,
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dmc.config import RunConfig, build_config
+from dmc.training.callbacks.validation import Validation
+from dmc.training.exporter import Exporter
 
 STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"steps": 2, "final_fraction": 0.0}}
 
@@ -65,6 +67,14 @@ def run_values(corpus: Path, tmp_path: Path) -> dict[str, Any]:
         "trainer": {"accelerator": "cpu"},
         "output_dir": str(tmp_path / "run"),
     }
+
+
+@pytest.fixture
+def only_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what a run writes beside its checkpoints."""
+    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
+    monkeypatch.setattr(Validation, "log_score", lambda *_: None)
+    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from transformers import AutoTokenizer
 from dmc.config import RunConfig, build_config
 from dmc.data import train_tokenizer
 from dmc.training import train
-from dmc.training.callbacks.validation import Validation
-from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
 from dmc.training.text_data import TextData
 
@@ -22,7 +20,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def values(run_values, tmp_path, monkeypatch):
+def values(run_values, tmp_path, only_trained):
     """Settings of a short run with the tokenizer of an instruct model, and its text in three forms."""
     train_tokenizer([f"question {i} <user> <assistant> answer {i}" for i in range(50)], 280, tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -45,9 +43,6 @@ def values(run_values, tmp_path, monkeypatch):
         "snapshot_ratios": [], "validate_every_steps": 100, "reset_at_documents": True,
     }  # fmt: skip
     run_values["data"]["tokenizer"] = {"path": str(tmp_path / "tokenizer")}
-    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
-    monkeypatch.setattr(Validation, "log_score", lambda *_: None)
-    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
     return run_values
 
 

@@ -19,7 +19,6 @@ from dmc.compression import CompressionConfig
 from dmc.config import RunConfig, build_config
 from dmc.models import retrofit
 from dmc.training.callbacks import step_metrics
-from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.gradients import keep_rows
 from dmc.training.module import RetrofitModule, train_gates_only
@@ -150,14 +149,13 @@ def test_backward_and_what_a_step_logs_stay_on_the_device(
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)
         optimizer = SimpleNamespace()
-        guard = NonFiniteGuard(None, tmp_path, 2)
-        metrics = StepMetrics(guard, 1.0, 1)
-        guard.note = lambda *_: guard._unnoted.clear()
+        metrics = StepMetrics(module.config.training, tmp_path, None)
+        metrics._note = lambda *_: None
         for step in range(module.plan.total_steps):
             trainer.global_step = step
             module.prepare(step)
             batch = batch_of(module, "meta")
-            guard.on_train_batch_start(trainer, module, batch, 0)
+            metrics.on_train_batch_start(trainer, module, batch, 0)
             with StepWatch(LENGTH) as watch:
                 module.loss_at(step, batch).backward()
                 metrics.on_before_optimizer_step(trainer, module, optimizer)

@@ -13,10 +13,8 @@ from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
 from dmc.data import ResumableOrder
 from dmc.training import EXIT_PREEMPTED, PreemptedError, train
-from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints.rotation import saved_checkpoints
 from dmc.training.checkpoints.weights import read_tensors
-from dmc.training.exporter import Exporter
 from dmc.training.module import RetrofitModule
 from dmc.training.strategies.mesh import TRAINER_STATE
 
@@ -25,7 +23,7 @@ WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in ran
 
 
 @pytest.fixture
-def values(run_values, monkeypatch):
+def values(run_values, only_trained):
     """Settings of a run of which only the training matters."""
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
@@ -34,9 +32,6 @@ def values(run_values, monkeypatch):
         "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16, "snapshot_ratios": [],
         "ratio_control": {"gain": 0.05}, "checkpoint_every_steps": 100, "validate_every_steps": 100,
     }  # fmt: skip
-    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
-    monkeypatch.setattr(Validation, "log_score", lambda *_: None)
-    monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
     return run_values
 
 

@@ -1,7 +1,9 @@
-"""What a step logs and leads: means over its micro-batches and all ranks, whatever way its batch is split."""
+"""What a step logs and leads: means over its micro-batches and all ranks; a step that is not finite is skipped."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +11,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor
 
-from dmc.config import RatioControlConfig
+from dmc.config import RatioControlConfig, TrainingConfig
 from dmc.ranks import Ranks
-from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.steps import AfterStep
+from dmc.training.checkpoints.saving import SaveLast, write_aside
 from dmc.training.gradients import clip_gradients
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
@@ -21,6 +23,13 @@ HELD = {"noisy_held": "train/noisy_ratio", "thresholded_held": "train/achieved_r
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
 SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio")
 """What the progress bar shows."""
+NONFINITE = "nonfinite"
+"""Folder of the batches of skipped steps, in a run's output folder."""
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(ArithmeticError):
+    """Too many steps in a row had a loss or gradient that is not finite; the run's state is saved."""
 
 
 class LateNumbers:
@@ -81,49 +90,92 @@ class _Step(NamedTuple):
     names: list[str]
     numbers: LateNumbers
     settings: dict[str, float]
+    micro_batches: list[dict[str, Any]]
+    losses: list[Tensor]
 
 
 class StepMetrics(AfterStep):
-    """Logs each step's figures, which the module has noted for each micro-batch, and has bad steps skipped.
+    """Logs each step's figures, which the module has noted for each micro-batch, and skips bad steps.
 
     The figures are agreed between the ranks, in one all-reduce of a few numbers: before the optimizer's step, or after
     it where the strategy itself looks after the gradients. What depends on them happens on the device; the host reads
     those of a step once the next one is queued, so that the device never waits for the host.
 
+    A step with a figure that is not finite counts in the plan and in the order of the data, but changes neither weights
+    nor optimizer state; its batch is kept for replay. Once too many were bad in a row the device skips all that follow
+    until the host has stopped the run.
+
     Args:
-        guard: skips a step with a figure that is not finite.
-        gradient_clip: largest gradient norm; None: gradients are never scaled.
-        log_every_steps: optimizer steps between two that are logged.
+        training: how gradients are clipped, how often is logged, and how many steps in a row may be skipped.
+        folder: the run's.
+        save_last: saves the run before it ends: with the very weights that met the bad batches.
     """
 
-    def __init__(self, guard: NonFiniteGuard, gradient_clip: float | None, log_every_steps: int) -> None:
-        self.guard, self.gradient_clip, self.log_every_steps = guard, gradient_clip, log_every_steps
+    def __init__(self, training: TrainingConfig, folder: Path, save_last: SaveLast) -> None:
+        self.training, self.folder, self.save_last = training, folder / NONFINITE, save_last
         self.shown: dict[str, float] = {}
         """For the progress bar."""
+        self.skipped_steps: int | Tensor = 0
+        """Over all starts of the run."""
+        self._bad_in_a_row: int | Tensor = 0  # the device's count
+        self._noted_in_a_row = 0  # the host's
+        self._last_bad = 0
+        self._micro_batches: list[dict[str, Any]] = []
         self._unread: _Step | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keep the count of skipped steps in the checkpoint."""
+        return {"skipped_steps": int(self.skipped_steps)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.skipped_steps = state_dict["skipped_steps"]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Hold on to the micro-batches of the step that runs."""
+        self._micro_batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask or clip the gradients, which are complete."""
         module: Any = pl_module
         if not module.strategy.owns_gradients:
             norm = self._finish(trainer, module, trainer.global_step, optimizer)
-            if self.gradient_clip is not None:
-                clip_gradients(module, norm, self.gradient_clip)
+            if self.training.gradient_clip is not None:
+                clip_gradients(module, norm, self.training.gradient_clip)
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Take the figures where the strategy looks after the gradients."""
+        """Take the figures where the strategy looks after the gradients; stop a run that has skipped too many steps."""
         module: Any = pl_module
         if module.strategy.owns_gradients:
             self._finish(trainer, module, step - 1, None)
             self._read(trainer)  # it has waited for the device already
+        if self._skips_too_many:
+            self.save_last.save(trainer, step)
+            trainer.should_stop = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Log what the checkpoint holds: a run that goes on from it does not repeat these steps."""
         self._read(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the last step's figures."""
+        """Read the last step's figures.
+
+        Raises:
+            NonFiniteError: too many steps are skipped; on all ranks.
+        """
         self._read(trainer)
+        if self._skips_too_many:
+            file = self.folder / file_name(self._last_bad, trainer.global_rank)
+            raise NonFiniteError(
+                f"the last {self._noted_in_a_row} steps up to step {self._last_bad + 1} had a loss or gradient that is "
+                f"not finite (training.max_nonfinite_steps={self.training.max_nonfinite_steps}). The last checkpoint "
+                f"has the weights that met them; `python scripts/replay.py run={self.folder.parent} file={file}` shows "
+                f"where it starts. The same command goes on after step {trainer.global_step}"
+            )
+
+    @property
+    def _skips_too_many(self) -> bool:
+        return self._noted_in_a_row >= self.training.max_nonfinite_steps
 
     def _finish(self, trainer: Trainer, module: Any, step: int, optimizer: Any) -> Tensor:
         """Have `step` skipped where a figure is not finite, read those of the step before; return the gradient's norm.
@@ -134,10 +186,12 @@ class StepMetrics(AfterStep):
         names = list(module.noted[0])
         means = [torch.stack([each[name].double() for each in module.noted]).mean() for name in names]
         figures = Ranks.all().averaged(torch.stack([*means, norm.to(module.device).double()]))
-        is_skipped, num_skipped = self.guard.judge(step, figures, module.noted)
+        is_skipped = ~figures.isfinite().all() | (self._bad_in_a_row >= self.training.max_nonfinite_steps)
+        self._bad_in_a_row = (self._bad_in_a_row + 1) * is_skipped
+        self.skipped_steps = self.skipped_steps + is_skipped
         if optimizer is not None:
             optimizer.found_inf = is_skipped.float()  # AdamW then changes neither weights nor its state
-        added = [is_skipped, num_skipped]
+        added = [is_skipped, self.skipped_steps]
         settings = module.settings_at(step)
         if RATIO_LOSS in names:
             control = module.ratio_control
@@ -146,29 +200,63 @@ class StepMetrics(AfterStep):
             else:
                 settings[WEIGHT] = control.weight
             control.update(figures[names.index("noisy_held")], module.plan.at(step).target_ratio)
-        numbers = torch.cat([figures, torch.stack([each.double() for each in added])])
+        late = LateNumbers(torch.cat([figures, torch.stack([each.double() for each in added])]))
+        finished = _Step(
+            step, [*names, NORM], late, settings, self._micro_batches, [each[LOSS] for each in module.noted]
+        )
+        self._micro_batches = []
         module.noted.clear()
         self._read(trainer)
-        self._unread = _Step(step, [*names, NORM], LateNumbers(numbers), settings)
+        self._unread = finished
         return norm
 
     def _read(self, trainer: Trainer) -> None:
-        """Log the step whose figures are under way, and tell the guard of it."""
-        if self._unread is None:
+        """Log the step whose figures are under way, and keep its batch where it was skipped."""
+        step, self._unread = self._unread, None
+        if step is None:
             return
-        step, names, late, settings = self._unread
-        self._unread = None
-        numbers = late.read()
-        figures = dict(zip(names, numbers, strict=False))
-        is_skipped, num_skipped, *weight = numbers[len(names) :]
-        self.guard.note(trainer, step, bool(is_skipped), figures)
+        numbers = step.numbers.read()
+        figures = dict(zip(step.names, numbers, strict=False))
+        is_skipped, num_skipped, *weight = numbers[len(step.names) :]
+        self._note(trainer, step, bool(is_skipped), figures)
         metrics = {HELD.get(name, name): 1 / value if name in HELD else value for name, value in figures.items()}
-        metrics |= {SKIPPED: num_skipped, **settings, **dict(zip([WEIGHT], weight, strict=False))}
+        metrics |= {SKIPPED: num_skipped, **step.settings, **dict(zip([WEIGHT], weight, strict=False))}
         self.shown = {name: metrics[name] for name in SHOWN if name in metrics}
-        if (step + 1) % self.log_every_steps == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-                logger.save()  # a kill loses no line
+        if (step.number + 1) % self.training.log_every_steps == 0:
+            for each in trainer.loggers:
+                each.log_metrics(metrics, step=step.number)
+                each.save()  # a kill loses no line
+
+    def _note(self, trainer: Trainer, step: _Step, is_skipped: bool, figures: dict[str, float]) -> None:
+        """Count skipped steps in a row, and keep this one's batch."""
+        if self._skips_too_many:
+            return  # whatever it was, it was skipped
+        self._noted_in_a_row = self._noted_in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            return
+        self._last_bad = step.number
+        shown = ", ".join(f"{name.removeprefix('train/')} {value:g}" for name, value in figures.items())
+        path = self.folder / file_name(step.number, trainer.global_rank)
+        kept = [_kept(batch, loss) for batch, loss in zip(step.micro_batches, step.losses, strict=True)]
+        try:
+            write_aside({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
+            outcome = f"its batch is kept in {path}"
+        except OSError as error:  # one rank that ended here would leave the others waiting
+            outcome = f"its batch could not be kept: {error}"
+        logger.warning("step %d is skipped (%s); %s", step.number, shown, outcome)
+
+
+def _kept(batch: dict[str, Any], loss: Tensor) -> dict[str, Any]:
+    """Return what a replay needs of a micro-batch, on the CPU, with its loss."""
+    tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+    if batch.get("documents") is not None:
+        tensors["document_starts"] = batch["documents"].starts.cpu()
+    return tensors | {"position": torch.tensor(batch["position"]), "loss": float(loss)}
+
+
+def file_name(step: int, rank: int) -> str:
+    """Name the file of a skipped step's micro-batches on one rank."""
+    return f"step_{step:07d}_rank{rank}.pt"
 
 
 class StepProgressBar(TQDMProgressBar):

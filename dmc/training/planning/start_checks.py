@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from dmc.config import RunConfig
-from dmc.data import MegatronSource
+from dmc.data import DocumentSource, MegatronSource
 from dmc.data.streaming import check_lanes
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
+from dmc.target import build_targets
 from dmc.training.stages import Plan
-from dmc.training.text_data import build_sources
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def check_start(config: RunConfig, num_local: int) -> None:
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
     for split in ("train", "validation", "calibration", "test"):
-        sources = build_sources(getattr(data, split) or {}, split)
+        sources = build_targets(getattr(data, split) or {}, f"data.{split}", DocumentSource)
         if split == "train" and data.streaming:
             check_lanes(data.streaming_lanes, num_ranks)
             for name, source in zip(data.train, sources, strict=True):
