@@ -39,7 +39,7 @@ def test_nested_targets_are_built_first() -> None:
             {"_target_": "dmc.results.tasks.Recall"},
             r"task \(dmc.results.tasks.Recall\): option 'task' is missing",
         ),
-        ({"_target_": "dmc.results.tasks.Recall", "task": "juggle"}, r"task: task='juggle' is unknown"),
+        ({"_target_": "dmc.results.tasks.Recall", "task": "juggle"}, r"task: task='juggle': expected one of copy"),
         (
             {"_target_": "dmc.results.tasks.TextLoss", "source": {"_target_": "dmc.data.TextSource", "nme": "a"}},
             r"task.source \(dmc.data.TextSource\) has no option 'nme': did you mean 'name'\?",
