@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
-from dmc.training.callbacks.nonfinite import NonFiniteGuard
 from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import model_shape
@@ -78,7 +77,7 @@ class FakeStep:
 
     def agree(self) -> None:
         """Norm, figures and clipping of the gradients, before the optimizer's step."""
-        metrics = StepMetrics(NonFiniteGuard(None, Path(), 2), self.config.training.gradient_clip, 1)  # type: ignore
+        metrics = StepMetrics(self.config.training, Path(), None)  # type: ignore
         trainer: Any = SimpleNamespace(global_step=self.module.plan.total_steps - 1)
         metrics.on_before_optimizer_step(trainer, self.module, self.optimizer)
 
