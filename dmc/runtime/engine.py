@@ -282,19 +282,11 @@ class Engine:
         self._check_fits(len(sequence.tokens) + len(tokens))
         sequence.add_prompt(tokens)
         sequence.wanted = len(sequence.tokens)
-        forced = self._forced[sequence] = Forced([], of_all_tokens)
-        try:
-            self._scheduler.submit(sequence)
-            while forced.stats is None:
-                self.step()
-                if forced.error is not None:
-                    raise forced.error
-            sequence.next_prompt = len(sequence.tokens)
-            return forced.stats
-        finally:
-            self._forced.pop(sequence, None)
-            self._scheduler.finish(sequence)
-            sequence.num_preemptions = 0
+        forced = Forced([], of_all_tokens)
+        self._run_forced({sequence: forced})
+        assert forced.stats is not None
+        sequence.next_prompt = len(sequence.tokens)
+        return forced.stats
 
     def session(self) -> Session:
         """Start a conversation whose cache stays between turns."""
@@ -348,20 +340,24 @@ class Engine:
             sequence = Sequence([*tokens, *between, *targets[:-1]], wanted=behind - 1, prompts=turns)
             self._check_fits(len(sequence.tokens))
             forced[sequence] = Forced(targets, keep)
+        self._run_forced(forced)
+        return [each.scoring() for each in forced.values()]
+
+    def _run_forced(self, forced: dict[Sequence, Forced]) -> None:
+        """Feed sequences along what they are forced to."""
+        self._forced |= forced
         try:
             for sequence in forced:
-                self._forced[sequence] = forced[sequence]
                 self._scheduler.submit(sequence)
             while any(each.stats is None and each.error is None for each in forced.values()):
                 self.step()
-            for each in forced.values():
-                if each.error is not None:
-                    raise each.error
-            return [each.scoring() for each in forced.values()]
+            if errors := [each.error for each in forced.values() if each.error is not None]:
+                raise errors[0]
         finally:
             for sequence in forced:
-                self._forced.pop(sequence, None)
+                self._forced.pop(sequence)
                 self._scheduler.finish(sequence)
+                sequence.num_preemptions = 0
 
     def _request(
         self,

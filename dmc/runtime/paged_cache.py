@@ -180,7 +180,7 @@ class PagedCache:
     def blocks_to_share(self, row: int | None = None) -> int:
         """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
         if row is not None and self.layout.policy_fields:
-            return self._owned_blocks(row).numel()
+            return self.blocks_held(row)
         return self.layout.num_layers * self.layout.num_kv_heads
 
     def _share(self, tables: Tensor, lengths: Tensor) -> Tensor:
@@ -258,8 +258,9 @@ class PagedCache:
 
     @property
     def expected_ratio(self) -> float:
-        """Compression ratio of the pages that the gates were trained for; 1 without."""
-        return 1.0 if self.layout.compression is None else self.layout.compression.target_ratio
+        """Compression ratio of the pages that the gates were trained for; 1 without, or while a policy sees prompts."""
+        gates = None if self.layout.policy_fields else self.layout.compression
+        return 1.0 if gates is None else gates.target_ratio
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence is expected to hold of so many tokens, at the expected ratio."""
@@ -273,17 +274,9 @@ class PagedCache:
         self._count_free()
         return num_blocks <= self._known_free
 
-    def blocks_expected(self, row: int, num_tokens: int) -> int:
-        """Blocks of a sequence when `num_tokens` of it are fed, if it goes on as it began; the most of any rank.
-
-        Tokens that a delay holds back count as if they lay in pages.
-        """
-        seen = int(self.tokens_seen[row])
-        if seen == 0:
-            return 0
-        entries = self.lengths[:, row].long() + min(seen, self.layout.delay)
-        blocks = -(-entries * num_tokens // (seen * self.block_size))
-        return self.layout.ranks.maximum(int(blocks.sum()))
+    def blocks_held(self, row: int) -> int:
+        """Blocks of a sequence, shared ones too; the most of any rank."""
+        return self.layout.ranks.maximum(self._owned_blocks(row).numel())
 
     def reserve(self, rows: list[int], num_new: list[int]) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.

@@ -159,7 +159,8 @@ def _processed(
     log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Apply penalties and processors to the logits of rows that have any; others' log-probabilities serve as well."""
-    scores, errors = log_probs, {}
+    scores = log_probs
+    errors: dict[int, Exception] = {}
     rows = [row for row, each in enumerate(params) if each.changes_logits]
     if rows:
         scores = log_probs.clone()
@@ -184,7 +185,8 @@ def _processed(
                     )
                 scores[row] = processed[0]
             except Exception as error:
-                errors[row] = error
+                errors[row] = RuntimeError(f"logits_processor={processor!r:.80} failed: {error!r}")
+                errors[row].__cause__ = error
     return scores, errors
 
 

@@ -190,6 +190,7 @@ class Scheduler:
                 if not self._make_room(sequence):
                     segment = self._shrunk(segment, segments, copies)
                     if not self._fits([*segments, segment], copies):
+                        self.outgrown = None if self.running else sequence
                         return
                     break
             self.running.append(sequence)
@@ -256,22 +257,21 @@ class Scheduler:
             return False
         if not self.running or self.cache.grows:
             return True
-        wanted = sequence.blocks_to_return or self.cache.blocks_for(sequence.num_waiting)
+        wanted = max(sequence.blocks_to_return, self.cache.blocks_for(sequence.num_waiting))
         wanted += sum(self.cache.blocks_for(each.num_waiting) for each in self.running if each.num_waiting > 1)
         if self.cache.has_free(wanted):
             return True
-        spare = sum(self._blocks_expected(each, each.num_fed) for each in self.resting if each is not sequence)
+        rows = [each.row for each in self.resting if each is not sequence and each.row is not None]
+        spare = sum(map(self.cache.blocks_held, rows))
         if self.prefixes is not None:
             spare += self.cache.blocks_only_in(self.prefixes)
         return self.cache.has_free(wanted - spare)
 
-    def _blocks_expected(self, sequence: Sequence, num_tokens: int) -> int:
-        return 0 if sequence.row is None else self.cache.blocks_expected(sequence.row, num_tokens)
-
     def _preempt_youngest(self) -> None:
         youngest = self.running[-1]
         self.waiting.appendleft(youngest)
-        youngest.blocks_to_return = RESERVE * self._blocks_expected(youngest, len(youngest.tokens))
+        held = 0 if youngest.row is None else self.cache.blocks_held(youngest.row)
+        youngest.blocks_to_return = RESERVE * held * len(youngest.tokens) // max(youngest.num_fed, 1)
         self._release(youngest)
         youngest.num_preemptions += 1
         self.running.pop()

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from dmc import Engine, SamplingParams
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
 from dmc.runtime.allocator import OutOfBlocksError
 
 HEADS = 4  # of all layers
@@ -97,12 +98,27 @@ def test_a_request_that_outgrows_the_memory_ends_alone_and_keeps_its_tokens(
         engine.generate([prompts[1], prompts[0], prompts[2]], greedy(90))
     with pytest.raises(OutOfBlocksError, match="has outgrown"):
         engine.score(prompts[:1], [make_prompts(100)[0]])
-    with engine.session() as session, pytest.raises(OutOfBlocksError, match="has outgrown"):
-        session.feed(make_prompts(200)[0])
+    with engine.session() as session:
+        with pytest.raises(OutOfBlocksError, match="has outgrown"):
+            session.feed(make_prompts(200)[0])
+        for _ in range(2):  # it rests, and holds all that there is
+            with pytest.raises(OutOfBlocksError, match="has outgrown"):
+                session.generate(prompts[1], greedy(2))
     assert engine.blocks_in_use == 0
     assert [each.token_ids for each in engine.generate(prompts[1:], greedy(90))] == [
         each.token_ids[:90] for each in expected[1:]
     ]
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_a_policy_beside_gates_needs_room_for_the_whole_prompt(
+    chunk: int | None, make_compressed: Any, make_prompts: Any
+) -> None:
+    policy = policies.SnapKV(budget=Budget(ratio=2), window=4)
+    engine = engine_for(make_compressed(), 128, policy=policy, prefill_chunk_size=chunk)
+    with pytest.raises(ValueError, match="may need 36 blocks at the compression ratio 1"):
+        engine.generate(make_prompts(140), greedy(2))
+    assert len(engine.generate(make_prompts(120), greedy(4))[0].token_ids) == 4
 
 
 def test_what_cannot_be_expected_to_fit_is_refused(make_compressed: Any, make_prompts: Any) -> None:

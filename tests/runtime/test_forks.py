@@ -102,7 +102,9 @@ def test_a_processor_that_fails_ends_its_request_alone(make_compressed: Any, mak
     )
     expected = engine.generate(prompts, greedy)
     requests = [engine.submit(prompts[0], broken), engine.submit(prompts[1], greedy)]
-    with pytest.raises(KeyError, match="lost"):
+    with pytest.raises(
+        RuntimeError, match=r"request 0 of 2 \(from 0\): logits_processor=.* failed: KeyError\('lost'\)"
+    ):
         engine.run(requests)
     assert requests[0].generation.token_ids == expected[0].token_ids[:3]
     assert requests[0].generation.finish_reason == "error"

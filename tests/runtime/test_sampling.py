@@ -220,7 +220,8 @@ def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone() -> None:
     processors = [fail, lambda tokens, scores: scores[0], lambda tokens, scores: scores - torch.inf, None]
     params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]  # type: ignore[arg-type]
     choice = choose_tokens(torch.zeros(4, 9), params, [None] * 4)
-    assert [type(choice.errors.get(row)) for row in range(4)] == [KeyError, ValueError, type(None), type(None)]
+    assert [type(choice.errors.get(row)) for row in range(4)] == [RuntimeError, RuntimeError, type(None), type(None)]
+    assert isinstance(choice.errors[0].__cause__, KeyError)
     assert "gave (9,): expected (1, 9)" in str(choice.errors[1])
     assert choice.logprobs.isfinite().tolist() == [True, True, False, True]
 
