@@ -1,7 +1,7 @@
 """The learned method as pure tensor code: gates, accumulation, relaxation, losses, schedules. Needs torch alone."""
 
 from dmc.compression.accumulate import accumulate
-from dmc.compression.base import CompressedCache, CompressionConfig, GateMode, GateOutput, GateTrace
+from dmc.compression.base import CompressedCache, CompressionConfig, DecidedTokens, GateMode, GateOutput, GateTrace
 from dmc.compression.fixed import fixed_decisions
 from dmc.compression.gates import Compressor
 from dmc.compression.losses import HeadAgreement, compression_loss, head_agreement_loss, held_fraction
@@ -13,6 +13,7 @@ __all__ = [
     "CompressedCache",
     "CompressionConfig",
     "Compressor",
+    "DecidedTokens",
     "GateMode",
     "GateOutput",
     "GateTrace",

@@ -139,6 +139,22 @@ class GateOutput:
     """Importance > 0 of each token, float32 [B, H, T]."""
 
 
+@dataclass
+class DecidedTokens:
+    """New tokens as a cache takes them, their decisions thresholded; the first of a sequence is always appended."""
+
+    query: Tensor
+    """Unrotated, [B, H_q, T, D]; the borrowed neuron is removed by the cache's tables of RoPE."""
+    key: Tensor
+    """Unrotated, [B, H, T, D], likewise."""
+    value: Tensor
+    """[B, H, T, D]."""
+    merged: Tensor
+    """Whether each token is merged (or dropped), bool [B, H, T]; of fixed decisions the cache knows."""
+    omega: Tensor
+    """Importance > 0 of each token, float32 [B, H, T]."""
+
+
 class GateTrace:
     """Decisions of one forward pass by layer index: those of the first pass, for a loss is made of them.
 
@@ -174,15 +190,12 @@ class GateTrace:
 class CompressedCache(Protocol):
     """What an attention layer needs of a cache: the runtime implements it, the models only call it."""
 
-    def attend(
-        self, layer_index: int, gated: GateOutput, value: Tensor, scaling: float, attention_mask: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None) -> Tensor:
         """Store the new tokens as their gates decided and attend to what is then visible.
 
         Args:
             layer_index: which layer's part of the cache.
-            gated: thresholded gate output for the new tokens.
-            value: [B, H, T, D].
+            tokens: the new tokens.
             scaling: factor on the scores.
             attention_mask: True at real tokens, [B, past + T], or None when there is no padding.
         Returns:

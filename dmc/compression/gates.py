@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from dmc.compression.accumulate import accumulate
-from dmc.compression.base import CompressionConfig, GateMode, GateOutput
+from dmc.compression.base import CompressionConfig, DecidedTokens, GateMode, GateOutput
 from dmc.compression.fixed import fixed_decisions, positions_since
 from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
 from dmc.compression.rotary import neuron_scale
@@ -84,25 +86,41 @@ class Compressor:
         if starts is not None:
             alpha = alpha.masked_fill(starts[:, None], 0.0)
             log_append = log_append.masked_fill(starts[:, None], 0.0)
-        omega = torch.ones_like(alpha)
-        if self.config.weighting == "learned":
-            omega = torch.sigmoid(importance + self.config.omega_offset) + self.config.eps
+        omega = self._omega(importance)
         if self.neuron is not None:
             scale = self.neuron_scale(0.0, key)
             query, key = query * scale, key * scale
         of_heads = (each.expand(key.shape[:-1]) for each in (logits, alpha, log_append, omega))
         return GateOutput(query, key, *of_heads)
 
+    def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
+        """Threshold the decisions for a cache, see `gate`; fixed ones are left to it."""
+        heads = key.shape[:-1]
+        if self.config.decisions == "fixed":
+            merged = torch.zeros(heads, dtype=torch.bool, device=key.device)
+            return DecidedTokens(query, key, value, merged, torch.ones(heads, device=key.device))
+        logits, importance = self._read(query, key, adapted)
+        merged, omega = is_merged(logits), self._omega(importance)
+        return DecidedTokens(query, key, value, merged.expand(heads), omega.expand(heads))
+
+    def _omega(self, importance: Tensor) -> Tensor:
+        if self.config.weighting == "uniform":
+            return torch.ones_like(importance)
+        return torch.sigmoid(importance + self.config.omega_offset) + self.config.eps
+
     def _read(self, query: Tensor, key: Tensor, adapted: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return decision and importance logits, float32 [B, H, T], or [B, 1, T] where a layer decides as one."""
         batch, kv_heads, length = key.shape[:3]
-        decision, importance = key.new_zeros(2, batch, kv_heads, length, dtype=torch.float32)
+        read = []
         if self.neuron is not None:
-            decision = key[..., self.neuron].float()
             importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
+            read.append((key[..., self.neuron].float(), importance))
         if adapted is not None:
-            decision, importance = decision + adapted[:, 0].float(), importance + adapted[:, 1].float()
-        logits = self.config.decision_scale * decision - self.config.decision_offset
+            read.append((adapted[:, 0].float(), adapted[:, 1].float()))
+        decision, importance = (functools.reduce(torch.add, each) for each in zip(*read, strict=True))
+        if self.config.decision_scale != 1:
+            decision = self.config.decision_scale * decision
+        logits = decision - self.config.decision_offset
         if self.config.decisions == "per_layer":
             both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
             logits, importance = both.unbind()

@@ -62,7 +62,7 @@ class NewTokens:
     """What the tokens of a batch bring, as their gates see them."""
 
     key: Tensor
-    """Unrotated, without the borrowed neuron, [T, H, D]; already rotated where there is no compression."""
+    """Unrotated, [T, H, D]; already rotated where there is no compression."""
     value: Tensor
     """[T, H, D]."""
     merged: Tensor | None = None

@@ -98,8 +98,8 @@ class CompressedAttentionMixin(nn.Module):
         cache = paged_cache if paged_cache is not None else past_key_values
         adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
         if cache is not None:
-            gated = self.compressor.gate(query, key, THRESHOLDED, self.layer_idx, adapted=adapted)
-            attended = cache.attend(self.layer_idx, gated, value, self.scaling, padding_mask)
+            tokens = self.compressor.decide(query, key, value, adapted)
+            attended = cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
         elif mode is not None and mode.neuron_multiplier is not None:
             attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
             if adapted is not None:

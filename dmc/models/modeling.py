@@ -124,10 +124,13 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
 
     def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [B, T, D] in the model's dtype, with the borrowed neuron removed; position_ids [B, T]."""
+        """Return cos and sin that remove the borrowed neuron, [B, T, D] in the model's dtype; position_ids [B, T].
+
+        What they rotate need not have lost it: its partner channel takes nothing from it.
+        """
         cos, sin = self.model.rotary_emb(self.model.embed_tokens.weight, position_ids)
         scale = self.model.layers[0].self_attn.compressor.neuron_scale(0.0, cos)
-        return cos * scale, sin * scale
+        return cos * scale, sin * scale * scale.roll(len(scale) // 2)
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any."""

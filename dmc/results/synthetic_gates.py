@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import check_ratio
-from dmc.compression import CompressionConfig, Compressor, GateOutput
+from dmc.compression import CompressionConfig, Compressor, DecidedTokens
 
 SPREAD = 0.5
 """Heads keep between 1 - SPREAD and 1 + SPREAD times the mean share of tokens: their lengths differ."""
@@ -30,12 +30,11 @@ class SyntheticCompressor(Compressor):
         self.keep = keep
         self.generator = torch.Generator(keep.device).manual_seed(seed)
 
-    def gate(self, *inputs: Any, **options: Any) -> GateOutput:
-        """See `Compressor.gate`; the decisions are drawn."""
-        gated = super().gate(*inputs, **options)
-        drawn = torch.rand(gated.alpha.shape, generator=self.generator, device=gated.alpha.device)
-        alpha = (drawn >= self.keep[:, None]).float()
-        return dataclasses.replace(gated, alpha=alpha, log_append=(-alpha).log1p())
+    def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
+        """See `Compressor.decide`; the decisions are drawn."""
+        tokens = super().decide(query, key, value, adapted)
+        drawn = torch.rand(tokens.merged.shape, generator=self.generator, device=key.device)
+        return dataclasses.replace(tokens, merged=drawn >= self.keep[:, None])
 
 
 def set_synthetic_gates(model: Any, ratio: float, seed: int = 0) -> None:

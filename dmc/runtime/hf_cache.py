@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from dmc.compression import GateOutput
+from dmc.compression import DecidedTokens
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.attention import CacheAttention
@@ -39,21 +39,19 @@ class PagedGenerationCache(Cache):
         """The storage, None before the first forward pass."""
 
     def attend(
-        self, layer_index: int, gated: GateOutput, value: Tensor, scaling: float, attention_mask: Tensor | None = None
+        self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
         """See `CompressedCache.attend`."""
         if layer_index == 0:
-            self._begin(value, attention_mask)
+            self._begin(tokens.value, attention_mask)
         assert self._step is not None and self._real is not None
         real = self._real
-        flat = GateOutput(*(_flatten(getattr(gated, each.name), real) for each in dataclasses.fields(gated)))
-        attended = torch.zeros_like(gated.query)
-        attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, _flatten(value, real), scaling)[
-            0
-        ].transpose(0, 1)
+        flat = DecidedTokens(*(_flatten(getattr(tokens, each.name), real) for each in dataclasses.fields(tokens)))
+        attended = torch.zeros_like(tokens.query)
+        attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, scaling)[0].transpose(0, 1)
         if layer_index == self._layout.num_layers - 1:
             self._step.finish()
-            self._num_columns += value.shape[2]
+            self._num_columns += tokens.value.shape[2]
         return attended
 
     def _begin(self, value: Tensor, attention_mask: Tensor | None) -> None:

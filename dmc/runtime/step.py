@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmc.compression import GateOutput, fixed_decisions, rotate
+from dmc.compression import DecidedTokens, fixed_decisions, rotate
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.attention import CacheAttention, RotaryTables
@@ -54,16 +54,16 @@ class Step:
         self.cache.tokens_seen[self.batch.rows] += torch.tensor(self.batch.num_new)
 
     def attend(
-        self, layer_index: int, gated: GateOutput, value: Tensor, scaling: float, attention_mask: Tensor | None = None
+        self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
         """See `CompressedCache.attend`; batch size 1, all sequences in one row."""
         batch, compression = self.batch, self.cache.layout.compression
-        merged = gated.alpha[0].transpose(0, 1) > 0
+        merged = flat(tokens.merged)
         if compression is not None and compression.decisions == "fixed":
             merged = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(merged)
-        tokens = NewTokens(flat(gated.key), flat(value), merged, flat(gated.omega))
-        query = rotate(flat(gated.query), *batch.query_rotary)
-        return self._attention.attend(layer_index, batch, query, tokens, scaling).transpose(0, 1)[None]
+        new = NewTokens(flat(tokens.key), flat(tokens.value), merged, flat(tokens.omega))
+        query = rotate(flat(tokens.query), *batch.query_rotary)
+        return self._attention.attend(layer_index, batch, query, new, scaling).transpose(0, 1)[None]
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Append every token and attend to all of them; query and key already rotated, [1, heads, T, D].

@@ -49,7 +49,7 @@ class Launches(TorchDispatchMode):
         by_mask = takes_indices and any(each is not None and each.dtype == torch.bool for each in arguments[1])
         leaves = on_gpu[0] and bool(made) and not on_gpu[1]  # copied to the host
         self.counts["waits"] += (on_gpu[0] and name in DATA_DEPENDENT) or by_mask or leaves
-        self.counts["operations"] += any(on_gpu) and not function.is_view
+        self.counts["operations"] += any(on_gpu) and not function.is_view and name != "_unsafe_view"
         return out
 
     @contextmanager
@@ -143,11 +143,11 @@ HALF = Budget(ratio=2)
 @pytest.mark.parametrize(
     ("gates", "policy", "operations", "kernels", "waits", "waits_in_all"),
     [
-        (None, None, 40, 4, 0, 2),
-        ({}, None, 53, 4, 0, 2),
-        ({"delay": 4}, None, 53, 5, 0, 2),
-        (None, policies.H2O(budget=HALF), 186, 5, 0, 3),
-        (None, policies.TOVA(budget=HALF), 160, 5, 0, 3),
+        (None, None, 33, 4, 0, 1),
+        ({}, None, 34, 4, 0, 1),
+        ({"delay": 4}, None, 34, 5, 0, 1),
+        (None, policies.H2O(budget=HALF), 179, 5, 0, 2),
+        (None, policies.TOVA(budget=HALF), 153, 5, 0, 2),
     ],
     ids=["full cache", "gates", "delayed gates", "H2O", "TOVA"],
 )
@@ -166,7 +166,7 @@ def test_a_decode_step_stays_within_its_budget(
 
 @pytest.mark.parametrize(
     ("gates", "policy", "operations", "kernels", "waits"),
-    [(None, None, 89, 1, 1), ({}, None, 214, 1, 2), ({"delay": 4}, None, 236, 1, 2)],
+    [(None, None, 82, 1, 1), ({}, None, 195, 1, 2), ({"delay": 4}, None, 217, 1, 2)],
     ids=["full cache", "gates", "delayed gates"],
 )
 def test_prompts_of_any_lengths_stay_within_one_budget(
