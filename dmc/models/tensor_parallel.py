@@ -2,7 +2,8 @@
 
 A layer's heads and cache live on one rank each; what is left to communicate is one all-reduce after the attention's
 output projection and one after the MLP's. The plan, which projections are cut by output and which by input, is the
-`base_model_tp_plan` of the model's transformers configuration.
+`base_model_tp_plan` of the model's transformers configuration, as in training. There the parts are DTensors; here they
+are plain tensors, for a product of DTensors costs the host 0.38 ms in place of 0.02, 80 ms for a token of a 7B model.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def test_the_weight_integrates_the_relative_excess():
         *(
             pytest.param(trainer, marks=pytest.mark.slow)
             for trainer in (
+                {"devices": 1, "strategy": "fsdp2"},
                 {"devices": 2, "strategy": "ddp"},
                 {"devices": 2, "strategy": "fsdp2"},
                 {"devices": 2, "strategy": "fsdp2", "accumulate_locally": True},

@@ -28,9 +28,10 @@ NAMES = {
     "Other": "teacher", "Inputs": "teacher",
     "Unsharded Param": "gathered weights", "All Gather": "gathered weights",
     "Unsharded Grad": "gradients on their way", "Reduce Scatter": "gradients on their way",
-    "Activation": "activations", "Temp": "temporaries of the backward",
+    "Activation": "activations", "Temp": "sums and temporaries",
 }  # fmt: skip
-"""What the trackers count, in words of a plan."""
+"""What the trackers count, in words of a plan. Made in a backward are temporaries, and what is summed until a step
+ends: whole gradients with `accumulate_locally`, those of a copy with HSDP."""
 DEEPSPEED_BUCKET = 200_000_000
 """Weights in one of DeepSpeed's buffers: what Lightning sets for reduce_bucket_size and allgather_bucket_size."""
 DEEPSPEED_LIVE = 1_000_000_000

@@ -71,6 +71,8 @@ class TrainingPlan:
     tensor_parallel_size: int
     is_checkpointing: bool
     """Whether layers are recomputed in backward."""
+    accumulates_locally: bool
+    """Whether each rank sums whole gradients over a step."""
     device: Device
     memory: Memory
     """Of each rank."""
@@ -114,9 +116,11 @@ class TrainingPlan:
             if self.strategy in ("fsdp2", "hsdp", "deepspeed_zero3"):
                 return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
             return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
+        if largest in ("gradients on their way", "sums and temporaries") and self.accumulates_locally:
+            return "trainer.accumulate_locally=false, by which gradients are divided after each micro-batch"
         if largest in ("gathered weights", "gradients on their way", "buckets"):
             return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
-        if largest in ("activations", "temporaries of the backward") and not self.is_checkpointing:
+        if largest in ("activations", "sums and temporaries") and not self.is_checkpointing:
             return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
         return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
 
@@ -166,6 +170,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         data_parallel_size=num_devices // cuts,
         tensor_parallel_size=cuts,
         is_checkpointing=training.activation_checkpointing,
+        accumulates_locally=trainer.accumulate_locally,
         device=device,
         memory=memory,
         host_bytes=num_local * memory.cpu + copies * stored * memory.num_weights,

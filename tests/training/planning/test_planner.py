@@ -272,6 +272,17 @@ def test_folder_says_its_own_shape(tmp_path):
     [
         ({}, "context, fragmentation", "micro_batch_size"),
         ({"training__sequence_length": 32768}, "activations", "training.activation_checkpointing=true"),
+        (
+            {
+                "trainer__strategy": "fsdp2",
+                "trainer__devices": 16,
+                "trainer__accumulate_locally": True,
+                "model__fresh": {**SHAPE, "hidden_size": 16384, "num_attention_heads": 128, "num_hidden_layers": 8},
+                "training__micro_batch_size": 1,
+            },
+            "gradients on their way",
+            "trainer.accumulate_locally=false",
+        ),
     ],
 )
 def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(changes, part, advice):
