@@ -149,7 +149,7 @@ def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
         if heads := row.get("head_ratios"):
             of_heads = {"layer": range(len(heads)), "head": range(len(heads[0])), "samples": 1}
             tables.append(of_heads | {"compression_ratio": heads})
-        places += [lines.assign(row=number) for each in tables for lines in _at_places(each)]
+        places += [pandas.DataFrame({"row": number, **lines}) for each in tables for lines in _at_places(each)]
     names = [*Measurement.__annotations__, "folder", *COORDINATES]
     if not whole and not places:
         return pandas.DataFrame(columns=names).astype(TYPES)
@@ -199,12 +199,14 @@ def _whole(row: Row) -> Iterator[dict[str, Any]]:
         yield line | {"num_samples": row.get("samples", 0), "by": " ".join(coordinates)} | coordinates
 
 
-def _at_places(table: dict[str, Any]) -> Iterator[pandas.DataFrame]:
+def _at_places(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Unfold a table: coordinates, then `samples` (at every place, or one number for all), then the metrics."""
     names = list(table)[: list(table).index("samples")]
-    places = pandas.MultiIndex.from_product([table[name] for name in names], names=names).to_frame(index=False)
-    counts = numpy.broadcast_to(table["samples"], [len(table[name]) for name in names]).ravel()
+    axes = [numpy.asarray(table[name], dtype=float) for name in names]
+    counts = numpy.broadcast_to(table["samples"], list(map(len, axes))).ravel()
+    there = counts > 0
+    grids = numpy.meshgrid(*axes, indexing="ij")
+    places = {name: grid.ravel()[there] for name, grid in zip(names, grids, strict=True)}
     for metric in list(table)[len(names) + 1 :]:
-        values = numpy.array(table[metric], dtype=float).ravel()
-        lines = places.astype(float).assign(metric=metric, value=values, num_samples=counts, by=" ".join(names))
-        yield lines[counts > 0]
+        values = numpy.array(table[metric], dtype=float).ravel()[there]
+        yield {**places, "metric": metric, "value": values, "num_samples": counts[there], "by": " ".join(names)}

@@ -149,18 +149,25 @@ def draw_quality(tasks: Sequence[pandas.DataFrame], over: str = "bytes_per_token
     shape = -(-len(tasks) // columns), columns
     title = f"{name}: quality against {words[over][0]}"
     with _plot(title, caption, 3.7 * shape[0], shape, WIDTH * columns) as plot:
+        named = []
         for axes, lines in itertools.zip_longest(plot.panels, tasks):
             if lines is None:
                 axes.set_axis_off()
                 continue
-            _draw_quality(plot, axes, lines.reset_index(drop=True), over)
+            named.append((axes, *_draw_quality(plot, axes, lines.reset_index(drop=True), over)))
             axes.set_xlabel(words[over][1])
             if len(tasks) > 1:
                 axes.set_title(lines["task"].iloc[0])
+        plot.figure.draw_without_rendering()  # lays all panels out
+        for axes, labels, points in named:
+            _place_labels(axes, labels, points)
     return plot
 
 
-def _draw_quality(plot: Plot, axes: Axes, lines: pandas.DataFrame, over: str) -> None:
+def _draw_quality(
+    plot: Plot, axes: Axes, lines: pandas.DataFrame, over: str
+) -> tuple[list[tuple[float, float, str, str]], list[Spot]]:
+    """Draw one task; returns the labels, and the points that these keep clear of."""
     higher, front = bool(lines["higher_is_better"].iloc[0]), pareto_front(_by_cost(lines, over))
     worse = -lines["value"] if higher else lines["value"]
     limit = worse.quantile(0.75) + FAR * (worse.quantile(0.75) - worse.quantile(0.25))
@@ -194,10 +201,10 @@ def _draw_quality(plot: Plot, axes: Axes, lines: pandas.DataFrame, over: str) ->
             points += _along([(x, each.value) for x in axes.get_xlim()])
         if color != DIM and not each.far:
             labels.append((each.x, each.y, each.label, color))
-    _place_labels(axes, labels, points)
     if far.any():
         cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[far].itertuples())
         plot.caption += f" Far outside, triangles at the edge: {cut}."
+    return labels, points
 
 
 def _by_cost(lines: pandas.DataFrame, over: str) -> pandas.DataFrame:
@@ -383,6 +390,7 @@ def _finish_plane(axes: Axes, x: str, y: str, labels: list[Any], points: list[Sp
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(True)
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     _place_labels(axes, labels, points)
 
 
@@ -474,9 +482,8 @@ def _along(spots: Sequence[Spot], steps: int = 24) -> list[Spot]:
 
 
 def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], points: Sequence[Spot]) -> None:
-    """Label points (x, y, text, colour), each where it covers least; the first choose first."""
+    """Label points (x, y, text, colour) of axes that are laid out, where they cover least; the first choose first."""
     canvas = FigureCanvasAgg(axes.figure)  # type: ignore[arg-type]
-    canvas.draw()
     renderer, taken = canvas.get_renderer(), list[Bbox]()
     marks, frame = (
         axes.transData.transform(numpy.array(points, dtype=float).reshape(-1, 2)),

@@ -33,6 +33,8 @@ RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which on a target counts as met."""
 SAME_BYTES = 1.02
 """A method that takes at most so many times the bytes of another takes as many."""
+SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
+"""Metrics of how fast a cell was, beside those of its task."""
 Standing = Literal["as good", "worse", "unknown", ""]
 Seeds = Sequence[Sequence[float]]
 """Values of samples, seed by seed; the samples of all seeds are the same."""
@@ -221,7 +223,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "peak_bytes": group["peak_bytes"].max(),
         "samples": int(sum(part.rows["num_samples"].iloc[0] for part in parts)),
         "contexts": value.num_contexts,
-        **{name: cells.speed(group, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")},
+        **{name: cells.speed(group, name) for name in SPEEDS},
         "device": first["device"],
         "keys": list(group["key"]),
     }
@@ -294,6 +296,9 @@ class _Cells:
         self.frame, self.reference = frame, reference
         self.whole = frame[frame["by"] == ""]
         self.full = self.whole[self.whole["is_full"]]
+        self._full_of_task = dict(iter(self.full.groupby(["task", "metric", "task_key"])))
+        speeds = self.whole[self.whole["metric"].isin(SPEEDS)]
+        self._speeds = dict(zip(zip(speeds["key"], speeds["metric"], strict=True), speeds["value"], strict=True))
 
     def seeds(self, rows: pandas.DataFrame) -> _Seeds:
         """Put the seeds of one task together: the newest row of each model, those on the samples of the newest."""
@@ -303,9 +308,7 @@ class _Cells:
 
     def full_of(self, row: pandas.Series) -> pandas.Series | None:
         """Find the full cache of a row's model; of the reference for compressed models, if given for others' too."""
-        full = self.full
-        same = full[(full["task"] == row["task"]) & (full["metric"] == row["metric"])]
-        same = same[same["task_key"] == row["task_key"]]
+        same = self._full_of_task.get((row["task"], row["metric"], row["task_key"]), self.full[:0])
         same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
         if not row["own_gates"] and not (row["is_full"] and self.reference):
             same = same[same["model"] == row["model"]]
@@ -319,8 +322,8 @@ class _Cells:
 
     def speed(self, group: pandas.DataFrame, name: str) -> float | None:
         """Average a speed over the cells of a line; None where none was measured."""
-        found = self.whole[self.whole["key"].isin(group["key"]) & (self.whole["metric"] == name)]
-        return float(found["value"].mean()) if len(found) else None
+        found = [self._speeds[key, name] for key in group["key"] if (key, name) in self._speeds]
+        return math.fsum(found) / len(found) if found else None
 
     def curves(self, full: pandas.Series) -> dict[str, list[tuple[float, numpy.ndarray]]]:
         """List the bytes and samples of every policy on a full cache's model and samples, the full cache among them."""

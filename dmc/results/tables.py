@@ -71,7 +71,7 @@ def write_tables(
     """
     frame, rows = store.frame(keys), [row for row in store.rows() if keys is None or row["key"] in keys]
     summary = summarize(frame, reference, metrics)
-    table = "\n\n".join([*format_tables(frame, reference, metrics), *untold(rows)])
+    table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *untold(rows)])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
     write_measurements(frame, folder)
@@ -95,15 +95,20 @@ def draw_summary(summary: pandas.DataFrame) -> Any:
 
 
 def format_tables(
-    frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
+    frame: pandas.DataFrame,
+    reference: str | None = None,
+    metrics: Sequence[str] | None = None,
+    summary: pandas.DataFrame | None = None,
 ) -> list[str]:
     """Write a table for each task and metric, within each budget the best first, one of all tasks, one of speeds."""
-    summary, beside = summarize(frame, reference, metrics), beside_rivals(frame, reference, metrics)
+    summary = summarize(frame, reference, metrics) if summary is None else summary
+    beside = beside_rivals(frame, reference, metrics)
     speeds = speed_table(speeds_of(frame))
     parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
         return parts
-    summary["shown"] = summary["task"].str.partition(":")[0]  # NAME:known and NAME:hidden are two columns of one table
+    # NAME:known and NAME:hidden are two columns of one table
+    summary = summary.assign(shown=summary["task"].str.partition(":")[0])
     groups = summary.sort_values(["shown", "metric"], kind="stable").groupby(["shown", "metric"], sort=False)
     parts += [_task_table(group, beside) for _, group in groups]
     if summary["shown"].nunique() > 1 and metrics is None:
