@@ -16,6 +16,7 @@ def report(engine: Engine, generations: list[Any]) -> dict[str, Any]:
     """Give all that must not depend on how a model is served."""
     return {
         "tokens": [generation.token_ids for generation in generations],
+        "others": [[each.token_ids for each in generation.alternatives] for generation in generations],
         "logprobs": [generation.logprobs for generation in generations],
         "slots": [generation.stats.slots.tolist() for generation in generations],
         "bytes_used": [generation.stats.bytes_used for generation in generations],
@@ -30,7 +31,7 @@ def serve_shard(
 ) -> None:
     """Answer with one rank's part of a model and write the report to `out`, its suffix the rank."""
     model = load_shard(folder)
-    engine = Engine(model, memory=memory, max_batch_size=len(prompts))
+    engine = Engine(model, memory=memory, max_batch_size=len(prompts), prefix_cache=memory is None)
     found = report(engine, engine.generate(prompts, params))
     found["shape"] = list(model.model.layers[0].self_attn.k_proj.weight.shape)
     out.with_suffix(f".{rank}").write_text(json.dumps(found))

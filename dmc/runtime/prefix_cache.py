@@ -36,10 +36,9 @@ class PrefixCache:
         self._cache, self._block_size = cache, cache.block_size
         self._found: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
         self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # the longest unused first
-        self._seen: OrderedDict[bytes, bool] = (
-            OrderedDict()
-        )  # hashes of prompts, and whether others part from them there
-        cache.before_growth = self._shrink
+        self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others part there
+        if cache.layout.ranks.size == 1:  # pools of several processes grow each by itself, but all must find alike
+            cache.before_growth = self._shrink
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._keys)

@@ -80,6 +80,21 @@ def test_two_ranks_give_the_tokens_of_one(
         assert found == {key: value for key, value in alone.items() if key != "logprobs"}
 
 
+def test_two_ranks_share_prefixes_and_forks_alike(make_compressed: Any, make_prompts: Any, tmp_path: Path) -> None:
+    model, (prefix,) = make_compressed(gates={"delay": 4}), make_prompts(70)
+    model.save_pretrained(tmp_path / "model")
+    prompts = [prefix + rest for rest in make_prompts(5, 9, 300, seed=2)]
+    params = [SamplingParams(max_new_tokens=12, seed=number, n=1 + number) for number in range(3)]
+    engine = Engine(model, max_batch_size=3)
+    alone = report(engine, engine.generate(prompts, params))
+    arguments = (tmp_path / "model", None, prompts, params, tmp_path / "out")
+    with Processes(serve_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    for found in answers(tmp_path / "out"):
+        same = ("tokens", "others", "slots", "blocks")
+        assert [found[name] for name in same] == [alone[name] for name in same]
+
+
 def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) -> None:
     model = make_compressed(gates={"delay": 4, "decision_offset": 1.0})
     model.save_pretrained(tmp_path / "model")

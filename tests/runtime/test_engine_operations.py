@@ -164,12 +164,12 @@ class Operations(RuleBasedStateMachine):
 
     def begin(self, prompt: list[int], params: SamplingParams, session: Session | None) -> None:
         history = Conversation() if session is None else self.histories[session]
+        params = replace(params, n=1) if session is not None else params
         if self.is_too_long(len(history.tokens) + len(prompt) + params.max_new_tokens - 1):
             self.count["refused"] += 1
             with pytest.raises(ValueError, match="may need"):
                 self.engine.submit(prompt, params, session)
             return
-        params = replace(params, n=1) if session is not None else params
         request = self.engine.submit(prompt, params, session)
         turns = (*history.turns, ((*history.unanswered, *prompt), replace(params, n=1)))
         seeds = [replace(turns[-1][1], seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
