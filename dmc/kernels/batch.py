@@ -48,6 +48,9 @@ class ForwardBatch:
     """cos and sin, borrowed neuron removed, [T + S W, D] each: at the W positions before each sequence's new tokens and
     at theirs (`extended`), W the gate's delay; None: keys come rotated."""
 
+    _extended: dict[int, ForwardBatch] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _in_extended: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
     @classmethod
     def of_ones(cls, count: int, device: torch.device | str) -> ForwardBatch:
         """Make a batch of one token of each sequence, whose rows are their numbers and whose positions nobody asks."""
@@ -115,20 +118,14 @@ class ForwardBatch:
         """`prompt_ends` on the device, int64 [S]."""
         return torch.tensor(self.prompt_ends, device=self.device)
 
-    @cached_property
-    def _extended(self) -> dict[int, ForwardBatch]:
-        return {0: self}
-
     def extended(self, count: int) -> ForwardBatch:
         """Let each sequence begin `count` positions earlier; what lies before its start has a negative position."""
+        if count == 0:
+            return self
         if count not in self._extended:
             begins, num_new = [each - count for each in self.begins], [each + count for each in self.num_new]
             self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device)
         return self._extended[count]
-
-    @cached_property
-    def _in_extended(self) -> dict[int, Tensor]:
-        return {}
 
     def new_in_extended(self, count: int) -> Tensor:
         """Where the new tokens lie in the row of `extended(count)`, int64 [T]."""
@@ -183,12 +180,12 @@ class ForwardBatch:
         """Whether the tokens, which are alike, are those of prompts."""
         return bool(self.phases) and Phase.PROMPT in self.phases[0]
 
-    def pad(self, states: Tensor, fill: float = 0, before: int = 0) -> Tensor:
-        """Lay flat states [T + S before, ...] out as a rectangle [S, n + before, ...], n the most new tokens."""
+    def pad(self, states: Tensor, before: int = 0) -> Tensor:
+        """Lay flat states [T + S before, ...] out as a rectangle [S, n + before, ...] with zeros, n the most of any."""
         wide = self.extended(before)
         if wide.num_tokens == len(self.rows) * wide.most_new:
             return states.unflatten(0, (len(self.rows), wide.most_new))
-        padded = states.new_full((len(self.rows), wide.most_new, *states.shape[1:]), fill)
+        padded = states.new_zeros(len(self.rows), wide.most_new, *states.shape[1:])
         padded[wide.sequence, wide.offset] = states
         return padded
 
