@@ -70,7 +70,8 @@ class RetrofitModule(LightningModule):
         self.noted: list[dict[str, Tensor]] = []
         """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # which older versions of transformers call otherwise
+            getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
         if config.training.gates_only and self.has_gates:
             train_gates_only(model)
         for_unpadded(self.model)
