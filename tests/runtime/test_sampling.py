@@ -172,7 +172,7 @@ def warped(scores: torch.Tensor, history: list[int], params: SamplingParams) -> 
         {"logits_processor": transformers.SuppressTokensLogitsProcessor(list(range(10)), device="cpu")},
         {"logits_processor": transformers.NoRepeatNGramLogitsProcessor(1), "repetition_penalty": 1.3, "top_k": 5},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(settings),
 )
 def test_distributions_are_those_of_transformers(settings: dict) -> None:
     params, uniforms = SamplingParams(**settings), 200
