@@ -1,6 +1,7 @@
 # Sourced by the job files, in the project's root: how jobs start Python.
 . slurm/site.sh
 activate_environment
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # which srun does not take over from the job
 
 # run_once PROGRAM ARGUMENT...: one process on the first node.
 run_once() {

@@ -96,6 +96,14 @@ class RetrofitModule(LightningModule):
             if self.teacher is not None:
                 self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path, self)
 
+    def on_train_start(self) -> None:
+        """Take the learning rate of the run's own plan: that of a milestone's run may have been another."""
+        scheduler: Any = self.lr_schedulers()
+        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the model ready for the step."""
         self.prepare(self.global_step)

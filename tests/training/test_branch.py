@@ -14,6 +14,7 @@ from dmc.training.planning.planner import plan_training
 STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 6, "ramp_to": 4.0}, "solidify": {"steps": 2}}
 VARIANTS = {
     "delays": {"delays": [5, 3, 2], "ratio_control": {"gain": 0.5, "max_weight": 50.0}},
+    "rate": {"stages": {**STAGES, "solidify": {"steps": 2, "learning_rate": 1e-4}}},
     "tokens": {"stages": {**STAGES, "retrofit": {"tokens_per_ratio": 256.0}}},  # two steps
 }
 
@@ -31,7 +32,7 @@ def build(run_values, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("variant", ["delays", pytest.param("tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["delays", "rate", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_path, variant):
     settings = VARIANTS[variant]
     train(build("ramp", 4.0, milestones={"ratios": [2.0, 3.0]}, **settings))

@@ -13,7 +13,7 @@ from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
 from dmc.data import ResumableOrder
 from dmc.training import EXIT_PREEMPTED, PreemptedError, train
-from dmc.training.checkpoints.rotation import saved_checkpoints
+from dmc.training.checkpoints.rotation import saved_checkpoints, step_name
 from dmc.training.checkpoints.weights import read_tensors
 from dmc.training.module import RetrofitModule
 from dmc.training.strategies.mesh import TRAINER_STATE
@@ -126,6 +126,16 @@ def test_run_stopped_within_a_step_equals_the_uninterrupted_one_bit_by_bit(value
     train_part(within, 2)
     assert_equal(contents(tmp_path / "within"), contents(tmp_path / "whole"))
     assert logged_losses(tmp_path / "within") == logged_losses(tmp_path / "whole")
+
+
+def test_run_stopped_again_before_its_next_step_keeps_both_checkpoints_as_they_are(values, train_part, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    train_part(values, 2, (4, 1))
+    train_part(values, 2, (5, 0))
+    before = files_of(folder)
+    assert [path.name for path in saved_checkpoints(folder)] == [step_name(5), step_name(4)]
+    train_part(values, 2, (5, 1))
+    assert files_of(folder) == before
 
 
 def test_run_stopped_before_its_first_step_is_done_begins_anew(values, train_part, tmp_path):

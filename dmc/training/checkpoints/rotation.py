@@ -115,7 +115,8 @@ class CheckpointRotation:
     """Gives finished checkpoints their names and removes the ones that they replace.
 
     The one before stays, unless this process has neither written nor read it: then it may be damaged, and a good one
-    before it stays instead.
+    before it stays instead, if there is one. What is whole is never replaced by the same step again: between two names
+    there would be none.
     """
 
     def __init__(self) -> None:
@@ -123,12 +124,15 @@ class CheckpointRotation:
 
     def commit(self, partial: Path, target: Path) -> None:
         """Rename `partial`, which is complete, to `target`."""
+        if target in self._valid and target.exists():
+            remove(partial)
+            return
         remove(target)  # of this very step, and damaged: the run went on from one before it
         os.replace(partial, target)
         self._valid.add(target)
         if target.parent.name == MILESTONES_NAME:  # these are kept
             return
-        kept = [path for path in saved_checkpoints(target.parent) if path in self._valid][:2]
+        kept = sorted(saved_checkpoints(target.parent), key=lambda path: path not in self._valid)[:2]
         for path in target.parent.iterdir():
             if STEP.match(path.name.removesuffix(".partial")) and path not in kept:
                 remove(path)

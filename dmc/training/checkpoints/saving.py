@@ -138,6 +138,12 @@ class SaveLast(AfterStep):
         self.milestones, self.milestones_every = milestones or {}, milestones_every
         self._saved_step = -1
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take note of the step that the run goes on from, which is saved."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == self.folder.resolve():
+            self._saved_step = trainer.global_step
+
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Begin to save after a step whose turn it is."""
         names = [name for name, at in self.milestones.items() if at == step]

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import threading
 
@@ -22,6 +23,7 @@ from dmc.training.checkpoints.folder import (
     read_header,
 )
 from dmc.training.checkpoints.rotation import (
+    CheckpointRotation,
     choose,
     find_checkpoint,
     offer_previous,
@@ -207,6 +209,24 @@ def test_a_whole_checkpoint_is_found_at_every_moment(saver, tmp_path):
     reader.join()
     assert seen == sorted(seen) and 0 not in seen
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(28), step_name(29)]
+
+
+def test_a_step_that_is_saved_again_replaces_no_whole_checkpoint(saver, tmp_path):
+    for step in (1, 2):
+        save(saver, tmp_path, step)
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    save(saver, tmp_path, 2)
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_new_process_has_not_read_stays_until_two_are_whole(saver, tmp_path):
+    save(saver, tmp_path, 1)
+    rotation = CheckpointRotation()
+    for step, names in ((2, [1, 2]), (3, [2, 3])):
+        partial = tmp_path / f"{step_name(step)}.partial"
+        shutil.copytree(tmp_path / step_name(step - 1), partial)
+        rotation.commit(partial, tmp_path / step_name(step))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(each) for each in names]
 
 
 def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
