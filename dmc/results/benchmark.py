@@ -322,6 +322,8 @@ def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> 
         engine: nothing else runs on it.
         prompts: as many as the engine takes at the same time, or fewer.
         new_tokens: steps of decoding that are timed, >= 1.
+    Raises:
+        ArithmeticError, OutOfBlocksError: a prompt could not be continued, see `Engine.run`.
     """
     spent, steps = 0.0, 0
     requests = _submit(engine, prompts, max_new_tokens=1)
@@ -331,8 +333,11 @@ def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> 
     # the first to be fed decode while the others are fed, which may take twice as many steps as without them
     requests = _submit(engine, prompts, max_new_tokens=2 * steps + 2 + new_tokens)
     try:
-        while not all(request.logprobs for request in requests):
+        while not all(request.logprobs or request.generation for request in requests):
             engine.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         engine.step()  # warm-up
         events: list[Any] = []
         spent = sum(seconds(lambda: events.extend(engine.step())) for _ in range(new_tokens))

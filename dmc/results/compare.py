@@ -303,7 +303,7 @@ def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, mak
         **by_place(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }
-    if config.speed_tokens:
+    if config.speed_tokens and checked(row)["status"] == DONE:
         speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
         row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return row

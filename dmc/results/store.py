@@ -106,11 +106,14 @@ class Store:
 
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
-    """Return the rows (of `keys`; None: all) of several stores, each key once; the field `folder` says where it lies.
+    """Return the rows (of `keys`; None: all) of several stores, each key once, finished where one is; with `folder`, its place.
 
     Names are told apart over all of them: no two settings share one.
     """
-    rows = {row["key"]: row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()}
+    rows: dict[str, Row] = {}
+    for row in (row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()):
+        if row["status"] == DONE or rows.get(row["key"], row)["status"] != DONE:
+            rows[row["key"]] = row
     return told_apart([row for key, row in rows.items() if keys is None or key in keys])
 
 

@@ -147,6 +147,11 @@ class Engine:
         """Bytes that the prefix cache alone holds; their blocks are for whoever needs them."""
         return 0 if self._prefixes is None else self._prefixes.num_bytes
 
+    def clear_prefix_cache(self) -> None:
+        """Forget what was computed before; needed when the model's weights have changed."""
+        if self._prefixes is not None:
+            self._prefixes.empty()
+
     def generate(
         self,
         prompts: Collection[str | list[int]],
@@ -230,6 +235,7 @@ class Engine:
             ValueError: one of them is another engine's.
         """
         requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
+        requests = [each.root or each for each in requests]  # continuations of one prompt end together
         for request in requests:
             self._check_is_mine(request)
         pending = {request for request in requests if request.generation is None}
@@ -546,7 +552,7 @@ class Engine:
             return
         request = self._requests[sequence]
         (request.root or request).error = error
-        self._finish(request, "error")
+        self._finish(request, "error", sound=isinstance(error, OutOfBlocksError))
 
     def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache
@@ -562,13 +568,13 @@ class Engine:
         sequence.wanted += len(logits)
         if not sequence.num_waiting:
             forced.stats = GenerationStats.of(sequence, self.cache)
-            self._scheduler.finish(sequence)
+            self._scheduler.finish(sequence, sound=self._prefixes is None or forced.is_finite)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, sound: bool = True) -> None:
         sequence = request.sequence
         request.finish(reason, GenerationStats.of(sequence, self.cache), self.tokenizer)
         self._requests.pop(sequence, None)
-        self._scheduler.finish(sequence)
+        self._scheduler.finish(sequence, sound)
         sequence.num_preemptions, sequence.held = 0, Held()
         if sequence.row is not None:
             self.cache.tally.open_row(sequence.row, sequence.held)

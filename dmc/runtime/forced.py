@@ -44,6 +44,11 @@ class Forced:
         self.kept.append(self.keep(logits.float().log_softmax(-1), tokens))
         self.num_predicted = end
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was kept are numbers."""
+        return all(not each.isnan().any() for each in self.kept)
+
     def scoring(self) -> Scoring:
         """Put it together."""
         assert self.stats is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ LEAST_BLOCKS = 4
 """Shorter prefixes are computed again: that is no slower than to find and copy them."""
 CHUNK = 256
 """Prompts of which nothing is known are cut at multiples of so many tokens where they are cut at all."""
+MOST_STATES = 0.25
+"""What snapshots may hold beside their blocks, in shares of the pool."""
 MOST_SEEN = 2**16
 """Hashes that are remembered of prompts, with or without a snapshot."""
 
@@ -38,7 +41,8 @@ class PrefixCache:
         self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # the longest unused first
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others part there
         if cache.layout.ranks.size == 1:  # pools of several processes grow each by itself, but all must find alike
-            cache.before_growth = self._shrink
+            shrink = weakref.WeakMethod(self._shrink)  # the cache shall go with its engine
+        cache.before_growth = lambda: (method := shrink()) is not None and method()
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._keys)
@@ -124,6 +128,11 @@ class PrefixCache:
         self._forget(next(iter(self._keys)))
         return True
 
+    def empty(self) -> None:
+        """Let go of all snapshots."""
+        while self.reclaim():
+            pass
+
     def clear(self) -> None:
         """Forget all snapshots, whose blocks the cache has taken back."""
         self._found.clear()
@@ -149,6 +158,9 @@ class PrefixCache:
                 self._keys[old].remove((here, rest_of_it))
                 if not self._keys[old]:
                     self._forget(old)
+        most = MOST_STATES * self._cache.allocator.num_blocks * self._cache.block_bytes
+        while sum(each.num_bytes for each in self) > most:
+            self.reclaim()
 
     def _forget(self, snapshot: Snapshot) -> None:
         for here, tail in self._keys.pop(snapshot):

@@ -122,6 +122,8 @@ class Scheduler:
         assert sequence.row is not None
         while (self.pace is None or self.pace.can_fork) and waiting and cache.num_free_rows:
             if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # of a snapshot too
+                if self._make_room(sequence):
+                    continue
                 break
             other, snapshot = waiting.popleft(), cache.snapshot(sequence.row)
             other.row, other.num_fed = cache.open_row(snapshot), sequence.num_fed
@@ -130,16 +132,23 @@ class Scheduler:
             self.running.append(other)
         self.waiting.extendleft(reversed(waiting))
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence off; its blocks return, or rest until they are needed if it is kept."""
+    def finish(self, sequence: Sequence, sound: bool = True) -> None:
+        """Take a sequence off; its blocks return, or rest until they are needed if it is kept.
+
+        Args:
+            sequence: runs, waits, or neither.
+            sound: whether what it holds are numbers; else all that others may go on from is forgotten.
+        """
         if sequence in self.running:
             if sequence.kept:
                 self.resting.append(sequence)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if self.prefixes is not None and not sound:
+            self.prefixes.empty()
         if not sequence.kept:
-            if self.prefixes is not None and self.prefixes.take(sequence):
+            if self.prefixes is not None and sound and self.prefixes.take(sequence):
                 sequence.row = None
             self._release(sequence)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dmc.results.store import Store
+from dmc.results.measurement import DONE, FAILED, new_row
+from dmc.results.store import Store, read_rows
 
 
 def row(key: str, **values: Any) -> dict[str, Any]:
@@ -67,3 +68,14 @@ def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
     rows = [json.loads(each) for each in path.read_text().splitlines() if each]
     assert {each["key"] for each in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
     assert all(each["padding"] == each["key"][0] * 5000 for each in rows)
+
+
+def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path: Path) -> None:
+    stores = [Store(tmp_path / name / "cells.jsonl") for name in ("a", "b")]
+    settings: dict[str, Any] = {"model": {}, "policy": {}, "task": {}}
+    figures = {"metrics": {"loss": 1.0}, "achieved_ratio": 4.0, "bytes_allocated_per_token": 1.0}
+    done = new_row("base", "h2o", "loss", settings, **figures)
+    stores[0].append(done)
+    stores[1].append(done | {"status": FAILED, "error": "out of memory"})
+    for order in (stores, stores[::-1]):
+        assert [row["status"] for row in read_rows(order)] == [DONE]

@@ -592,3 +592,7 @@ def test_speed_counts_all_sequences_and_leaves_nothing_behind(
     assert speed.prefill == 24 / (steps[next(iter(options))] if options else 1)
     assert speed.decode == (1 if "max_batch_size" in options else 2)
     assert engine.blocks_in_use == 0
+    engine.model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(ArithmeticError, match="not finite"):
+        measure_speed(engine, make_prompts(10, 14), new_tokens=4)
+    assert engine.blocks_in_use == 0

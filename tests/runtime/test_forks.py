@@ -78,6 +78,10 @@ def test_several_are_taken_off_together_and_told_apart(make_compressed: Any, mak
         assert len(event.top_logprobs) == 2
     assert list(tokens.values()) == [each.token_ids for each in (expected, *expected.alternatives)]
     assert all(len(each.top_logprobs) == 6 for each in expected.alternatives)
+    running = engine.submit(prompt, params)
+    engine.step()
+    engine.run(running.alternatives)
+    assert running.generation.token_ids == expected.token_ids
     early, request = engine.submit(prompt, params), engine.submit(prompt, params)
     engine.abort(early)
     assert early.generation.alternatives == []

@@ -1,5 +1,7 @@
 """What requests share is computed once, and each brings what it would alone."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -125,6 +127,63 @@ def test_a_pool_that_grows_does_not_grow_for_prefixes(make_compressed: Any, make
     for prompt in make_prompts(*[400] * 30):
         engine.generate([prompt], SamplingParams(max_new_tokens=1))
     assert engine.cache.allocator.num_blocks <= 512
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_what_was_no_number_is_kept_for_nobody(scores: bool, model: Any, make_prompts: Any) -> None:
+    (prefix,), (more, other) = make_prompts(130), make_prompts(20, 9, seed=2)
+    expected = Engine(model).generate([prefix + more, prefix + other], GREEDY)
+    engine, weight = Engine(model, prefix_cache=True), model.model.layers[0].self_attn.v_proj.weight
+    before = weight.detach().clone()
+    weight.data.fill_(float("nan"))
+    if scores:
+        engine.score([prefix + more], [other])
+    else:
+        with pytest.raises(ArithmeticError):
+            engine.generate([prefix + more], GREEDY)
+    weight.data.copy_(before)
+    assert_same(engine.generate([prefix + more, prefix + other], GREEDY), expected)
+
+
+def test_other_weights_need_an_empty_prefix_cache(model: Any, make_prompts: Any) -> None:
+    (prompt,), engine = make_prompts(150), Engine(model, prefix_cache=True)
+    engine.generate([prompt], GREEDY)
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(-1)
+    engine.clear_prefix_cache()
+    assert engine.prefix_cache_bytes == 0
+    assert_same(engine.generate([prompt], GREEDY), Engine(model).generate([prompt], GREEDY))
+
+
+def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed: Any, make_prompts: Any) -> None:
+    model = make_compressed(gates={"action": "drop", "delay": 256})
+    engine = Engine(model, memory=2**20, max_batch_size=2, prefix_cache=True)
+    for prompt in make_prompts(*[80] * 40):
+        engine.generate([prompt], SamplingParams(max_new_tokens=1))
+    assert 0 < sum(each.num_bytes for each in engine._prefixes) <= 2**20 / 4
+
+
+def test_an_engine_with_a_prefix_cache_goes_with_its_last_reference(make_stock: Any, make_prompts: Any) -> None:
+    engine = Engine(make_stock(), prefix_cache=True)
+    engine.generate(make_prompts(80), GREEDY)
+    cache = weakref.ref(engine.cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_continuations_take_the_place_of_prefixes(make_stock: Any, make_prompts: Any) -> None:
+    model, params = make_stock(), SamplingParams(max_new_tokens=4, n=6, temperature=0)
+    memory = 4 * 40 * Engine(model).cache.block_bytes
+    engine, *others = Engine(model, memory=memory, prefix_cache=True), *make_prompts(*[120] * 8, seed=3)
+    for other in others:
+        engine.generate([other], GREEDY)
+    fed = count_fed(engine)
+    engine.generate(make_prompts(120), params)
+    assert sum(fed) == 120 + 6 * 3
 
 
 def test_sessions_and_interrupts_leave_prefixes_sound(model: Any, make_prompts: Any) -> None:
