@@ -106,9 +106,9 @@ class Store:
 
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
-    """Return the rows (of `keys`; None: all) of several stores, each key once, finished where one is; with `folder`, its place.
+    """Return the rows (of `keys`; None: all) of several stores, each key once, finished where it is anywhere.
 
-    Names are told apart over all of them: no two settings share one.
+    The field `folder` says where a row lies. Names are told apart over all of them: no two settings share one.
     """
     rows: dict[str, Row] = {}
     for row in (row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()):
