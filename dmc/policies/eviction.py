@@ -265,7 +265,7 @@ class Eviction(CacheAttention):
             entries.row = entries.rows[..., -1, :].mean(2)
         seen = self._seen[row]
         if (columns := self._columns.pop((layer_index, row), None)) is not None:
-            entries.columns = columns[None]
+            entries.columns = columns[None, ..., :length]  # as wide as the pass's longest prompt
         entries.observed = policy.observe(entries, limit)
         seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
         self._remember(entries, rows)

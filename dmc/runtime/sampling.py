@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from dmc.runtime.arguments import index_of, real_number, whole_number
 
-LEAST = math.ulp(0.0)
+LEAST = sys.float_info.min  # no denormal: where these are flushed, 0 would not be below it
 RANGES = {
     "temperature": (0, math.inf, "a number >= 0 (0 is greedy)"),
     "top_p": (LEAST, 1, "a number in (0, 1]"),

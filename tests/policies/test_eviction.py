@@ -111,8 +111,8 @@ def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
     attention = engine._runner._attention
     append = attention.append
 
-    def watched(layer_index: int, tokens: Any) -> Any:
-        seen = append(layer_index, tokens)
+    def watched(layer_index: int, *given: Any) -> Any:
+        seen = append(layer_index, *given)
         in_use.append(engine.blocks_in_use)
         return seen
 
