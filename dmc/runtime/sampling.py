@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,15 +13,14 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from dmc.runtime.arguments import index_of, real_number, whole_number
 
-LEAST = sys.float_info.min  # no denormal: where these are flushed, 0 would not be below it
-RANGES = {
-    "temperature": (0, math.inf, "a number >= 0 (0 is greedy)"),
-    "top_p": (LEAST, 1, "a number in (0, 1]"),
-    "min_p": (0, 1, "a number in [0, 1]"),
-    "repetition_penalty": (LEAST, math.inf, "a number > 0 (1 is none)"),
-    "presence_penalty": (-2, 2, "a number in [-2, 2]"),
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda number: number >= 0, "a number >= 0 (0 is greedy)"),
+    "top_p": (lambda number: 0 < number <= 1, "a number in (0, 1]"),
+    "min_p": (lambda number: 0 <= number <= 1, "a number in [0, 1]"),
+    "repetition_penalty": (lambda number: number > 0, "a number > 0 (1 is none)"),
+    "presence_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
 }
-"""The smallest and largest value of each, and what to tell."""
+"""Whether a value is in its range, and what to tell if not."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,9 @@ class SamplingParams:
         self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
         self._set("n", whole_number("n", self.n))
         self._set("top_logprobs", whole_number("top_logprobs", self.top_logprobs, least=0))
-        for name, (least, most, expected) in RANGES.items():
+        for name, (is_inside, expected) in RANGES.items():
             number = real_number(name, getattr(self, name), expected)
-            if not least <= number <= most:
+            if not is_inside(number):
                 raise ValueError(f"{name}={number}: expected {expected}")
             self._set(name, number)
         if self.top_k is not None:
