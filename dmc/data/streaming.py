@@ -28,6 +28,8 @@ from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
 
 _BATCH_DOCUMENTS = 16
+MOST_WITHOUT_TOKENS = 2**16
+"""Documents in a row that say nothing: a lane that repeats has no others."""
 
 
 def check_lanes(num_lanes: int, world_size: int) -> None:
@@ -117,7 +119,7 @@ class StreamReader(Iterator[np.ndarray]):
 
     def _cut(self) -> Iterator[np.ndarray]:
         self.stream.load_state_dict(self._state["stream"])
-        documents = self.source.read(self.stream)
+        documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
             parts = [np.array(self._state["remainder"], dtype=np.int64)]
             for encoded in self.encoder(batch):
@@ -125,6 +127,12 @@ class StreamReader(Iterator[np.ndarray]):
                 part += 2 if encoded.scored is None else 2 * encoded.scored
                 part[:1] += 1
                 parts.append(part)
+            num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
+            if num_without >= MOST_WITHOUT_TOKENS:
+                raise ValueError(
+                    f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
+                    "of a chat, messages of the role 'assistant'"
+                )
             tokens = np.concatenate(parts)
             num_sequences = len(tokens) // self.sequence_length
             for number in range(self._state["num_yielded"], num_sequences):

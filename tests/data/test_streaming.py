@@ -215,3 +215,14 @@ def test_errors_name_the_value_and_the_remedy(
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
         StreamLoader([source], bare, 4, num_lanes=1, batch_size=1, num_draws=4)
+
+
+def test_a_lane_of_chats_without_an_answer_is_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmc.data.streaming.MOST_WITHOUT_TOKENS", 200)
+    chats = [[{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}] for _ in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
+    with pytest.raises(ValueError, match="of the role 'assistant'"):
+        next(iter(StreamLoader([source], tokenizer, 4, num_lanes=2, batch_size=2, num_draws=4)))
