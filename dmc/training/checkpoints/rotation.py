@@ -132,7 +132,8 @@ class CheckpointRotation:
         self._valid.add(target)
         if target.parent.name == MILESTONES_NAME:  # these are kept
             return
-        kept = sorted(saved_checkpoints(target.parent), key=lambda path: path not in self._valid)[:2]
+        found = [each for each in saved_checkpoints(target.parent) if each in self._valid or each.name < target.name]
+        kept = sorted(found, key=lambda path: path not in self._valid)[:2]
         for path in target.parent.iterdir():
             if STEP.match(path.name.removesuffix(".partial")) and path not in kept:
                 remove(path)

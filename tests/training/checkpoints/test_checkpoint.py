@@ -229,6 +229,12 @@ def test_what_a_new_process_has_not_read_stays_until_two_are_whole(saver, tmp_pa
         assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(each) for each in names]
 
 
+def test_what_lies_beyond_the_step_that_a_run_has_reached_does_not_become_its_last(saver, tmp_path):
+    save(saver, tmp_path, 8)
+    save(CheckpointSaver(), tmp_path, 7)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(7)]
+
+
 def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
     for path in [save(saver, tmp_path, step) for step in (1, 2)][::-1]:
         assert find_checkpoint(tmp_path, MODEL) == path
