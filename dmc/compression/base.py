@@ -28,7 +28,7 @@ class CompressionConfig:
     ablations: who decides (`decisions`), and how merged tokens are weighted (`weighting`).
 
     Raises:
-        ValueError: a value is out of range, `drop` has no delay, or fixed decisions are to drop or to weigh tokens.
+        ValueError: a value is out of range, a delay is missing, or fixed decisions are to drop or to weigh tokens.
     """
 
     action: Literal["merge", "drop"] = "merge"
@@ -36,9 +36,12 @@ class CompressionConfig:
     decisions: Literal["per_head", "per_layer", "fixed"] = "per_head"
     """per_head: each KV head for itself; per_layer: all heads of a layer as one, by the mean of their logits
     (DMC-HardC); fixed: by the token's position alone, groups of `target_ratio` tokens (Fixed Memory Pooling)."""
-    gate_input: Literal["neuron", "hidden", "both"] = "neuron"
+    gate_input: Literal["neuron", "hidden", "both", "query"] = "neuron"
     """What importance and decision are read from. neuron: a borrowed channel of query and key, with no new parameter;
-    hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two."""
+    hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two; query:
+    the decision from a channel of each group's first query, which that query head alone loses, and equal importance."""
+    decided_token: Literal["own", "previous"] = "own"
+    """Whose fate a token decides: its own, or that of the token before it, which needs a delay."""
     weighting: Literal["learned", "uniform"] = "learned"
     """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
     delay: Annotated[int, Bounds(least=0, whole=True, note="tokens")] = 0
@@ -64,6 +67,11 @@ class CompressionConfig:
         check_fields(self)
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
+        if self.decided_token == "previous" and (self.delay < 1 or self.decisions == "fixed"):
+            raise ValueError(
+                "decided_token='previous' needs delay >= 1 and decisions that are read: the next token tells what "
+                "becomes of one"
+            )
         if self.decisions == "fixed" and self.gate_input != "neuron":
             raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would train for nobody")
         if self.decisions == "fixed" and self.action == "drop":
@@ -79,12 +87,12 @@ class CompressionConfig:
     @property
     def borrows_neuron(self) -> bool:
         """Whether a channel of query and key carries importance and decision, and is lost to attention."""
-        return self.decisions != "fixed" and self.gate_input != "hidden"
+        return self.decisions != "fixed" and self.gate_input in ("neuron", "both")
 
     @property
     def has_adapter(self) -> bool:
         """Whether every layer has a linear map from its input to importance and decision."""
-        return self.gate_input != "neuron"
+        return self.gate_input in ("hidden", "both")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CompressionConfig:

@@ -11,7 +11,7 @@ from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, DecidedTokens, GateMode, GateOutput
 from dmc.compression.fixed import fixed_decisions, positions_since
 from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
-from dmc.compression.rotary import neuron_scale
+from dmc.compression.rotary import leader_scale, neuron_scale
 from dmc.ranks import ALONE, Ranks
 
 
@@ -23,7 +23,8 @@ class Compressor:
     per layer (DMC-HardC) take the mean of a_t over the KV heads, and of q_t[e*] over all query heads, for all of them.
 
     With an adapter its outputs are added to both, or stand alone and no neuron is borrowed (`gate_input`). Fixed
-    decisions borrow none either, and omega is 1. Queries and keys then stay as they are.
+    decisions borrow none either, and omega is 1. Queries and keys then stay as they are. With `gate_input="query"` a_t
+    is s q_t[e*] - c of the group's first query head, which alone loses e*, before and after RoPE.
 
     Args:
         config: what is decided by whom, what happens to a token and when.
@@ -46,6 +47,13 @@ class Compressor:
     def neuron_scale(self, multiplier: float, like: Tensor) -> Tensor:
         """Vector [D] that scales the borrowed neuron by `multiplier`; of ones where none is borrowed."""
         return neuron_scale(self.head_dim, self.neuron, multiplier, like)
+
+    def without_decision(self, query: Tensor, kv_heads: int) -> Tensor:
+        """Take the channel that decides out of each group's first query head, [B, H_q, T, D], where it lies there."""
+        if self.config.gate_input != "query":
+            return query
+        scale = leader_scale(query.shape[1], self.head_dim, kv_heads, self.config.neuron_index, query)
+        return query * scale[:, None]
 
     def gate(
         self,
@@ -70,6 +78,8 @@ class Compressor:
         if self.config.decisions == "fixed":
             return self._gate_by_position(query, key, mode, starts)
         logits, importance = self._read(query, key, adapted)
+        if self.config.decided_token == "previous":
+            logits = torch.nn.functional.pad(logits[..., 1:], (0, 1), value=-torch.inf)
         if mode is not None and mode.compressed_heads is not None:
             logits = torch.full_like(logits, -torch.inf)
             for layer, head in mode.compressed_heads:
@@ -90,6 +100,7 @@ class Compressor:
         if self.neuron is not None:
             scale = self.neuron_scale(0.0, key)
             query, key = query * scale, key * scale
+        query = self.without_decision(query, key.shape[1])
         of_heads = (each.expand(key.shape[:-1]) for each in (logits, alpha, log_append, omega))
         return GateOutput(query, key, *of_heads)
 
@@ -101,6 +112,7 @@ class Compressor:
             return DecidedTokens(query, key, value, merged, torch.ones(heads, device=key.device))
         logits, importance = self._read(query, key, adapted)
         merged, omega = is_merged(logits), self._omega(importance)
+        query = self.without_decision(query, key.shape[1])
         return DecidedTokens(query, key, value, merged.expand(heads), omega.expand(heads))
 
     def _omega(self, importance: Tensor) -> Tensor:
@@ -115,6 +127,9 @@ class Compressor:
         if self.neuron is not None:
             importance = query[..., self.neuron].float().view(batch, kv_heads, -1, length).mean(2)
             read.append((key[..., self.neuron].float(), importance))
+        if self.config.gate_input == "query":
+            decision = query[:, :: query.shape[1] // kv_heads, :, self.config.neuron_index].float()
+            read.append((decision, torch.zeros_like(decision)))
         if adapted is not None:
             read.append((adapted[:, 0].float(), adapted[:, 1].float()))
         decision, importance = (functools.reduce(torch.add, each) for each in zip(*read, strict=True))

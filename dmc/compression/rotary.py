@@ -14,6 +14,13 @@ def neuron_scale(head_dim: int, neuron_index: int | None, multiplier: float, lik
     return scale
 
 
+def leader_scale(query_heads: int, head_dim: int, kv_heads: int, neuron_index: int, like: Tensor) -> Tensor:
+    """Ones [H_q, D] with 0 at a channel of each group's first head."""
+    scale = torch.ones(query_heads, head_dim, dtype=like.dtype, device=like.device)
+    scale[:: query_heads // kv_heads, neuron_index].zero_()
+    return scale
+
+
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by their positions (half-split RoPE, as Llama's).
 

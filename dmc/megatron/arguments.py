@@ -167,7 +167,7 @@ def gate_arguments(gates: CompressionConfig, head_dim: int) -> dict[str, Any]:
     """
     expected = {
         "action": "merge", "decisions": "per_head", "gate_input": "neuron", "weighting": "learned", "delay": 0,
-        "eps": MEGATRON_EPS,
+        "decided_token": "own", "eps": MEGATRON_EPS,
     }  # fmt: skip
     wrong = [f"{name}={getattr(gates, name)!r}" for name, value in expected.items() if getattr(gates, name) != value]
     if gates.neuron_index % head_dim != head_dim - 1:

@@ -138,7 +138,8 @@ class CompressedAttentionMixin(nn.Module):
         scale = compressor.neuron_scale(0.0, value)
         cos, sin = (table * scale for table in rotary)
         stream_key, stream_value = compressor.pool(gated, value)
-        query, stream_key = rotate(gated.query, cos, sin), rotate(stream_key, cos, sin)
+        query = compressor.without_decision(rotate(gated.query, cos, sin), value.shape[1])
+        stream_key = rotate(stream_key, cos, sin)
         log_keep = compressor.log_keep(gated)
         if config.delay == 0:
             operands = [query, stream_key, stream_value, log_keep]

@@ -115,7 +115,16 @@ def _describing(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} describes no model: {error}") from error
 
 
-def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
+def refuse_dms(config: Any, name: str) -> None:
+    """Refuse gates of NVIDIA's DMS where they would be overlooked: only `load_model` reads them."""
+    if hasattr(config, "dms_window_size"):
+        raise ValueError(
+            f"{name} is a DMS checkpoint (it has dms_window_size): load it with dmc.load_model and save it once, "
+            "model.save_pretrained(folder)"
+        )
+
+
+def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM, reads_dms: bool = False) -> None:
     """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
 
     Raises:
@@ -130,6 +139,8 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM) -> None:
     config = read_model_config(folder)
     shapes = stored_shapes(folder)
     refuse_kernels(config, str(folder / "config.json"))
+    if not reads_dms:
+        refuse_dms(config, str(folder))
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class
     with torch.device("meta"), _describing(folder / "config.json"):
         model = build(config)
@@ -160,31 +171,6 @@ def _refuse_more_layers(folder: Path, names: Iterable[str], model: Any) -> None:
             )
 
 
-def load_model(folder: Any, **kwargs: Any) -> Any:
-    """Load a stock or compressed causal LM, from safetensors and JSON only: no remote code, no pickle.
-
-    Args:
-        folder: a local folder or a hub name.
-        kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, ...).
-    Returns:
-        The model in eval mode.
-    Raises:
-        FileNotFoundError, ValueError: see `check_weights`.
-    """
-    dtype = kwargs.get("dtype", "auto")
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r}: expected auto, or a torch dtype such as float32 or bfloat16")
-    check_weights(folder)
-    if not Path(str(folder)).is_dir():
-        config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
-        refuse_kernels(config, str(folder))
-    safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    model, found = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
-    if missing := sorted(found["missing_keys"]):  # of a hub name, whose files were not there to be checked before
-        raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
-    return model.eval()
-
-
 def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) -> Any:
     """Make the model of a folder or hub name without weights, on the meta device.
 
@@ -194,6 +180,7 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
     refuse_kernels(config, str(folder))
+    refuse_dms(config, str(folder))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

@@ -442,8 +442,8 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any]
         config = cached_file(str(folder), "config.json", revision=model.revision)
         files = [model.path, extract_commit_hash(config, None)]
     compressed = str(values.get("model_type")).startswith("dmc_")
-    target_ratio = float(values["compression"]["target_ratio"]) if compressed else None
-    return [model.dtype, model.revision, files, values], values, target_ratio
+    target_ratio = values["compression"]["target_ratio"] if compressed else values.get("dms_cr")  # of NVIDIA's DMS
+    return [model.dtype, model.revision, files, values], values, None if target_ratio is None else float(target_ratio)
 
 
 def model_settings(model: ComparedModel) -> dict[str, Any]:

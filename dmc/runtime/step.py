@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmc.compression import DecidedTokens, fixed_decisions, rotate
+from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.attention import CacheAttention, RotaryTables
@@ -61,9 +61,20 @@ class Step:
         merged = flat(tokens.merged)
         if compression is not None and compression.decisions == "fixed":
             merged = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(merged)
+        if compression is not None and compression.decided_token == "previous":
+            merged = self._handed_back(layer_index, merged)
         new = NewTokens(flat(tokens.key), flat(tokens.value), merged, flat(tokens.omega))
         query = rotate(flat(tokens.query), *batch.query_rotary)
+        if compression is not None and compression.gate_input == "query":
+            heads, dim = query.shape[1:]
+            query *= leader_scale(heads, dim, self.cache.layout.num_kv_heads, compression.neuron_index, query)
         return self._attention.attend(layer_index, batch, query, new, scaling).transpose(0, 1)[None]
+
+    def _handed_back(self, layer_index: int, decisions: Tensor) -> Tensor:
+        """Give each decision, [T, H], to the token before: of this pass, or the last one that was held back."""
+        ring, first = self.cache.layer(layer_index).history_merged, self.batch.cu_seqlens[:-1]
+        ring[self.batch.row_index, :, (self.batch.positions[first] - 1) % ring.shape[-1]] = decisions[first]
+        return decisions.roll(-1, 0).index_fill(0, self.batch.last, False)
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Append every token and attend to all of them; query and key already rotated, [1, heads, T, D].

@@ -27,6 +27,7 @@ from dmc.compression import CompressionConfig
         ({"weighting": "equal"}, "weighting='equal': expected one of learned, uniform"),
         ({"decisions": "fixed", "action": "drop", "delay": 4}, "decisions='fixed' pools tokens .* use action='merge'"),
         ({"decisions": "fixed"}, "decisions='fixed' borrows no neuron .* use weighting='uniform'"),
+        ({"decided_token": "previous"}, "decided_token='previous' needs delay >= 1"),
         ({"target_ratio": 0.5}, "target_ratio=0.5 is not a compression ratio"),
         ({"target_ratio": math.nan}, "target_ratio=nan is not a compression ratio"),
     ],

@@ -26,6 +26,10 @@ SHARED += [{"decisions": "per_layer", "action": "drop", "delay": 4}, {"decisions
 UNIFORM = [{"weighting": "uniform"}, {"weighting": "uniform", "window_size": None, "delay": 4}]
 ADAPTED = [{"gate_input": "hidden"}, {"gate_input": "both", "delay": 4, "decision_scale": 2.0}]
 ADAPTED += [{"gate_input": "hidden", "action": "drop", "delay": 4}, {"gate_input": "both", "decisions": "per_layer"}]
+ADAPTED += [{"gate_input": "query", "action": "drop", "delay": 3, "neuron_index": 5, "decision_scale": 4.0}]
+PREVIOUS = [{"decided_token": "previous", "action": "drop", "delay": delay} for delay in (1, 4, 16)]
+PREVIOUS += [{"decided_token": "previous", "delay": 4}, {"decided_token": "previous", "delay": 1, "window_size": None}]
+PREVIOUS += [PREVIOUS[0] | {"gate_input": "query", "delay": 9}, PREVIOUS[0] | {"decisions": "per_layer", "delay": 3}]
 FIXED = [
     {"decisions": "fixed", "weighting": "uniform", "window_size": window, "delay": delay, "target_ratio": ratio}
     for window, delay, ratio in ((None, 0, 4.0), (None, 4, 4.0), (3, 0, 4.0), (3, 4, 2.5), (12, 0, 2.5), (None, 4, 1.3))
@@ -138,7 +142,7 @@ def test_a_delay_beyond_the_sequence_compresses_nothing(gates: dict, make_stock:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("gates", MERGE + DROP + SHARED + UNIFORM + ADAPTED + FIXED, ids=name_of)
+@pytest.mark.parametrize("gates", MERGE + DROP + SHARED + UNIFORM + ADAPTED + PREVIOUS + FIXED, ids=name_of)
 def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(
     gates: dict, group: int, make_compressed: Any, make_prompts: Any
 ) -> None:
@@ -178,7 +182,16 @@ def test_long_sequences_equal_the_oracle(gates: dict, make_stock: Any, make_gate
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     "gates",
-    [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], FIXED[0], FIXED[3]],
+    [
+        {},
+        {"delay": 4},
+        {"action": "drop", "delay": 4},
+        {"window_size": None},
+        SHARED[0],
+        PREVIOUS[5],
+        FIXED[0],
+        FIXED[3],
+    ],
     ids=name_of,
 )
 def test_padding_leaves_real_tokens_alone(gates: dict, side: str, make_compressed: Any, make_prompts: Any) -> None:
@@ -240,7 +253,7 @@ def test_documents_reset_relaxed_decisions_too(make_compressed: Any, make_prompt
 
 @pytest.mark.parametrize(
     "gates",
-    [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], FIXED[1]],
+    [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], PREVIOUS[5], FIXED[1]],
     ids=name_of,
 )
 def test_activation_checkpointing_changes_nothing(gates: dict, make_compressed: Any, make_prompts: Any) -> None:

@@ -18,8 +18,9 @@ class HeadOracle:
 
     def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
-        borrows = compression.decisions != "fixed" and compression.gate_input != "hidden"
+        borrows = compression.decisions != "fixed" and compression.gate_input in ("neuron", "both")
         self.neuron = compression.neuron_index % head_dim if borrows else None
+        self.leader_neuron = compression.neuron_index if compression.gate_input == "query" else None
         self.raw: list[dict] = []
         self.group: list[dict] = []
         self.slots: list[tuple[np.ndarray, np.ndarray]] = []
@@ -43,6 +44,8 @@ class HeadOracle:
         if self.neuron is not None:
             decision += key[self.neuron]
             importance += np.mean([query[self.neuron] for query in queries])
+        if self.leader_neuron is not None:
+            decision += queries[0][self.leader_neuron]
         settings = self.settings
         return settings.decision_scale * decision - settings.decision_offset, importance + settings.omega_offset
 
@@ -68,6 +71,12 @@ class HeadOracle:
         if self.neuron is not None:
             for state in (key, *queries):
                 state[self.neuron] = 0
+        if self.leader_neuron is not None:
+            queries[0][self.leader_neuron] = 0
+        if settings.decided_token == "previous":
+            if position > 1:
+                self.raw[-1]["decision"] = decision
+            decision = 0
         token = {"key": key, "value": value, "omega": omega, "decision": decision, "position": position}
 
         self.raw.append(token)
@@ -76,8 +85,10 @@ class HeadOracle:
         keys = [slot[0] for slot in self.slots] + [self.rotate(raw["key"], raw["position"]) for raw in self.raw]
         values = [slot[1] for slot in self.slots] + [raw["value"] for raw in self.raw]
         outputs = []
-        for query in queries:
+        for number, query in enumerate(queries):
             rotated = self.rotate(query, position)
+            if self.leader_neuron is not None and number == 0:
+                rotated[self.leader_neuron] = 0
             scores = np.array([rotated @ each * scaling for each in keys])
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
@@ -110,6 +121,8 @@ class HeadOracle:
 class ModelOracle:
     """A whole tiny causal LM in float64 from a stock model's weights, every KV head a `HeadOracle`."""
 
+    head_class = HeadOracle
+
     def __init__(self, model: Any, compression: Any) -> None:
         self.weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
         self.config, self.compression = model.config, compression
@@ -120,7 +133,7 @@ class ModelOracle:
     def run(self, tokens: list[int]) -> ModelRun:
         config = self.config
         caches = [
-            [HeadOracle(self.compression, self.head_dim, self.theta) for _ in range(config.num_key_value_heads)]
+            [self.head_class(self.compression, self.head_dim, self.theta) for _ in range(config.num_key_value_heads)]
             for _ in range(config.num_hidden_layers)
         ]
         logits = np.stack([self.feed(token, caches) for token in tokens])
@@ -155,15 +168,17 @@ class ModelOracle:
         group = len(queries) // len(heads)
         outputs = []
         groups = [list(queries[number * group : (number + 1) * group]) for number in range(len(heads))]
+        logits = self.logits(prefix, heads, groups, keys, hidden)
+        for head, logit, *states in zip(heads, logits, groups, keys, values, strict=True):
+            outputs += head.step(*states, self.head_dim**-0.5, logit)
+        return self.linear(prefix + "o_proj", np.concatenate(outputs))
+
+    def logits(self, prefix: str, heads: list[HeadOracle], groups: Any, keys: Any, hidden: np.ndarray) -> list:
         adapted = np.zeros((len(heads), 2))
         if prefix + "gate_adapter.weight" in self.weights:
             adapted = self.linear(prefix + "gate_adapter", hidden).reshape(-1, 2)
         logits = [head.read(*each) for head, *each in zip(heads, groups, keys, adapted, strict=True)]
-        if self.compression.decisions == "per_layer":
-            logits = [tuple(np.mean(logits, axis=0))] * len(heads)
-        for head, logit, *states in zip(heads, logits, groups, keys, values, strict=True):
-            outputs += head.step(*states, self.head_dim**-0.5, logit)
-        return self.linear(prefix + "o_proj", np.concatenate(outputs))
+        return [tuple(np.mean(logits, axis=0))] * len(heads) if self.compression.decisions == "per_layer" else logits
 
     def linear(self, name: str, states: np.ndarray) -> np.ndarray:
         out = self.weights[f"{name}.weight"] @ states

@@ -28,6 +28,12 @@ GATES: dict[str, dict[str, Any] | None] = {
     "hidden": {"gate_input": "hidden"},
     "hidden, drop, delay 4": {"gate_input": "hidden", "action": "drop", "delay": 4},
     "both, per layer, delay 4": {"gate_input": "both", "decisions": "per_layer", "delay": 4},
+    "query for the previous, drop, delay 5": {
+        "gate_input": "query",
+        "decided_token": "previous",
+        "action": "drop",
+        "delay": 5,
+    },
     "fixed": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
     "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }

@@ -1,0 +1,105 @@
+"""What a folder becomes: a stock or compressed causal LM; NVIDIA's DMS checkpoints become compressed ones of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dmc.compression import CompressionConfig
+from dmc.models.build import refuse_kernels
+from dmc.models.modeling import CompressedCausalLM, retrofit
+from dmc.models.weights import check_weights, local_folder, weight_files
+
+
+def load_model(folder: Any, **kwargs: Any) -> Any:
+    """Load a stock or compressed causal LM, or a DMS checkpoint, from safetensors and JSON only: no code, no pickle.
+
+    Args:
+        folder: a local folder or a hub name.
+        kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, ...).
+    Returns:
+        The model in eval mode.
+    Raises:
+        FileNotFoundError, ValueError: see `check_weights` and `from_dms`.
+    """
+    dtype = kwargs.get("dtype", "auto")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected auto, or a torch dtype such as float32 or bfloat16")
+    check_weights(folder, reads_dms=True)
+    if not Path(str(folder)).is_dir():
+        config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
+        refuse_kernels(config, str(folder))
+    safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    model, found = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
+    if missing := sorted(found["missing_keys"]):  # of a hub name, whose files were not there to be checked before
+        raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
+    model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
+    return model.eval()
+
+
+@torch.no_grad()
+def from_dms(model: Any, folder: Any, revision: str | None = None) -> CompressedCausalLM:
+    """Give a stock model the gates of its DMS checkpoint (arXiv:2506.05345, Qwen3-8B-DMS-8x and kin).
+
+    A token decides whether the one before it is dropped as it leaves the window of dms_window_size + 1, if
+
+        logit = dms_alpha_scale * x - dms_initial_alpha_offset > 0.
+
+    Borrowed neuron: x is the last channel of the normalised query of each group's first head, which it is then lost to.
+    Adapter (weights named dms_proj_alpha): x = W (n * r / rms(r)) + b of the layer's residual r, before its own norm.
+    That norm divides by the same rms, so with its weights m the layer's input is m * r / rms(r), and x is what our
+    adapter computes of it with W diag(n / m). Differs from NVIDIA's code: the first token always stays, and decisions
+    are thresholded in float32.
+
+    Args:
+        model: loaded from the folder as a stock one; its parameters are reused.
+        folder: a local folder or a hub name, for the adapter's weights.
+        revision: hub revision.
+    Raises:
+        ValueError: the settings or the adapter's weights are none that this can be.
+    """
+    config, stored = model.config, _dms_weights(local_folder(str(folder), revision))
+    settings = {key: getattr(config, key) for key in list(vars(config)) if key.startswith("dms_")}
+    shared = settings.get("dms_alpha_per", "head") == "layer"
+    if settings.get("dms_disable_eviction") or (shared and not stored):
+        refused = "dms_alpha_per='layer' without an adapter" if shared else "dms_disable_eviction=True"
+        raise ValueError(f"{folder} has {refused}: expected a DMS checkpoint whose heads evict, each for itself")
+    compression = CompressionConfig(
+        action="drop",
+        decided_token="previous",
+        gate_input="hidden" if stored else "query",
+        delay=settings["dms_window_size"] + 1,
+        decision_scale=settings.get("dms_alpha_scale", 100.0),
+        decision_offset=settings.get("dms_initial_alpha_offset", 5.0),
+        temperature=settings.get("dms_tau", 0.1),
+        target_ratio=settings.get("dms_cr") or 1.0,
+    )
+    for key in (*settings, "auto_map"):
+        vars(config).pop(key, None)
+    compressed = retrofit(model, compression)
+    for index, adapter in enumerate(compressed.adapters()):
+        name, norm = f"model.layers.{index}.self_attn.dms_proj_alpha", model.model.layers[index].input_layernorm.weight
+        if f"{name}.weight" not in stored or f"{name}_norm.weight" not in stored or not norm.all():
+            raise ValueError(
+                f"{folder}: expected {name}.weight and {name}_norm.weight, and no 0 in the layer's own norm; copy the "
+                "folder again"
+            )
+        weight = stored[f"{name}.weight"].double() * (stored[f"{name}_norm.weight"].double() / norm.double().cpu())
+        bias = stored.get(f"{name}.bias", torch.zeros(len(weight)))
+        adapter.weight[adapter.decision_rows] = (weight[:1] if shared else weight).to(adapter.weight)
+        adapter.bias[adapter.decision_rows] = (bias[:1] if shared else bias).to(adapter.bias)
+    return compressed
+
+
+def _dms_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the adapters' weights of a DMS checkpoint; none where it borrows a neuron."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if ".dms_proj_alpha" in name}  # noqa: SIM118
+    return found
