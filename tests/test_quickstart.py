@@ -1,11 +1,11 @@
 import json
-import re
 import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from documents import commands, examples
 from hydra import compose, initialize_config_dir
 from scripts_here import run_script
 
@@ -67,14 +67,18 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     assert not run_script("quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
 
-    readme = (ROOT / "README.md").read_text()
-    for number, example in enumerate(re.findall(r"```python\n(.*?)```", readme, flags=re.S)):
-        file = tmp_path / ("key_norm.py" if "class KeyNorm" in example else f"example_{number}.py")
-        file.write_text(example)
-        runpy.run_path(file.name, run_name="__main__")
-
-    (own,) = [line for line in re.findall(r"`python scripts/([^`]+)`", readme) if "key_norm.KeyNorm" in line]
-    assert not run_script(*shlex.split(own), "tasks.0.num_samples=1")
+    files = [file for file, _ in examples()]
+    for file, code in examples():
+        (tmp_path / file).write_text(code)
+        runpy.run_path(file, run_name="__main__")
+    extensions = {Path(file).stem for file in files if not file.startswith("example_")}
+    assert {"key_norm", "first_token", "numbers_source"} <= extensions
+    for words in map(shlex.split, commands()):
+        if (
+            any(f"{name}." in word for name in extensions for word in words)
+            or "output_dir=outputs/local_prior" in words
+        ):
+            assert not run_script(Path(words[1]).name, *words[2:])
     assert "key_norm" in (tmp_path / "outputs/compare/table.md").read_text()
 
     capsys.readouterr()

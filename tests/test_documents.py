@@ -1,0 +1,62 @@
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import PAGES, ROOT, TEXT, commands
+from hydra import compose, initialize_config_dir
+
+from dmc.command_line import plain_settings
+
+SCRIPTS = [each for each in commands() if re.match(r"(python scripts|\./scripts)/", each)]
+JOBS = [match.groups() for each in commands() if (match := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", each))]
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_every_command_names_a_script_and_settings_that_exist(command):
+    words = [word for word in shlex.split(command) if word not in ("python", "-m")]
+    script = ROOT / words[0]
+    assert script.is_file()
+    if script.suffix == ".py" and not (ROOT / "configs" / f"{script.stem}.yaml").is_file():
+        assert len(words) == 1  # it has no settings
+    elif script.suffix == ".py":
+        overrides = [re.sub(r"^model=DIR$", "model=folder/DIR", word) for word in words[1:]]
+        if "-m" in shlex.split(command):  # of a sweep the first value
+            overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            compose(script.stem, overrides=plain_settings(script.stem, overrides, ROOT / "configs"))
+
+
+@pytest.mark.parametrize(("job", "settings"), JOBS)
+def test_every_job_file_exists_and_its_settings_compose(job, settings):
+    assert (ROOT / job).is_file()
+    name = {"train": "train", "sweep": "train", "export": "export"}.get(Path(job).stem)
+    if name is not None:
+        settings = [re.sub(r"^model=DIR$", "model=folder/DIR", word) for word in shlex.split(settings)]
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            compose(name, overrides=plain_settings(name, settings, ROOT / "configs"))
+
+
+def test_files_that_pages_name_exist():
+    named = re.findall(r"`((?:dmc|configs|scripts|notebooks|docs|slurm|benchmarks)/[\w/]+\.\w+)`", TEXT)
+    assert len(named) > 60
+    assert [name for name in named if "foo" not in name and not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short_and_lists_every_page():
+    readme = PAGES[ROOT / "README.md"]
+    assert len(readme.splitlines()) <= 200
+    pages = {path.name for path in PAGES if path.parent == ROOT / "docs"} - {"index.md", "api.md"}
+    assert pages <= set(re.findall(r"docs/(\w+\.md)", readme))
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={"NO_MKDOCS_2_WARNING": "1", "PATH": ""}
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    built = {path.parent.name for path in tmp_path.rglob("index.html")}
+    assert {path.stem for path in PAGES if path.parent == ROOT / "docs"} - {"index"} <= built
