@@ -14,8 +14,11 @@ setup_environment() {
         if command -v nvidia-smi >/dev/null 2>&1; then
             .venv/bin/python -m pip install -q -c constraints.txt torch
         else
-            .venv/bin/python -m pip install -q "torch==$(sed -n 's/^torch==//p' constraints.txt)" --retries 2 \
-                --extra-index-url "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
+            local index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} from=()
+            # Where it cannot be reached, other sources may have such a build: asking it again and again helps nobody.
+            .venv/bin/python -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=10)" 2>/dev/null \
+                && from=(--extra-index-url "$index")
+            .venv/bin/python -m pip install -q "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
         fi
     fi
     .venv/bin/python -m pip install -q -c constraints.txt -e ".[$1]"

@@ -84,6 +84,8 @@ def _keep_quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*`srun` command is available on your system but is not used.*")
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning's own
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
