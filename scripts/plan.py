@@ -1,0 +1,49 @@
+"""Tell how many requests a GPU holds: python scripts/plan.py model=meta-llama/Llama-2-7b-hf gpu=80 context=4096."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dmc import retrofit
+from dmc.command_line import script
+from dmc.compression import CompressionConfig
+from dmc.models.weights import read_model_config
+from dmc.runtime.capacity import capacities
+from dmc.runtime.runner import layout_of
+
+GIB = 2**30
+
+
+@script("plan")
+def main(settings: DictConfig) -> None:
+    if not settings.gpu > 0 or not settings.context > 0:
+        raise ValueError(f"gpu={settings.gpu} context={settings.context}: expected GiB and tokens, both above 0")
+    dtype = getattr(torch, settings.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={settings.dtype}: expected bfloat16, float16 or float32")
+    name, folder = settings.model.path, Path(settings.model.path)
+    is_local = folder.is_dir() or name.startswith(("/", ".", "~"))
+    config = read_model_config(folder) if is_local else AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if getattr(config, "compression", None) is None:
+            gates = CompressionConfig(action=settings.action, delay=settings.delay)
+            model = retrofit(model, gates)
+    weights = sum({id(each): each.numel() * each.element_size() for each in model.parameters()}.values())
+    found = capacities(config, layout_of(model), weights, int(settings.gpu * GIB), settings.context, [*settings.ratios])
+    print(f"{name}: weights {weights / GIB:.2f} GiB in {settings.dtype}, one GPU of {settings.gpu} GiB\n")
+    print(f"| CR | bytes of {settings.context:,} tokens (MiB) | requests held at once | longest request (tokens) |")
+    print("|---|---|---|---|")
+    for each in found:
+        print(f"| {each.ratio:g} | {each.request_bytes / 2**20:,.1f} | {each.requests:,} | {each.longest:,} |")
+    print(
+        "\nEvery head is taken to hold as much; heads that differ need up to half a block more. No claim about speed."
+    )
+
+
+if __name__ == "__main__":
+    main()
