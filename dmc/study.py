@@ -22,6 +22,7 @@ from dmc.export import METRICS_NAME, is_final, is_of_last_step
 from dmc.json_file import read_mapping
 from dmc.loading import load_with_tokenizer
 from dmc.results.compare import compare
+from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
 from dmc.results.measurement import FULL, Row, new_row
 from dmc.target import build_target
@@ -47,6 +48,7 @@ class StudyConfig:
     policies: list[Any]
     """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
     budgets: list[Any]
+    """Those of runs that are not finished, `bytes:best_cr4`, wait for them."""
     tasks: list[Any]
     arguments: list[str] = field(default_factory=list)
     """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
@@ -63,6 +65,9 @@ class StudyConfig:
             raise ValueError(f"runs={list(self.runs)} has no {CONTROL!r}: every run is compared with it")
         if self.processes < 1 or not self.seeds:
             raise ValueError(f"processes={self.processes}, seeds={self.seeds}: expected a number >= 1 and a list")
+        for each in filter(None, map(bytes_budget, self.budgets)):
+            if share_of(each) is None and each not in self.runs:
+                raise ValueError(f"budgets: bytes:{each}: expected one of the runs {', '.join(self.runs)}")
         unknown = sorted({*(self.only or ())} - {*self.runs})
         if unknown:
             raise ValueError(f"only={unknown}: expected some of {', '.join(self.runs)}")
@@ -188,8 +193,11 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     }
     if not models:
         return "no control is finished: there is nothing to compare with"
+    there = {run.name for run in runs}
+    whose = [(budget, bytes_budget(budget)) for budget in config.budgets]
+    budgets = [each for each, name in whose if not name or share_of(name) is not None or name in there]
     grid = CompareConfig(
-        models, config.policies, config.tasks, config.budgets, config.engine, speed_tokens=0, reference=CONTROL,
+        models, config.policies, config.tasks, budgets, config.engine, speed_tokens=0, reference=CONTROL,
         output=str(Path(config.output) / "compare"),
     )  # fmt: skip
     return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_own=True)

@@ -31,6 +31,7 @@ def test_runs_are_planned_seed_by_seed_each_with_its_command():
         ({"only": ["merg"]}, r"only=\['merg'\]: expected some of control, merge"),
         ({"processes": 0}, "processes=0"),
         ({"seeds": []}, r"seeds=\[\]"),
+        ({"budgets": [4, "bytes:merg"]}, "bytes:merg: expected one of the runs control, merge"),
     ],
 )
 def test_studies_that_make_no_sense_are_refused(change, message):

@@ -27,6 +27,7 @@ from dmc.budget import Budget, achieved_ratio
 from dmc.claims import ClaimedError, claim
 from dmc.provenance import provenance
 from dmc.results.benchmark import measure_speed
+from dmc.results.equal_bytes import at_bytes, share_of
 from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, model_settings, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
@@ -132,7 +133,7 @@ def run_cells(
             row = describe(cell, grid, config) | {"device": "", "provenance": source}
             try:
                 row["device"] = device_name(subject(cell.model).model)
-                row |= checked(measure(cell, grid, config, subject(cell.model), make_engine))
+                row |= checked(measure(cell, grid, config, subject(cell.model), make_engine, _given(cell, store)))
             except Exception as error:  # of a model, a policy or a task, which others need not share
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
@@ -161,21 +162,24 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
     folder.mkdir(exist_ok=True)
     before = {row["key"]: row for row in store.rows()}
 
-    def is_tried(cell: Cell) -> bool:
-        row = next((row for row in store.rows() if row["key"] == cell.key), None)
-        return row is not None and (row["status"] in FINISHED or row != before.get(cell.key))
+    def is_tried(key: str) -> bool:
+        row = next((row for row in store.rows() if row["key"] == key), None)
+        return row is not None and (row["status"] in FINISHED or row != before.get(key))
 
-    waiting, told = list(cells), False
+    waiting, told, last = list(cells), False, ""
     while waiting:
         held = []
         for cell in waiting:
+            if cell.same_bytes_as is not None and not is_tried(cell.same_bytes_as):
+                held.append(cell)
+                continue
             try:
                 with claim(folder / cell.key):
-                    if not is_tried(cell):
+                    if not is_tried(cell.key):
                         yield cell
             except ClaimedError as error:
                 held.append(cell)
-                last = error
+                last = str(error)
         if len(held) == len(waiting):
             if not told:
                 logger.warning("waiting for cells that other processes run (%d): %s", len(held), last)
@@ -271,15 +275,51 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
     }
 
 
-def measure(cell: Cell, grid: Grid, config: CompareConfig, subject: Subject, make_engine: Callable[..., Engine]) -> Row:
+def _given(cell: Cell, store: Store) -> Row | None:
+    """Find the row whose bytes a cell is given; None: it has another budget."""
+    row = next((row for row in store.rows() if row["key"] == cell.same_bytes_as), None)
+    if cell.same_bytes_as is not None and (row is None or row["status"] != DONE):
+        raise ArithmeticError(f"{cell.method.asked}: what it is given the bytes of has no figures")
+    return row
+
+
+def measure(
+    cell: Cell,
+    grid: Grid,
+    config: CompareConfig,
+    subject: Subject,
+    make_engine: Callable[..., Engine],
+    given: Row | None = None,
+) -> Row:
     """Measure quality, memory and speed of one cell.
 
+    Args:
+        cell: of the grid.
+        grid: models and tasks.
+        config: engine settings, seed.
+        subject: the cell's model.
+        make_engine: called as `Engine`.
+        given: what the cell takes the bytes of, or a share of them; None: its budget is none of bytes.
     Raises:
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
-    torch.manual_seed(config.seed)
+
+    def measure_at(ratio: float | None) -> Row:
+        torch.manual_seed(config.seed)
+        policy = cell.method.build(ratio)
+        engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
+        return measure_engine(engine, cell, grid, config, subject)
+
+    if given is None:
+        return measure_at(None)
+    share = share_of(cell.method.bytes_of or "") or 1.0
+    wanted = share * given["mean_bytes_allocated_per_token"]
+    return at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share)
+
+
+def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: Subject) -> Row:
+    """Measure a cell with its engine."""
     task, size = grid.tasks[cell.task], config.engine.max_batch_size
-    engine = make_engine(subject.model, subject.tokenizer, policy=cell.method.build(), **asdict(config.engine))
     if isinstance(task, LMEvalTask):
         folder = Path(config.output) / "samples" / cell.key
         row, stats = task.run(engine, grid.models[cell.model].path, size, config.seed, folder)

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.kernels import BACKENDS
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
+from dmc.policies.reading import ReadingPolicy
+from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, digest
 from dmc.results.tasks import Task
@@ -94,7 +96,7 @@ class CompareConfig:
     """Names of `configs/task/*.yaml`, or mappings: see `named_settings`; names of `configs/evaluation` or of lm-eval's
     tasks, or mappings: see `read_benchmarks`."""
     budgets: list[Any]
-    """Compression ratios (4), or entries per KV head (tokens:128)."""
+    """Compression ratios (4), entries per KV head (tokens:128), or bytes (bytes:retrofit): see `equal_bytes`."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     speed_tokens: int = 16
     """Steps of decoding that are timed; 0: speed is not measured."""
@@ -154,14 +156,29 @@ class Method:
     """Of the policy."""
     settings: dict[str, Any]
     budget: Budget | None
+    """None: none, or bytes."""
     requested_ratio: float | None
-    """None: the budget is a number of entries."""
+    """None: the budget is a number of entries, or bytes."""
     options: dict[str, Any] = field(default_factory=dict)
     """The settings with what they leave to defaults, see `complete`; empty for the full cache."""
+    bytes_of: str | None = None
+    """See `bytes_budget`."""
 
-    def build(self) -> Any | None:
-        """Construct the policy, anew for every cell: what it remembers of one must not reach the next."""
-        return policy_from_config(self.settings, self.budget)
+    @property
+    def asked(self) -> str | None:
+        """The budget as settings write it; None: there is none."""
+        if self.bytes_of is not None:
+            return f"{KIND}:{self.bytes_of}"
+        return None if self.budget is None else budget_name(self.budget)
+
+    def build(self, ratio: float | None = None) -> Any | None:
+        """Construct the policy, anew for every cell: what it remembers of one must not reach the next.
+
+        Args:
+            ratio: instead of bytes.
+        """
+        budget = Budget(ratio=ratio or 1.0) if self.bytes_of is not None else self.budget
+        return policy_from_config(self.settings, budget)
 
 
 @dataclass(frozen=True)
@@ -176,13 +193,14 @@ class Cell:
     model_key: str
     task_key: str
     """Hash of task, engine and seed: rows of one table have the same."""
+    same_bytes_as: str | None = None
+    """Key of the cell whose bytes, or a share of them, the method is given."""
 
     @property
     def key(self) -> str:
         """Hash of everything that defines the cell."""
-        names = [self.model, self.method.name, self.task]
-        budget = None if self.method.budget is None else budget_name(self.method.budget)
-        return digest([names, self.model_key, self.policy_key, self.task_key, budget])
+        names, other = [self.model, self.method.name, self.task], [self.same_bytes_as] if self.same_bytes_as else []
+        return digest([names, self.model_key, self.policy_key, self.task_key, self.method.asked, *other])
 
     @property
     def policy_key(self) -> str:
@@ -194,11 +212,11 @@ class Cell:
         method = self.method
         return {
             "key": self.key,
-            "method": f"{self.model}, {'own gates' if self.own_gates and method.budget is None else method.name}",
+            "method": f"{self.model}, {'own gates' if self.own_gates and method.asked is None else method.name}",
             "model": self.model,
             "own_gates": self.own_gates,
             "policy": method.name,
-            "budget": None if method.budget is None else budget_name(method.budget),
+            "budget": method.asked,
             "task": self.task,
             "model_key": self.model_key,
             "policy_key": self.policy_key,
@@ -209,8 +227,7 @@ class Cell:
     @property
     def title(self) -> str:
         """For progress and messages."""
-        budget = "" if self.method.budget is None else f" {budget_name(self.method.budget)}"
-        return f"{self.model} {self.method.name}{budget} {self.task}"
+        return " ".join(filter(None, (self.model, self.method.name, self.method.asked, self.task)))
 
 
 @dataclass(frozen=True)
@@ -266,7 +283,38 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
             for method in fitting
             for task in tasks
         ]
-    return Grid(cells, models, tasks, task_settings)
+    return Grid(place_bytes(cells, models), models, tasks, task_settings)
+
+
+def place_bytes(cells: Sequence[Cell], models: Mapping[str, ComparedModel]) -> list[Cell]:
+    """Put cells that ask for bytes behind all others, each with the cell whose bytes it is given.
+
+    Raises:
+        ValueError: there is no such model, or no full cache beside a share of it.
+    """
+    first = [cell for cell in cells if cell.method.bytes_of is None]
+    given = {(cell.model, cell.task): cell for cell in first if cell.method.asked is None}
+    variants = {name: model.variant or name for name, model in models.items()}
+    learned = {cell.model: variants[cell.model] for cell in given.values() if cell.own_gates}
+    last = []
+    for cell in cells:
+        whose = cell.method.bytes_of
+        if whose is None or cell.own_gates:
+            continue
+        if share_of(whose) is not None:
+            if (cell.model, cell.task) not in given:
+                raise ValueError(f"budgets: {KIND}:{whose} needs the full cache of {cell.model}: add full to policies")
+            last.append(replace(cell, same_bytes_as=given[cell.model, cell.task].key))
+            continue
+        known = sorted({*learned, *learned.values()})
+        if (whose and whose not in known) or not known:
+            raise ValueError(f"budgets: {KIND}:{whose}: {whose!r} is no compressed model; {suggest(whose, known)}")
+        for name, variant in learned.items():
+            seeds = models[cell.model].seed, models[name].seed
+            if whose in ("", name, variant) and (None in seeds or seeds[0] == seeds[1]):
+                method = replace(cell.method, bytes_of=name if seeds[0] is None else whose or variant)
+                last.append(replace(cell, method=method, same_bytes_as=given[name, cell.task].key))
+    return first + last
 
 
 def plan_tasks(
@@ -349,8 +397,10 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     Raises:
         ValueError: a budget or an option is refused, or a policy has no budget.
     """
-    parsed = {budget_name(budget): budget for budget in map(parse_budget, budgets)}
-    if not parsed and any(policies.values()):
+    whose = [bytes_budget(budget) for budget in budgets]
+    others = [budget for budget, name in zip(budgets, whose, strict=True) if name is None]
+    parsed = {budget_name(budget): budget for budget in map(parse_budget, others)}
+    if not budgets and any(policies.values()):
         raise ValueError("budgets is empty: give budgets=2,4, compression ratios, or tokens:128")
     methods = []
     for name, settings in policies.items():
@@ -359,6 +409,10 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
         for budget in parsed.values() if settings else ():
             options = complete(settings, policy_from_config(settings, budget), "budget")
             methods.append(Method(name, settings, budget, budget.ratio, options))
+        for each in dict.fromkeys(name for name in whose if name is not None) if settings else ():
+            built = policy_from_config(settings, Budget(ratio=1.0))
+            if not isinstance(built, ReadingPolicy):  # which holds every token
+                methods.append(Method(name, settings, None, None, complete(settings, built, "budget"), each))
     return methods
 
 

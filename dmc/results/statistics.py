@@ -2,14 +2,15 @@
 
 * Methods are paired sample by sample: only measurements with one `samples_key` are compared.
 * Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
-  both. Bounds are Student's, with as many degrees of freedom as there are independent contexts and seeds.
+  both. Bounds are Student's: of the contexts' part with their degrees of freedom, of the seeds' part with theirs.
 * "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
   margin. All else is "unknown", and so is everything whose spread is: one sample, one context.
-* Equal memory is bytes over all scored positions. Between two budgets of a method its samples are interpolated in the
-  logarithm of their bytes; where it takes more bytes at any budget it has no figure.
+* Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
+  pages may leave a rival a little more, which is told). The budget `bytes:NAME` measures methods in as many; without
+  such a measurement a method has no figure.
 
 `summarize` makes one line of each method, budget, task and metric, over its seeds; `beside_rivals` puts compressed
-models beside training-free methods in their bytes, and `rank_at_bytes` all methods at one share of the full cache's.
+models beside training-free methods in their bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy
 import pandas
 from scipy.special import stdtrit
 
+from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, share_of
+
 CONFIDENCE = 0.95
 """Of each bound, one-sided."""
 MARGIN = 0.02
@@ -31,12 +34,10 @@ FLOOR = 5 * MARGIN
 """What the full cache must answer, or a cache that answers nothing would lose no more than the margin."""
 RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which on a target counts as met."""
-SAME_BYTES = 1.02
-"""A method that takes at most so many times the bytes of another takes as many."""
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
 """Metrics of how fast a cell was, beside those of its task."""
 Standing = Literal["as good", "worse", "unknown", ""]
-Seeds = Sequence[Sequence[float]]
+Seeds = Sequence[Sequence[float]] | numpy.ndarray
 """Values of samples, seed by seed; the samples of all seeds are the same."""
 
 
@@ -47,15 +48,12 @@ class Estimate:
     value: float
     error: float | None
     """Standard error; None: unknown, nothing can be claimed."""
-    degrees: float = math.inf
-    """Of freedom."""
+    reach: float = math.inf
+    """Distance of the bounds from the value."""
     num_contexts: int = 0
     by_seed: tuple[float, ...] = ()
-
-    @property
-    def reach(self) -> float:
-        """Distance of the bounds from the value; infinite where the error is unknown."""
-        return math.inf if self.error is None else float(stdtrit(self.degrees, CONFIDENCE)) * self.error
+    of_contexts: tuple[float, float] | None = None
+    """Variance of the contexts alone, and its degrees of freedom: what several tasks of the same seeds do not share."""
 
     @property
     def lower(self) -> float:
@@ -90,11 +88,11 @@ def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool
     Args:
         values: see `Seeds`.
         contexts: of each sample; empty: each sample has its own.
-        are_answers: whether they are (differences of) right or wrong answers. Where all of n agree, 3 in n may still
-            differ, at 95 %: the bound is never nearer.
+        are_answers: whether they are (differences of) scores from 0 to 1, such as right or wrong answers. Where all of
+            n agree, 3 in n may still differ, at 95 %: the bound is never nearer.
     """
     found = numpy.asarray(values, dtype=float)
-    seeds, samples = found.shape
+    samples = found.shape[1]
     if not samples:
         return Estimate(math.nan, None)
     mean, by_seed = float(found.mean()), found.mean(1)
@@ -105,14 +103,21 @@ def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool
     parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
     of_contexts = (len(sizes) - 1) / len(sizes) * float(parts @ parts)
     degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
-    of_seeds = float(by_seed.var(ddof=1)) / seeds if seeds > 1 else 0.0
-    variance = of_contexts + of_seeds
-    if of_seeds:
-        degrees = variance**2 / (of_contexts**2 / degrees + of_seeds**2 / (seeds - 1))
-    error = math.sqrt(variance)
     if are_answers:
-        error = max(error, 3 / len(sizes) / float(stdtrit(degrees, CONFIDENCE)))
-    return Estimate(mean, error, degrees, len(sizes), tuple(map(float, by_seed)))
+        of_contexts = max(of_contexts, (3 / len(sizes) / float(stdtrit(degrees, CONFIDENCE))) ** 2)
+    return _with_seeds(mean, of_contexts, degrees, len(sizes), tuple(map(float, by_seed)))
+
+
+def _with_seeds(value: float, of_contexts: float, degrees: float, num: int, by_seed: tuple[float, ...]) -> Estimate:
+    """Add the variance of seeds to that of `num` contexts.
+
+    Each is stretched by its own quantile: one of their sum is too small where two seeds happen to be alike.
+    """
+    seeds, reach = len(by_seed), float(stdtrit(degrees, CONFIDENCE)) ** 2 * of_contexts
+    of_seeds = float(numpy.var(by_seed, ddof=1)) / seeds if seeds > 1 else 0.0
+    reach += float(stdtrit(seeds - 1, CONFIDENCE)) ** 2 * of_seeds if of_seeds else 0.0
+    error = math.sqrt(of_contexts + of_seeds)
+    return Estimate(value, error, math.sqrt(reach), num, by_seed, (of_contexts, degrees))
 
 
 def _codes(contexts: Iterable[Hashable]) -> list[int]:
@@ -120,14 +125,24 @@ def _codes(contexts: Iterable[Hashable]) -> list[int]:
     return [known.setdefault(each if isinstance(each, Hashable) else str(each), len(known)) for each in contexts]
 
 
-def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = ()) -> Estimate:
-    """Estimate how far `own` is above `other`, paired by sample and seed."""
+def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = (), higher_is_better: bool = False) -> Estimate:
+    """Estimate how much worse `own` is than `other`, paired by sample and seed.
+
+    Scores from 0 to 1 of which more is better are answers: see `estimate`.
+    """
     first, second = numpy.asarray(own, dtype=float), numpy.asarray(other, dtype=float)
-    return estimate((first - second).tolist(), contexts, bool(numpy.isin([first, second], (0.0, 1.0)).all()))
+    if not higher_is_better:
+        return estimate(first - second, contexts)
+    return estimate(second - first, contexts, are_scores(first) and are_scores(second))
+
+
+def are_scores(values: Any) -> bool:
+    """Whether all are from 0 to 1."""
+    return bool(((numpy.asarray(values) >= 0) & (numpy.asarray(values) <= 1)).all())
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Average the estimates of several tasks, whose samples have nothing in common."""
+    """Average the estimates of several tasks: their contexts have nothing in common, their seeds are the same."""
     if len(estimates) == 1:
         return estimates[0]
     value, by_seed = math.fsum(each.value for each in estimates) / len(estimates), [each.by_seed for each in estimates]
@@ -135,11 +150,14 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     errors = [each.error for each in estimates if each.error is not None]
     if len(errors) < len(estimates):
         return Estimate(value, None, by_seed=seeds)
-    parts = [error**2 for error in errors]
-    below = sum(part**2 / each.degrees for part, each in zip(parts, estimates, strict=True))
-    degrees = sum(parts) ** 2 / below if below else math.inf
+    parts = [
+        (each.of_contexts if seeds else None) or (error**2, math.inf)
+        for each, error in zip(estimates, errors, strict=True)
+    ]
+    total = sum(part for part, _ in parts)
+    below = sum(part**2 / degrees for part, degrees in parts)
     contexts = sum(each.num_contexts for each in estimates)
-    return Estimate(value, math.sqrt(sum(parts)) / len(estimates), degrees, contexts, seeds)
+    return _with_seeds(value, total / len(parts) ** 2, total**2 / below if below else math.inf, contexts, seeds)
 
 
 def margin_of(metric: str, full: float) -> float:
@@ -230,11 +248,14 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
 
 
 def asked_of(row: Any) -> str:
-    """Write what a method was asked for: CR 4, 128 tokens, or the full cache."""
+    """Write what a method was asked for: CR 4, 128 tokens, bytes of retrofit, 25% of the bytes, or the full cache."""
     if row["is_full"]:
         return "full cache"
-    if row["budget"] is not None and str(row["budget"]).startswith("tokens:"):
-        return str(row["budget"]).removeprefix("tokens:") + " tokens"
+    kind, _, number = str(row["budget"]).partition(":")
+    if kind == "tokens":
+        return f"{number} tokens"
+    if kind == KIND:
+        return f"bytes of {number}" if (share := share_of(number)) is None else f"{share:.4g} of the bytes"
     return f"CR {row['requested_ratio']:g}"
 
 
@@ -271,19 +292,20 @@ class _Seeds:
             each["key"] == key for each, key in zip(full, self.rows["key"], strict=True)
         ):
             return None
-        sign = -1.0 if self.rows["higher_is_better"].iloc[0] else 1.0
-        others = [each["samples"] for each in full]
+        others, higher = [each["samples"] for each in full], bool(self.rows["higher_is_better"].iloc[0])
         if not self.samples or any(not each for each in others):
             values = [value - each["value"] for value, each in zip(self.values, full, strict=True)]
-            return Estimate(sign * sum(values) / len(values), None, by_seed=tuple(sign * each for each in values))
-        return _signed(sign, self.samples, others, self.contexts)
+            values = [-each for each in values] if higher else values
+            return Estimate(sum(values) / len(values), None, by_seed=tuple(values))
+        return difference(self.samples, others, self.contexts, higher)
 
     @property
     def value(self) -> Estimate:
         """The figure that the task gives; where no samples are kept, with the error that it gives itself."""
         value = math.fsum(self.values) / len(self.values)
         if self.samples:
-            return replace(estimate(self.samples, self.contexts), value=value, by_seed=tuple(self.values))
+            answers = bool(self.rows["higher_is_better"].iloc[0]) and are_scores(self.samples)
+            return replace(estimate(self.samples, self.contexts, answers), value=value, by_seed=tuple(self.values))
         errors = [each for each in self.rows["error"] if each == each]
         error = math.hypot(*errors) / len(errors) if len(errors) == len(self.values) else None
         return Estimate(value, error, by_seed=tuple(self.values))
@@ -325,35 +347,24 @@ class _Cells:
         found = [self._speeds[key, name] for key in group["key"] if (key, name) in self._speeds]
         return math.fsum(found) / len(found) if found else None
 
-    def curves(self, full: pandas.Series) -> dict[str, list[tuple[float, numpy.ndarray]]]:
-        """List the bytes and samples of every policy on a full cache's model and samples, the full cache among them."""
+    def points(self, full: pandas.Series) -> dict[str, list[tuple[float, list[float]]]]:
+        """List the bytes and samples of every policy and budget on a full cache's model and samples."""
         same = self.whole[~self.whole["own_gates"] & (self.whole["model"] == full["model"])]
         for name in ("task", "metric", "task_key", "samples_key"):
             same = same[same[name] == full[name]]
-        found: dict[str, list[tuple[float, numpy.ndarray]]] = {}
+        found: dict[str, list[tuple[float, list[float]]]] = {}
         for _, row in same[~same["is_full"]].drop_duplicates(["policy", "budget"], keep="last").iterrows():
-            start = [(float(full["bytes_per_token"]), numpy.asarray(full["samples"], dtype=float))]
-            curve = found.setdefault(row["policy"], start)
-            curve.append((float(row["bytes_per_token"]), numpy.asarray(row["samples"], dtype=float)))
-        return {policy: sorted(curve, key=lambda point: point[0]) for policy, curve in found.items()}
+            if row["samples"]:
+                found.setdefault(row["policy"], []).append((float(row["bytes_per_token"]), row["samples"]))
+        return found
 
 
-def at_bytes(curve: Sequence[tuple[float, numpy.ndarray]], wanted: float) -> numpy.ndarray | None:
-    """Interpolate a method's samples at so many bytes, in their logarithm.
-
-    Args:
-        curve: bytes and samples of each budget, in ascending order.
-        wanted: bytes per token.
-    Returns:
-        None where the method takes more bytes at any budget.
-    """
-    if not curve or curve[0][0] > wanted * SAME_BYTES:
-        return None
-    above = next((index for index, (size, _) in enumerate(curve) if size >= wanted), None)
-    if above is None or above == 0:
-        return curve[-1 if above is None else 0][1]
-    (low, first), (high, second) = curve[above - 1], curve[above]
-    return first + (second - first) * (math.log(wanted / low) / math.log(high / low))
+def _in_bytes(points: Sequence[tuple[float, list[float]]], wanted: float) -> tuple[float, list[float]] | None:
+    """Choose the budget whose bytes come nearest to those wanted; None where none was measured in as many."""
+    near = [point for point in points if 1 / SAME_BYTES <= point[0] / wanted <= SAME_BYTES]
+    if near:
+        return min(near, key=lambda point: abs(math.log(point[0] / wanted)))
+    return min((point for point in points if 1 <= point[0] / wanted <= WHOLE_PAGES), default=None)
 
 
 def beside_rivals(
@@ -363,9 +374,10 @@ def beside_rivals(
 
     Returns:
         Columns: `variant`, `task`, `metric`, `rival`, `rival_lost` (how much worse than the full cache it is in these
-        bytes), `gap` (how much worse the rival is than the model: positive is for the model), `gap_error`, `gap_lower`,
-        `gap_upper`, `standing` of the model beside the rival, `seeds`, `seeds_ahead` (in which the model is better),
-        `is_best` (of all rivals the one that loses least; chosen on these data, which favours the rival).
+        bytes), `rival_bytes` (over the model's), `gap` (how much worse the rival is than the model: positive is for the
+        model), `gap_error`, `gap_lower`, `gap_upper`, `standing` of the model beside the rival, `seeds`, `seeds_ahead`
+        (in which the model is better), `is_best` (of all rivals the one that loses least; chosen on these data, which
+        favours the rival).
     """
     cells = _Cells(frame, reference)
     whole = cells.whole[cells.whole["own_gates"] & cells.whole["budget"].isna()]
@@ -377,60 +389,33 @@ def beside_rivals(
             continue
         full = [each for each in part.full if each is not None]
         sizes = [float(size) for size in part.rows["bytes_per_token"]]
-        curves = [cells.curves(each) for each in full]
+        points = [cells.points(each) for each in full]
         found = []
-        for policy in dict.fromkeys(policy for each in curves for policy in each):
-            there = [at_bytes(each.get(policy, []), size) for each, size in zip(curves, sizes, strict=True)]
-            rival = [each.tolist() for each in there if each is not None]
+        for policy in dict.fromkeys(policy for each in points for policy in each):
+            there = [_in_bytes(each.get(policy, []), size) for each, size in zip(points, sizes, strict=True)]
+            rival = [each[1] for each in there if each is not None]
+            more = [each[0] / size for each, size in zip(there, sizes, strict=True) if each is not None]
             if len(rival) == len(full):
-                sign = -1.0 if rows["higher_is_better"].iloc[0] else 1.0
-                gap = _signed(sign, rival, part.samples, part.contexts)
-                lost = _signed(sign, rival, [each["samples"] for each in full], part.contexts)
+                higher = bool(rows["higher_is_better"].iloc[0])
+                gap = difference(rival, part.samples, part.contexts, higher)
+                lost = difference(rival, [each["samples"] for each in full], part.contexts, higher)
                 names = {"variant": variant, "task": task, "metric": metric, "rival": policy}
-                against = Estimate(-gap.value, gap.error, gap.degrees)
+                against = replace(gap, value=-gap.value)
                 standing = against.standing(margin_of(metric, float(full[0]["value"])))
                 found.append(
                     names
-                    | {"rival_lost": lost.value, "gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower}
+                    | {
+                        "rival_lost": lost.value,
+                        "rival_bytes": sum(more) / len(more),
+                        "gap": gap.value,
+                        "gap_error": gap.error,
+                        "gap_lower": gap.lower,
+                    }
                     | {"gap_upper": gap.upper, "standing": standing, "seeds": len(rival)}
                     | {"seeds_ahead": gap.num_seeds_above}
                 )
         best = min((each["rival_lost"] for each in found), default=None)
         lines += [each | {"is_best": each["rival_lost"] == best} for each in found]
-    return pandas.DataFrame(lines)
-
-
-def _signed(sign: float, own: Seeds, other: Seeds, contexts: Sequence[Hashable]) -> Estimate:
-    """Estimate how much worse `own` is: `sign` is -1 where higher is better."""
-    return difference(own, other, contexts) if sign > 0 else difference(other, own, contexts)
-
-
-def rank_at_bytes(frame: pandas.DataFrame, share: float, reference: str | None = None) -> pandas.DataFrame:
-    """Compare training-free methods on each task's main metric at one share of their model's full cache's bytes.
-
-    Returns:
-        Columns: `model`, `task`, `metric`, `policy`, `bytes_per_token`, `lost`, `lost_error`, `standing`, `tied` (with
-        the best: the samples do not show it worse), best first.
-    """
-    cells = _Cells(frame, reference)
-    lines: list[dict[str, Any]] = []
-    for _, full in (
-        cells.full[cells.full["is_main"]].drop_duplicates(["model", "task", "task_key"], keep="last").iterrows()
-    ):
-        size, sign = share * full["bytes_per_token"], -1.0 if full["higher_is_better"] else 1.0
-        there = {policy: at_bytes(curve, size) for policy, curve in cells.curves(full).items()}
-        known = {policy: [each.tolist()] for policy, each in there.items() if each is not None and len(each)}
-        lost = {policy: _signed(sign, own, [full["samples"]], full["contexts"]) for policy, own in known.items()}
-        for policy in sorted(lost, key=lambda each: lost[each].value):
-            best = min(lost, key=lambda each: lost[each].value)
-            behind = _signed(sign, known[policy], known[best], full["contexts"])
-            each = lost[policy]
-            lines.append(
-                {name: full[name] for name in ("model", "task", "metric")}
-                | {"policy": policy, "bytes_per_token": size, "lost": each.value, "lost_error": each.error}
-                | {"standing": each.standing(margin_of(full["metric"], full["value"]))}
-                | {"tied": behind.error is None or behind.lower <= 0}
-            )
     return pandas.DataFrame(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas
 
+from dmc.results.equal_bytes import SAME_BYTES
 from dmc.results.measurement import DONE, NOT_FINITE, Row
 from dmc.results.plots import draw_quality, name_methods
 from dmc.results.row_names import told_apart
@@ -131,7 +132,8 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
         of += f" of {first['contexts']} contexts"
     better = "higher" if first["higher_is_better"] else "lower"
     title = f"### {first['shown']}: {first['metric']}{of}{split} ({better} is better){question}\n\n"
-    order = group.assign(fixed=tokens.notna(), place=group["requested_ratio"].where(tokens.isna(), -tokens))
+    ratio = group.groupby("asked")["requested_ratio"].transform("median")  # of as many bytes each has its own
+    order = group.assign(fixed=tokens.notna(), place=ratio.where(tokens.isna(), -tokens))
     order["worse"] = group["value"] * (-1.0 if first["higher_is_better"] else 1.0)
     order = order.sort_values(["fixed", "place", "worse"], kind="stable")
     hidden = ["task", "question", "metric", "of full", "samples", "contexts"]
@@ -171,7 +173,8 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def named(each: pandas.Series, sign: float) -> str:
         words = {"worse": ", better than this", "as good": ", no better"}.get(each["standing"], "")
-        return f"{each['rival']} {sign * each['rival_lost']:+.4f}{words}"
+        more = f" in {each['rival_bytes'] - 1:.0%} more" if each["rival_bytes"] > SAME_BYTES else ""
+        return f"{each['rival']} {sign * each['rival_lost']:+.4f}{more}{words}"
 
     def behind(each: pandas.Series, _: float) -> str:
         return ", ".join(filter(None, [plus(each["gap"], each["gap_error"]), _seeds(each, "seeds_ahead", "behind")]))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from dmc.results import statistics
-from dmc.results.statistics import MARGIN, Estimate, at_bytes, difference, estimate, mean_of
+from dmc.results.statistics import MARGIN, Estimate, difference, estimate, mean_of
 
 COMPARISONS = 1000
 DESIGNS = {
@@ -22,6 +21,11 @@ DESIGNS = {
     "seeds that do not matter": {"contexts": range(16), "seeds": 5},
     "seeds that answer differently": {"contexts": [i // 2 for i in range(16)], "seeds": 3, "of_both": 1.0},
 }
+FEW = {
+    "two seeds": {"contexts": range(30), "seeds": 2, "of_seed": 1.0},
+    "two contexts": {"contexts": [0] * 8 + [1] * 8, "of_context": 1.0},
+}
+"""Too few for a claim: no power is asked of them."""
 
 
 def compare(draw: Any, shift: float, size: float, **design: Any) -> Estimate:
@@ -36,10 +40,10 @@ def compare(draw: Any, shift: float, size: float, **design: Any) -> Estimate:
     return difference(base + shift + size * samples, [base] * seeds, contexts)
 
 
-@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("name", [*DESIGNS, *FEW])
 def test_what_does_not_differ_is_seldom_called_worse(name: str) -> None:
     draw = numpy.random.default_rng(0)
-    found = [compare(draw, 0.0, 1.0, **DESIGNS[name]) for _ in range(COMPARISONS)]
+    found = [compare(draw, 0.0, 1.0, **(DESIGNS | FEW)[name]) for _ in range(COMPARISONS)]
     assert sum(each.standing(0.0) == "worse" for each in found) <= 0.065 * COMPARISONS
 
 
@@ -59,10 +63,40 @@ def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples: int, ra
     """A method that loses a share of the answers above the margin is not taken for as good."""
     draw, margin = numpy.random.default_rng(2), 0.06
     right = numpy.ones((1, samples))
-    found = [difference(right, right * (draw.random(samples) > rate)).standing(margin) for _ in range(COMPARISONS)]
+    answers = [right * (draw.random(samples) > rate) for _ in range(COMPARISONS)]
+    found = [difference(each, right, higher_is_better=True).standing(margin) for each in answers]
     assert found.count("as good") <= 0.065 * COMPARISONS
-    agreed = difference(right, right)
-    assert agreed.upper == pytest.approx(3 / samples)
+    for scores in (right, 0.75 * right):  # of lm-eval's F1, too
+        assert difference(scores, scores, higher_is_better=True).upper == pytest.approx(3 / samples)
+    assert difference(right, right).upper == 0.0  # losses that agree do
+
+
+@pytest.mark.parametrize("design", [(16, 1, 0.9), (8, 4, 0.7), (100, 5, 0.9)], ids=str)
+def test_answers_that_are_as_often_right_are_seldom_called_worse(design: tuple[int, int, float]) -> None:
+    """Questions of one context are alike, and every seed has its own level."""
+    groups, size, rate = design
+    draw, contexts = numpy.random.default_rng(4), [i // size for i in range(groups * size)]
+
+    def answers(hard: Any) -> Any:
+        return draw.random((3, groups * size)) < rate + hard + draw.normal(0, 0.05, (3, 1))
+
+    found = []
+    for _ in range(COMPARISONS):
+        hard = draw.normal(0, 0.1, groups)[contexts]
+        found.append(difference(answers(hard), answers(hard), contexts, higher_is_better=True).standing(MARGIN))
+    assert found.count("worse") <= 0.065 * COMPARISONS
+
+
+def test_the_seeds_of_several_tasks_are_the_same() -> None:
+    """A seed that is bad on all tasks of a benchmark is one seed: their mean is no surer of it than each."""
+    draw, worse = numpy.random.default_rng(5), 0
+    for _ in range(COMPARISONS):
+        of_seed, parts = draw.normal(0, 1, (3, 1)), []
+        for _ in range(6):
+            samples = draw.normal(0, 1, (3, 16)) + of_seed
+            parts.append(difference(samples, 0 * samples))
+        worse += mean_of(parts).standing(0.0) == "worse"
+    assert worse <= 0.065 * COMPARISONS
 
 
 def test_samples_of_one_context_count_once() -> None:
@@ -70,7 +104,8 @@ def test_samples_of_one_context_count_once() -> None:
     once, thrice = estimate([values]), estimate([numpy.repeat(values, 3)], [i // 3 for i in range(24)])
     assert (thrice.value, thrice.error) == pytest.approx((once.value, once.error))
     assert once.error == pytest.approx(values.std(ddof=1) / math.sqrt(8))
-    assert (once.degrees, thrice.degrees, thrice.num_contexts) == (7, pytest.approx(7), 8)
+    assert (once.of_contexts, thrice.num_contexts) == (pytest.approx((once.error**2, 7)), 8)
+    assert thrice.of_contexts == pytest.approx(once.of_contexts)
 
 
 def test_nothing_is_claimed_without_its_spread() -> None:
@@ -84,13 +119,5 @@ def test_every_seed_is_told() -> None:
     found = estimate([[0.5, 0.7], [0.1, 0.1], [-0.2, -0.3]])
     assert found.by_seed == pytest.approx((0.6, 0.1, -0.25)) and found.num_seeds_above == 2
     assert mean_of([found, found]).by_seed == pytest.approx(found.by_seed)
-    assert mean_of([found, found]).error == pytest.approx(found.error / math.sqrt(2))
-
-
-def test_between_two_budgets_samples_are_interpolated_in_the_logarithm_of_bytes() -> None:
-    curve = [(250.0, numpy.array([4.0, 8.0])), (1000.0, numpy.array([2.0, 2.0]))]
-    assert at_bytes(curve, 500)[:2].tolist() == pytest.approx([3.0, 5.0])  # type: ignore[index]
-    assert at_bytes(curve, 246) is curve[0][1]  # as many, but for whole pages
-    assert at_bytes(curve, 240) is None
-    assert at_bytes(curve, 2000) is curve[1][1]
-    assert statistics.SAME_BYTES == 1.02
+    apart = [estimate([[0.5, 0.7]]), estimate([[0.1, 0.1]])]
+    assert mean_of(apart).error == pytest.approx(math.hypot(*(each.error for each in apart)) / 2)

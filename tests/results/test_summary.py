@@ -12,7 +12,7 @@ import pytest
 from report_rows import plain_row, write_report
 
 from dmc.results.measurement import to_frame
-from dmc.results.statistics import asked_of, beside_rivals, pareto_front, rank_at_bytes, summarize
+from dmc.results.statistics import asked_of, beside_rivals, pareto_front, summarize
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
@@ -64,11 +64,30 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
 
 def test_rivals_are_compared_in_as_many_bytes_sample_by_sample() -> None:
     beside = beside_rivals(study()).set_index("rival")
-    assert list(beside.index) == ["h2o"]  # snapkv has no budget so small
+    assert list(beside.index) == ["h2o"]  # snapkv has no budget so small, though it was asked for CR 4
     h2o = beside.loc["h2o"]
     assert bool(h2o["is_best"]) and (h2o["seeds"], h2o["seeds_ahead"], h2o["standing"]) == (3, 3, "as good")
     assert h2o["rival_lost"] == pytest.approx(0.3 + NOISE.mean())
     assert h2o["gap"] == pytest.approx(0.25 - 0.001) and h2o["gap_error"] < 0.002
+    assert h2o["rival_bytes"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen"),
+    [((500, 254, 246), 254), ((500, 240), None), ((300, 280), 280), ((251, 249.5, 280), 249.5), ((244, 270), 270)],
+)
+def test_only_what_was_measured_in_as_many_bytes_is_a_rival(sizes: tuple[float, ...], chosen: float | None) -> None:
+    """Within 2 %, the nearest; or what pages leave, a little more; never between two budgets, and never in fewer."""
+    rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
+    rows += [row("control", "h2o", str(index + 2), size, 1 / size) for index, size in enumerate(sizes)]
+    beside = beside_rivals(to_frame(rows))
+    assert [line["rival_bytes"] for line in beside.to_dict("records")] == ([chosen / 250] if chosen else [])
+    if chosen:
+        assert beside["rival_lost"][0] == pytest.approx(1 / chosen + NOISE.mean())
+        words = f" in {chosen / 250 - 1:.0%} more" if chosen > 255 else ""
+        assert f"| h2o {1 / chosen + NOISE.mean():+.4f}{words}, better than this |" in "".join(
+            format_tables(to_frame(rows))
+        )
 
 
 def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds() -> None:
@@ -81,13 +100,6 @@ def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seed
     assert "nan" not in "".join(format_tables(mixed)) and "question hidden" in "".join(format_tables(mixed))
 
 
-def test_methods_are_ranked_by_bytes_not_by_entries() -> None:
-    ranked = rank_at_bytes(study(1), 0.5)
-    assert list(ranked["policy"]) == ["h2o"]  # at CR 4 of its entries snapkv still takes nine tenths of the bytes
-    assert (ranked["lost"][0], bool(ranked["tied"][0])) == (pytest.approx(0.1 + NOISE.mean()), True)
-    assert list(rank_at_bytes(study(1), 0.95)["policy"]) == ["h2o", "snapkv"]
-
-
 def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
     ratios = {"control-s0": 2.0, "control-s1": 8.0}
     rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
@@ -95,18 +107,11 @@ def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
     assert line["achieved_ratio"] == pytest.approx(2 / (1 / 2 + 1 / 8))
 
 
-def test_methods_of_one_sample_are_not_told_apart() -> None:
-    rows = [row("one", "full", None, 1000, 0.0), row("one", "h2o", "2", 500, 0.1), row("one", "tova", "2", 500, 0.9)]
-    single = [each | {"samples": 1, "contexts": [0], "sample_values": each["sample_values"][:1]} for each in rows]
-    ranked = rank_at_bytes(to_frame(single), 0.5)
-    assert list(ranked["policy"]) == ["h2o", "tova"] and list(ranked["tied"]) == [True, True]
-
-
 def test_another_stock_models_full_cache_is_no_yardstick() -> None:
     rows = [row("one", "full", None, 1000, 0.0), row("two", "h2o", "4", 250, 0.3)]
     frame = to_frame(rows)
     assert list(summarize(frame)["standing"]) == ["", ""]
-    assert rank_at_bytes(frame, 0.5).empty
+    assert beside_rivals(frame).empty
 
 
 def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error() -> None:

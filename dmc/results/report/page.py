@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dmc.results import plots
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
-from dmc.results.statistics import asked_of, beside_rivals, rank_at_bytes, summarize
+from dmc.results.statistics import asked_of, beside_rivals, summarize
 from dmc.results.store import Store, read_rows
 from dmc.results.tables import (
     LEGEND,
@@ -39,8 +39,6 @@ EXPECTED = (
     "expected a folder with cells.jsonl, as compare.py, evaluate.py, benchmark.py, analyse.py, collect.py, study.py "
     "and the quickstart write it"
 )
-SHARES = (1 / 2, 1 / 4, 1 / 8)
-"""Of the full cache's bytes, at which training-free methods are ranked."""
 GATES_CAVEAT = "A model with gates of its own has other weights than the full cache it is compared with."
 SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
@@ -59,8 +57,6 @@ class Findings:
     """Measurements with coordinates: main metrics, and `compression_ratio` of heads; `name`, `label` as well."""
     rivals: pandas.DataFrame
     """Of `statistics.beside_rivals`."""
-    ranks: pandas.DataFrame
-    """Of `statistics.rank_at_bytes` at `SHARES`, in the column `share`."""
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
     failures: pandas.DataFrame
@@ -120,9 +116,8 @@ def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys
     is_shown = frame["is_main"] | (frame["metric"] == "compression_ratio")
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
-    ranks = pandas.concat([rank_at_bytes(frame, share, reference).assign(share=share) for share in SHARES])
     failures = pandas.DataFrame([_failure(row, numbers) for row in rows if row["status"] != DONE])
-    return Findings(summary, places, beside_rivals(frame, reference), ranks, speeds, failures, notes, sources)
+    return Findings(summary, places, beside_rivals(frame, reference), speeds, failures, notes, sources)
 
 
 def _source(row: Row, sources: list[dict[str, Any]]) -> int:
@@ -176,7 +171,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     summary = findings.summary.drop(columns=["keys"], errors="ignore")
     data = {
         **{"verdict": verdict, "notes": findings.notes, "sources": findings.sources},
-        **{name: _records(getattr(findings, name)) for name in ("rivals", "ranks", "places", "speeds", "failures")},
+        **{name: _records(getattr(findings, name)) for name in ("rivals", "places", "speeds", "failures")},
         **{"results": _records(summary), "plots": [each["file"] for drawn in sections.values() for each in drawn]},
     }
     replace_file(folder / CSV, summary.to_csv(index=False, lineterminator="\n").encode())
@@ -269,7 +264,7 @@ def _count(lines: pandas.DataFrame) -> str:
 
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
     """Give title, caption and texts of every table."""
-    summary, rivals, ranks = findings.summary, findings.rivals, findings.ranks
+    summary, rivals = findings.summary, findings.rivals
     if len(summary):
         yield "All results", "", result_table(summary, rivals[:0])  # rivals have a table of their own
         if summary["task"].nunique() > 1:
@@ -286,17 +281,6 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
         lines = rivals.assign(method=rivals["variant"])
         caption += " ★: the best, chosen on these data, which favours it."
         yield "Beside training-free methods in the same bytes", caption, texts_of(lines, columns)
-    if len(ranks):
-        columns = {
-            "of the full bytes": ("share", ".1%"), "model": ("model", ""), "task": ("task", ""),
-            "method": ("policy", ""), "bytes/token": ("bytes_per_token", ",.0f"),
-            "worse by": lambda each: plus(each["lost"], each["lost_error"]),
-            "beside the full cache": ("standing", ""),
-            "tied": lambda each: "with the best" if each["tied"] else "",
-        }  # fmt: skip
-        caption = "Budgets are interpolated in the logarithm of their bytes. Tied: the samples do not show it worse."
-        lines = ranks.assign(method=ranks["model"] + ", " + ranks["policy"])
-        yield "Training-free methods in as many bytes", caption, texts_of(lines, columns)
     if len(findings.speeds):
         yield "Speed and memory", "Medians; contestants of one batch size took turns.", speed_table(findings.speeds)
     caption = "Start the same command again: finished cells are not repeated, failed ones are."

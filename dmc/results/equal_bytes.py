@@ -1,0 +1,95 @@
+"""The compression ratio at which a method takes as many bytes as another, found by measuring: nothing is interpolated.
+
+A budget `bytes:NAME` asks for the bytes of the grid's compressed model NAME (or of the model of a variant's same seed),
+`bytes:0.25` for that share of the full cache's; `bytes` alone for those of every compressed model of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from dmc.results.measurement import Row
+
+SAME_BYTES = 1.02
+"""Methods whose mean bytes per token differ by no more than this factor take as many."""
+WHOLE_PAGES = 1.15
+"""Where pages leave no budget so near, the next larger one stands for it, up to this factor: the method gains by it."""
+TRIES, FINE = 8, 0.005
+"""Measurements at most, and ratios that are not worth telling apart."""
+KIND = "bytes"
+
+
+def bytes_budget(budget: object) -> str | None:
+    """Read whose bytes a budget asks for: a name, a share, "" for every compressed model; None: it is no such budget.
+
+    Raises:
+        ValueError: a share is not between 0 and 1.
+    """
+    kind, _, whose = str(budget).partition(":")
+    if kind != KIND:
+        return None
+    if (share := share_of(whose)) is not None and not 0 < share < 1:
+        raise ValueError(f"budget={budget!r}: expected a share of the full cache's bytes between 0 and 1, or a model")
+    return whose
+
+
+def share_of(whose: str) -> float | None:
+    """Read a share of the full cache's bytes; None: it is a name."""
+    try:
+        return float(whose)
+    except ValueError:
+        return None
+
+
+def at_bytes(measure: Callable[[float], Row], wanted: float, first: float) -> Row:
+    """Measure at one compression ratio after the other until the bytes are those that are wanted.
+
+    Args:
+        measure: gives a finished row at a ratio, with `mean_bytes_allocated_per_token`: over what is scored.
+        wanted: bytes per token.
+        first: ratio of the first try.
+    Returns:
+        A row with its ratio as `requested_ratio`: within `SAME_BYTES` of the wanted bytes if there is such a ratio, or
+        else with the fewest above them, which favours the method.
+    """
+    found: dict[float, Row] = {}
+    share = 1 / max(1.0, first)
+    while len(found) < TRIES:
+        try:
+            found[share] = measure(1 / share) | {"requested_ratio": 1 / share}
+        except ValueError:  # so small a budget has no room for what the method must keep
+            if not found:
+                raise
+            break
+        sizes = {each: _bytes(row) / wanted for each, row in found.items()}
+        if 1 / SAME_BYTES <= sizes[share] <= SAME_BYTES or (share := _next(sizes)) in found:
+            break
+    return min(found.values(), key=lambda row: _distance(_bytes(row) / wanted))
+
+
+def _next(sizes: dict[float, float]) -> float:
+    """Choose the next share that is kept; `sizes` are bytes over the wanted ones, by share, in the order of tries.
+
+    They grow with the share, nearly as a power of it, in steps of whole pages.
+    """
+    below = max((share for share, size in sizes.items() if size < 1), default=None)
+    above = min((share for share, size in sizes.items() if size >= 1), default=None)
+    if below is not None and above is not None:
+        low, high = math.log(sizes[below]), math.log(sizes[above])
+        place = min(max(-low / (high - low), 0.1), 0.9)  # of steps the same end would stay for ever
+        near = above / below < 1 + FINE
+        return above if near else float(below * (above / below) ** place)
+    *_, last = sizes
+    slopes = [math.log(sizes[last] / size) / math.log(last / share) for share, size in sizes.items() if share != last]
+    return min(1.0, float(last * sizes[last] ** (-1 / min(max(slopes[-1] if slopes else 1.0, 0.2), 5.0))))
+
+
+def _distance(size: float) -> tuple[int, float]:
+    if 1 / SAME_BYTES <= size <= SAME_BYTES:
+        return 0, abs(math.log(size))
+    return (1, size) if size >= 1 else (2, 1 / size)
+
+
+def _bytes(row: Row) -> float:
+    return float(row["mean_bytes_allocated_per_token"])

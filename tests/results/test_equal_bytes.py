@@ -1,0 +1,148 @@
+"""Methods in as many bytes as a learned model: measured there, never between two budgets."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmc.config import build_config
+from dmc.loading import load_with_tokenizer
+from dmc.results.compare import run_cells
+from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.statistics import beside_rivals, summarize
+from dmc.results.store import Store
+from dmc.results.tables import format_tables
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+TASK = {"name": "copy", "like": "copy", "num_samples": 2, "sequence_length": 256, "answer_length": 64}
+SIZES: dict[str, Callable[[float], float]] = {
+    "in proportion": lambda share: 1000 * share,
+    "state beside": lambda share: 150 + 850 * share,
+    "whole pages": lambda share: 60 * math.ceil(1000 * share / 60),
+    "falls slowly": lambda share: 1000 * share**0.3,
+    "falls fast": lambda share: 1000 * share**2,
+}
+
+
+@pytest.mark.parametrize("wanted", [900.0, 500.0, 260.0, 190.0])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name: str, wanted: float) -> None:
+    tried: list[float] = []
+
+    def measure(ratio: float) -> dict[str, Any]:
+        tried.append(ratio)
+        return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio)}
+
+    row = at_bytes(measure, wanted, 1000 / wanted)
+    size = row["mean_bytes_allocated_per_token"]
+    reachable = [1 / SAME_BYTES <= SIZES[name](1 / ratio) / wanted <= SAME_BYTES for ratio in range(1, 30)]
+    if name != "whole pages" or any(reachable):
+        assert 1 / SAME_BYTES <= size / wanted <= SAME_BYTES and len(tried) <= 4
+    else:
+        assert wanted <= size < wanted + 60  # no page fewer would do
+    assert row["requested_ratio"] in tried and len(tried) <= TRIES
+
+
+def test_what_cannot_be_met_ends_with_what_comes_nearest() -> None:
+    assert at_bytes(lambda ratio: {"mean_bytes_allocated_per_token": 700.0}, 250, 4)["requested_ratio"] >= 4
+
+    def measure(ratio: float) -> dict[str, Any]:
+        if ratio > 6:
+            raise ValueError("a budget of 1 entry has no room")
+        return {"mean_bytes_allocated_per_token": 400 + 600 / ratio}
+
+    assert at_bytes(measure, 300, 3.3)["mean_bytes_allocated_per_token"] < 600
+    with pytest.raises(ValueError, match="no room"):
+        at_bytes(measure, 300, 7)
+
+
+@pytest.fixture
+def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
+    models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
+    values |= {"tasks": [TASK], "speed_tokens": 0, "output": str(tmp_path / "out")}
+    return lambda **changes: build_config(CompareConfig, {**values, **changes})
+
+
+def run(config: CompareConfig) -> Store:
+    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
+    run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
+    return store
+
+
+def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(make_config: Any) -> None:
+    store = run(make_config(budgets=["bytes:small", "bytes:0.5"]))
+    rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["own_gates"]}
+    (small,) = (row for row in store.rows() if row["own_gates"])
+    size = rows["full", None]["mean_bytes_allocated_per_token"]
+    wanted = {"bytes:small": small["mean_bytes_allocated_per_token"], "bytes:0.5": size / 2}
+    assert {row["status"] for row in rows.values()} == {"done"} and ("quest", "bytes:small") not in rows
+    for policy in ("tova", "streaming_llm"):
+        for budget, each in wanted.items():
+            row = rows[policy, budget]
+            assert row["mean_bytes_allocated_per_token"] / each == pytest.approx(1, abs=SAME_BYTES - 1)
+            assert row["requested_ratio"] == pytest.approx(row["mean_achieved_ratio"], rel=0.05)
+    frame = store.frame()
+    beside = beside_rivals(frame, metrics=["loss"]).set_index("rival")
+    full = rows["full", None]["metrics"]["loss"]
+    for policy in ("tova", "streaming_llm"):
+        lost = rows[policy, "bytes:small"]["metrics"]["loss"] - full
+        assert beside.loc[policy, "rival_lost"] == pytest.approx(lost)
+        assert beside.loc[policy, "gap"] == pytest.approx(lost - (small["metrics"]["loss"] - full))
+    assert set(beside.index) == {"tova", "streaming_llm"}  # all that quest holds is the full cache
+    asked = summarize(frame, metrics=["loss"]).set_index("title")["asked"]
+    assert asked["base, tova, bytes of small"] == "bytes of small"
+    assert asked["base, tova, 0.5 of the bytes"] == "0.5 of the bytes"
+    best = beside[beside["is_best"]].iloc[0]
+    assert f"| {best.name} {best['rival_lost']:+.4f}" in "".join(format_tables(frame, metrics=["loss"]))
+
+
+def test_what_was_not_measured_in_a_models_bytes_has_no_figure_there(make_config: Any) -> None:
+    frame = run(make_config(budgets=[4], policies=["full", "tova"])).frame()
+    assert beside_rivals(frame, metrics=["loss"]).empty
+    assert "training-free in its bytes" not in "".join(format_tables(frame, metrics=["loss"]))
+
+
+def test_each_seed_is_given_the_bytes_of_its_own(make_config: Any, folders: Any) -> None:
+    models = {f"control-{seed}": {"path": str(folders.stock), "variant": "control", "seed": seed} for seed in (0, 1)}
+    models |= {f"cr2-{seed}": {"path": str(folders.compressed), "variant": "cr2", "seed": seed} for seed in (0, 1)}
+    for budgets in (["bytes"], ["bytes:cr2"]):
+        cells = plan_grid(make_config(models=models, policies=["full", "tova"], budgets=budgets), CONFIGS).cells
+        keys = {cell.key: cell.model for cell in cells}
+        last = [cell for cell in cells if cell.same_bytes_as]
+        assert [(cell.method.asked, cell.model, keys[str(cell.same_bytes_as)]) for cell in last] == [
+            ("bytes:cr2", "control-0", "cr2-0"), ("bytes:cr2", "control-1", "cr2-1"),
+        ]  # fmt: skip
+        assert cells[-2:] == last and len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"budgets": ["bytes:smal"]}, "'smal' is no compressed model; did you mean 'small'"),
+        ({"budgets": ["bytes:base"]}, "'base' is no compressed model"),
+        ({"budgets": ["bytes:4"]}, "between 0 and 1"),
+        ({"budgets": ["bytes:0.5"], "policies": ["tova"]}, "add full to policies"),
+    ],
+)
+def test_bytes_of_nothing_are_told_before_anything_runs(changes: Any, told: str, make_config: Any) -> None:
+    with pytest.raises(ValueError, match=told):
+        plan_grid(make_config(**changes), CONFIGS)
+
+
+def test_processes_wait_for_the_bytes_that_another_one_measures(make_config: Any) -> None:
+    config = make_config(budgets=["bytes:small"], policies=["full", "tova"])
+    threads = [threading.Thread(target=run, args=(config,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = [line for line in (Path(config.output) / "cells.jsonl").read_text().splitlines() if line]
+    assert len(rows) == len(plan_grid(config, CONFIGS).cells) == 3
+    assert '"status": "failed"' not in "".join(rows)
