@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import warnings
 from collections import deque
@@ -33,6 +34,8 @@ from dmc.runtime.session import Session
 from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
 
+logger = logging.getLogger(__name__)
+
 
 def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
     """Blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
@@ -47,6 +50,14 @@ def _check_kinds(model: Any, tokenizer: Any, kernels: Any) -> None:
         raise TypeError(f"tokenizer={tokenizer!r}: expected an object, as AutoTokenizer.from_pretrained returns one")
     if not isinstance(kernels, str):
         raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
+
+
+def _renamed(error: Exception, message: str) -> Exception:
+    """Return an error of the same class that says more, or the same one if its class takes other arguments."""
+    try:
+        return type(error)(message)
+    except TypeError:
+        return error
 
 
 def _not_finite(request: Request) -> ArithmeticError:
@@ -209,18 +220,25 @@ class Engine:
 
         Returns:
             The new tokens of all requests; empty where the pass only fed parts of prompts, or nothing is to be done.
-            A request that cannot go on (its logits are no numbers, its processor fails, it outgrows the memory) ends
-            with its `error`, and no event tells of it.
+            A request that cannot go on (its logits are no numbers, its processor fails, it outgrows the memory, a pass
+            with nobody else in it fails) ends with its `error`, and no event tells of it. Where a pass of several
+            fails, each is computed again, once alone.
         Raises:
-            BaseException: whatever the pass raises. Every request has then been aborted and all blocks are free;
-                sessions keep their tokens and are computed again.
+            BaseException: what is no `Exception`, such as Ctrl-C, or does not come from a pass. Every request has then
+                been aborted and all blocks are free; sessions keep their tokens and are computed again.
         """
         try:
             segments = self._scheduler.next_segments()
             if (outgrown := self._scheduler.outgrown) is not None:
                 self._scheduler.outgrown = None
                 self._fail(outgrown, self._outgrown_error(outgrown))
-            return self._advance(segments) if segments else []
+            try:
+                return self._advance(segments) if segments else []
+            except Exception as error:
+                logger.warning("a pass of %d requests has failed", len(segments), exc_info=True)
+                if (guilty := self._scheduler.recover(segments)) is not None:
+                    self._fail(guilty, error)
+                return []
         except BaseException:
             self._scheduler.reset()
             self._abort_all(list(self._requests.values()))
@@ -232,6 +250,7 @@ class Engine:
         Raises:
             ArithmeticError: the model's logits for one of them were no numbers; the others have finished.
             OutOfBlocksError: one of them has outgrown the memory, as alone as it was; the others have finished.
+            Exception: what the model raises for one of them; the others have finished.
             ValueError: one of them is another engine's.
         """
         requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
@@ -252,7 +271,7 @@ class Engine:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
             error = requests[failed[0]].error
             assert error is not None
-            raise type(error)(f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
+            raise _renamed(error, f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
 
     def abort(self, request: Request) -> None:
         """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it.
@@ -380,6 +399,11 @@ class Engine:
             raise ValueError(
                 f"stop_token_ids={params.stop_token_ids}: the model knows 0 to {self._vocab_size - 1}, no other comes"
             )
+        if params.prompt_logprobs is not None and self.policy is not None:
+            raise ValueError(
+                f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends, its own "
+                "tokens would be predicted from the full cache; use `score`, or no policy"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
         if session is not None:
@@ -496,6 +520,10 @@ class Engine:
                 self._force(segment.sequence, forced, logits[begin:end])
             elif segment.num_wanted:
                 request = self._requests[segment.sequence]
+                if segment.sequence.wanted < segment.sequence.num_fed - (not segment.sequence.num_waiting):
+                    begin = request.take_prompt(logits[begin:end]) + begin
+                if begin == end:
+                    continue
                 if request.params.n > 1 and not request.logprobs and request.root is None:
                     self._branch(request)
                 asking += request.branches if not request.logprobs else [request]
@@ -539,7 +567,11 @@ class Engine:
                 self._fail(request.sequence, choice.errors.get(index) or _not_finite(request))
                 continue
             top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
-            events.append(request.accept(int(token), logprob, top_logprobs))
+            try:
+                events.append(request.accept(int(token), logprob, top_logprobs))
+            except Exception as error:  # of its tokenizer
+                self._fail(request.sequence, error)
+                continue
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
         return events

@@ -108,5 +108,9 @@ class Generation:
     `error`: the model's logits were no numbers, or the sequence has outgrown the memory."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token the most likely ones, as many as were asked for, under the unmodified distribution."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of each token of the prompt but the first, if they were asked for."""
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """For each of these the most likely ones."""
     alternatives: list[Generation] = field(default_factory=list)
     """The others of `n` continuations."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats
 from dmc.runtime.sampling import SamplingParams
@@ -47,6 +48,8 @@ class Request:
     """None: nobody asks for text before the end."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     root: Request | None = None
     """The request that was submitted, of which this is another continuation; None: this one."""
     alternatives: list[Request] = field(default_factory=list)
@@ -62,8 +65,9 @@ class Request:
 
     def begin(self) -> None:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
+        first = len(self.sequence.tokens)
         self.sequence.add_prompt(self.prompt)
-        self.sequence.wanted = len(self.sequence.tokens) - 1
+        self.sequence.wanted = len(self.sequence.tokens) - 1 if self.params.prompt_logprobs is None else first
 
     @property
     def branches(self) -> list[Request]:
@@ -75,6 +79,19 @@ class Request:
         """Tokens before the continuation, and its own."""
         tokens, count = self.sequence.tokens, len(self.logprobs)
         return tokens[: len(tokens) - count], tokens[len(tokens) - count :]
+
+    def take_prompt(self, logits: Tensor) -> int:
+        """Note how likely the prompt's tokens were; return how many of the predictions, [n, vocab], these are."""
+        begin = self.sequence.wanted
+        targets = self.sequence.tokens[begin + 1 : begin + 1 + len(logits)]
+        logprobs = logits[: len(targets)].float().log_softmax(-1)
+        top = logprobs.topk(min(self.params.prompt_logprobs or 0, logprobs.shape[-1]))
+        given = logprobs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
+        self.prompt_logprobs += given.tolist()
+        for tokens, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+            self.prompt_top_logprobs.append(dict(zip(tokens, values, strict=True)))
+        self.sequence.wanted += len(targets)
+        return len(targets)
 
     def accept(self, token: int, logprob: float, top: dict[int, float]) -> TokenEvent:
         """Append a generated token and tell what it means."""
@@ -102,10 +119,15 @@ class Request:
     def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
         """Put the generation together."""
         tokens = self.history[1]
-        text: str | None = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        if self.text_stream is not None and self.text_stream.stopped:
+        text: str | None
+        if self.text_stream is not None and (self.text_stream.stopped or reason == "error"):  # maybe the tokenizer's
             text = "".join(self.text_stream.pieces)
-        self.outcome = Generation(tokens, text, self.logprobs, stats, reason, self.top_logprobs)
+        else:
+            text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        self.outcome = Generation(
+            *(tokens, text, self.logprobs, stats, reason, self.top_logprobs),
+            *(self.prompt_logprobs, self.prompt_top_logprobs),
+        )
         root = self.root or self
         outcomes = [each.outcome for each in root.branches if each.outcome is not None]
         if len(outcomes) == len(root.branches):

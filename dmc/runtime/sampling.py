@@ -57,6 +57,8 @@ class SamplingParams:
     """Taken off the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
     top_logprobs: int = 0
     """How many of the most likely tokens are told with each, under the unmodified distribution."""
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens are told with each of the prompt's; None: the prompt's are not told at all."""
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     """Changes logits before temperature, after the penalties, as one of transformers': (tokens so far [1, t], logits
     [1, vocab]) -> logits. If it fails, its request does."""
@@ -71,6 +73,9 @@ class SamplingParams:
         self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
         self._set("n", whole_number("n", self.n))
         self._set("top_logprobs", whole_number("top_logprobs", self.top_logprobs, least=0))
+        if self.prompt_logprobs is not None:
+            least = whole_number("prompt_logprobs", self.prompt_logprobs, least=0, also=", or None")
+            self._set("prompt_logprobs", least)
         for name, (is_inside, expected) in RANGES.items():
             number = real_number(name, getattr(self, name), expected)
             if not is_inside(number):

@@ -9,6 +9,7 @@ from dmc.kernels.batch import GENERATED, Phase
 from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.sequence import Sequence
+from dmc.runtime.tally import Held
 
 RESERVE = 2
 """A sequence that gave way returns when so many times the blocks are free that its known tokens will take.
@@ -76,6 +77,8 @@ class Scheduler:
         """Kept ones that have a row but do not run, or wait for their turn to; the longest unused first."""
         self.outgrown: Sequence | None = None
         """One for whose next token the whole memory does not suffice; whoever asks for steps takes it off."""
+        self.suspects: list[Sequence] = []
+        """Those that took part in a pass that has failed: each has to go through one alone."""
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -94,6 +97,14 @@ class Scheduler:
         """
         if self.prefixes is not None:
             self.prefixes.keep(self.running)
+        self.suspects = [each for each in self.suspects if each.row is None or each.num_waiting > 1]
+        segments = self._choose()
+        if not segments and self.outgrown is None and self.suspects:
+            self.suspects.clear()  # beside those that have shown their innocence there is no room
+            segments = self._choose()
+        return segments
+
+    def _choose(self) -> list[Segment]:
         segments = self._share_out()
         preempted = False
         while not self._fits(segments):
@@ -145,6 +156,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
         if self.prefixes is not None and not sound:
             self.prefixes.empty()
         if not sequence.kept:
@@ -159,6 +172,27 @@ class Scheduler:
         if sequence in self.resting:
             self.resting.remove(sequence)
 
+    def recover(self, segments: list[Segment]) -> Sequence | None:
+        """Compute all again after a pass that has failed, in which whatever took part in it goes alone for once.
+
+        Returns:
+            The one sequence that took part, whose fault it was; None: others did too.
+        """
+        queue = [*self.running, *self.waiting]
+        for segment in segments:
+            if segment.num_wanted > 1:  # some layers may have counted its tokens
+                segment.sequence.held, segment.sequence.row = Held(), None
+        for sequence in (*self.running, *self.resting):
+            if sequence.row is not None:
+                self.cache.tally.close_row(sequence.row, sequence.held)
+            sequence.num_preemptions += 1
+        taking = {each.sequence for each in segments}
+        known, parts = self.suspects, [each for each in queue if each in taking]
+        self.reset()
+        self.waiting.extend([*parts, *(each for each in queue if each not in taking)])
+        self.suspects = known if len(segments) == 1 else parts
+        return parts[0] if len(segments) == 1 and parts else None
+
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks return."""
         for sequence in (*self.waiting, *self.running, *self.resting):
@@ -166,6 +200,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.resting.clear()
+        self.suspects = []
         if self.prefixes is not None:
             self.prefixes.clear()
         self.cache.reset()
@@ -174,6 +209,8 @@ class Scheduler:
         """Give running sequences their share of the budget, those with one token to feed first."""
         segments: list[Segment] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
+            if self.suspects and sequence is not self.suspects[0]:
+                continue
             left = self._budget_left(segments)
             if left == 0:
                 break
@@ -184,6 +221,8 @@ class Scheduler:
     def _admit(self, segments: list[Segment]) -> None:
         while self.waiting and (left := self._budget_left(segments)) != 0:
             sequence = self.waiting[0]
+            if self.suspects and (segments or sequence is not self.suspects[0]):
+                return
             while True:
                 prefix = self._prefix_of(sequence)
                 if not self._may_enter(sequence):

@@ -133,8 +133,11 @@ def test_blocks_return_when_a_step_fails(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "forward", failing)
-        with pytest.raises(error, match="the power went"):
-            engine.generate(prompts, GREEDY) if verb == "generate" else engine.score(prompts[1:2], [prompts[1]])
+        if error is RuntimeError and verb == "generate":  # of several: each goes on
+            assert tokens_of(engine.generate(prompts, GREEDY)) == expected
+        else:
+            with pytest.raises(error, match="the power went"):
+                engine.generate(prompts, GREEDY) if verb == "generate" else engine.score(prompts[1:2], [prompts[1]])
     assert engine.blocks_in_use == 0
     assert tokens_of(engine.generate(prompts, GREEDY)) == expected  # nothing of the failed call is left
 
