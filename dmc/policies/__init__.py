@@ -10,10 +10,13 @@ from dmc.policies.adakv import AdaKV
 from dmc.policies.base import CachePolicy, Entries, Rewrite
 from dmc.policies.cake import CAKE
 from dmc.policies.cam import CaM
+from dmc.policies.controls import Marked, Random
 from dmc.policies.d2o import D2O
 from dmc.policies.eviction import EvictionPolicy
+from dmc.policies.expected_attention import ExpectedAttention
 from dmc.policies.h2o import H2O
 from dmc.policies.infllm import InfLLM
+from dmc.policies.kvzip import KVzip
 from dmc.policies.lava import LAVa
 from dmc.policies.omnikv import OmniKV
 from dmc.policies.pyramidkv import PyramidKV
@@ -36,12 +39,16 @@ __all__ = [
     "CachePolicy",
     "Entries",
     "EvictionPolicy",
+    "ExpectedAttention",
     "InfLLM",
+    "KVzip",
     "LAVa",
     "LocalWindow",
+    "Marked",
     "OmniKV",
     "PyramidKV",
     "Quest",
+    "Random",
     "ReadingPolicy",
     "Rewrite",
     "RoCo",

@@ -55,11 +55,11 @@ class AdaKV(SnapKV):
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose over all heads."""
         assert entries.observed is not None
+        if not self.official_blend:
+            return self.keep_over_heads(entries, budget, self.alpha_f)
         window = int((entries.observed[0, 0] == torch.inf).sum())
         floor = math.floor(self.alpha_f * (budget - window))
         scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
-        if not self.official_blend:
-            return entries.by_slot(keep_pooled(scores, budget, window + floor))
         count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window
         blended = ((1 - self.alpha_f) * count.double() + floor).round().long()  # half to even
         return entries.by_slot(keep_top(scores, window + blended))

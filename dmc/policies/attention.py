@@ -57,6 +57,8 @@ class CacheAttention:
 
     def __init__(self, cache: Cache, backend: ModuleType) -> None:
         self.cache, self.backend = cache, backend
+        self.tokens: dict[int, list[int]] = {}
+        """Of the sequences in a pass, by row: those of the pass and before, maybe more."""
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """Feed one layer.
@@ -71,6 +73,14 @@ class CacheAttention:
             [T, H_q, D].
         """
         return self.attend_to_all(layer_index, batch, query, self.append(layer_index, batch, tokens), scaling)
+
+    def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
+        """Do what is left when all layers have been fed, before anything is counted.
+
+        Args:
+            feed: runs the model over tokens whose first has a given position, once more, without logits; its layers ask
+                the given object's `attend_plain` instead of the cache.
+        """
 
     def by_phase(
         self, batch: ForwardBatch, query: Tensor, attend: Callable[[ForwardBatch, Tensor | slice], Tensor]

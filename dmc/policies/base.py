@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class Entries:
     """Copies the positions, see `positions`."""
     read_sums: Callable[[], dict[Sum, Tensor]]
     """Copies the sums, see `sums`."""
+    read_tokens: Callable[[], Tensor]
+    """Copies the first sequence's token ids, int64 [tokens_seen]."""
     read_keys: Callable[[], Tensor]
     """Copies the keys, rotated at their positions, [S, H, N, D]."""
     read_values: Callable[[], Tensor]
@@ -59,6 +61,8 @@ class Entries:
     """At the end of a prompt: attention of its last w queries, float32 [S, H, group, w, N]."""
     columns: Tensor | None = None
     """At the end of a prompt: attention received from all of its queries, float32 [S, H, group, N]."""
+    gathered: Any = None
+    """At the end of a prompt: what the policy's `gather` made of its queries."""
     observed: Tensor | None = None
     """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
     nth_newest: Callable[[Tensor, Tensor], Tensor] = nth_newest
@@ -171,6 +175,10 @@ class CachePolicy:
         Raises:
             ValueError: it does not fit them.
         """
+        return self
+
+    def worded(self, tokenizer: Any) -> CachePolicy:
+        """Return the policy with its texts as tokens; without a tokenizer it has none."""
         return self
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
-from dmc.policies.budgets import keep_top, within
+from dmc.policies.budgets import keep_pooled, keep_top, within
 
 POWERS = {"mass": 1, "squares": 2}
 """Of the attention that a sum grows by."""
@@ -44,6 +45,8 @@ class EvictionPolicy(CachePolicy):
     """Whether it must see the attention of every generated token's query."""
     merges: bool = False
     """Whether `merge` changes entries that stay."""
+    gathers: ClassVar[bool] = False
+    """Whether it must see all queries of a prompt before RoPE (`gather`)."""
     sums: ClassVar[tuple[Sum, ...]] = ()
     """Running sums that it needs of every entry."""
     adapts_layers: ClassVar[bool] = False
@@ -77,6 +80,16 @@ class EvictionPolicy(CachePolicy):
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Eviction:
         """See `CachePolicy.attention`."""
         return Eviction(cache, backend, self, rotary)
+
+    def gather(self, before: Any, query: Tensor, begin: int) -> Any:
+        """Take in the next queries of a prompt; what the last call answers comes back as `Entries.gathered`.
+
+        Args:
+            before: what the call for the queries before them answered; None: there were none.
+            query: before RoPE, times the factor on the scores, float32 [H_q, n, D].
+            begin: position of the first.
+        """
+        raise NotImplementedError
 
     def observe(self, entries: Entries, limit: int) -> Tensor | None:
         """Look at `entries.rows` when a prompt of more than `limit` tokens ends; the answer comes back as `observed`.
@@ -119,6 +132,13 @@ class EvictionPolicy(CachePolicy):
         scores = self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf)
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
+    def keep_over_heads(self, entries: Entries, budget: int, share: float) -> Tensor:
+        """Choose by what was observed, over all heads; each keeps what is +inf, and `share` of its other budget."""
+        assert entries.observed is not None
+        window = int((entries.observed[0, 0] == torch.inf).sum())
+        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
+        return entries.by_slot(keep_pooled(scores, budget, window + math.floor(share * (budget - window))))
+
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""
         return None
@@ -154,6 +174,7 @@ class Eviction(CacheAttention):
         self._has_positions = cache.layout.compression is None
         self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
         self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
+        self._gathered: dict[tuple[int, int], Any] = {}  # what the policy made of all their queries, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
         self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
         self._notes: dict[str, Tensor] = {}  # of the tokens being fed, the same in all layers
@@ -164,6 +185,7 @@ class Eviction(CacheAttention):
             if Phase.FIRST in phase:
                 self._window.pop((layer_index, row), None)
                 self._columns.pop((layer_index, row), None)
+                self._gathered.pop((layer_index, row), None)
                 self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
         seen = self.append(layer_index, batch, tokens)
         if self._has_positions:
@@ -205,6 +227,11 @@ class Eviction(CacheAttention):
                 own, before = query[span].transpose(0, 1), self._window.get((layer_index, row))
                 window = own if before is None else torch.cat((before, own), dim=1)
                 self._window[layer_index, row] = window[:, -policy.window :].clone()
+        for row, span, begin in zip(batch.rows, batch.spans, batch.begins, strict=True) if policy.gathers else ():
+            cos, sin = self._rotary(torch.arange(begin, begin + span.stop - span.start, device=query.device)[None])
+            turned_back = rotate(query[None, span].transpose(1, 2).float() * scaling, cos, -sin)[0]
+            before = self._gathered.get((layer_index, row))
+            self._gathered[layer_index, row] = policy.gather(before, turned_back, begin)
         if not self._powers:
             return
         columns, squares = self.backend.attention_received(query, layer, batch, slots, scaling)
@@ -249,9 +276,7 @@ class Eviction(CacheAttention):
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
         """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
         policy, num_layers = self.policy, self.cache.layout.num_layers
-        limit = max(1, policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
-        for name in ("limits", "nominal"):
-            self.cache.fields[name][layer_index, row] = limit
+        limit = self._set_limit(layer_index, row, tokens_seen)
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
@@ -266,6 +291,7 @@ class Eviction(CacheAttention):
         seen = self._seen[row]
         if (columns := self._columns.pop((layer_index, row), None)) is not None:
             entries.columns = columns[None, ..., :length]  # as wide as the pass's longest prompt
+        entries.gathered = self._gathered.pop((layer_index, row), None)
         entries.observed = policy.observe(entries, limit)
         seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
         self._remember(entries, rows)
@@ -282,6 +308,12 @@ class Eviction(CacheAttention):
                 self._compress(self._entries(index, rows, entries.tokens_seen, num_entries), rows, budget, seen[index])
         if layer_index == num_layers - 1:
             del self._seen[row]
+
+    def _set_limit(self, layer_index: int, row: int, tokens_seen: int) -> int:
+        limit = max(1, self.policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
+        for name in ("limits", "nominal"):
+            self.cache.fields[name][layer_index, row] = limit
+        return limit
 
     def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
         """Entries per head, averaged and rounded up, that each layer chooses from; those to come at most so many."""
@@ -346,6 +378,7 @@ class Eviction(CacheAttention):
             nominal=fields["nominal"][layer_index, rows].long(),
             read_positions=read_positions,
             read_sums=lambda: dict(zip(sums, self.backend.read_notes(layer, rows, sums, num_entries), strict=True)),
+            read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
             read_keys=lambda: gather(layer.key_pages),
             read_values=lambda: gather(layer.value_pages),
             rotate=turn,

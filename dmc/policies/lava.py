@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmc.budget import whole
 from dmc.policies.base import Entries
-from dmc.policies.budgets import effective_window, in_proportion, keep_pooled, pyramid
+from dmc.policies.budgets import effective_window, in_proportion, pyramid
 from dmc.policies.scores import pool_before
 from dmc.policies.snapkv import SnapKV
 
@@ -94,8 +94,4 @@ class LAVa(SnapKV):
         """Choose over all heads, or in each."""
         if self.head_budget == "equal":
             return super().keep(entries, budget)
-        assert entries.observed is not None
-        window = int((entries.observed[0, 0] == torch.inf).sum())
-        least = window + math.floor(self.floor * (budget - window))
-        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
-        return entries.by_slot(keep_pooled(scores, budget, least))
+        return self.keep_over_heads(entries, budget, self.floor)

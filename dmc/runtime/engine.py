@@ -120,7 +120,7 @@ class Engine:
         if token_budget is not None:
             token_budget = whole_number("token_budget", token_budget, also=", or None")
         if policy is not None:
-            policy = fit_policy(model, policy, block_size, prefill_chunk_size)
+            policy = fit_policy(model, policy, block_size, prefill_chunk_size).worded(tokenizer)
             policy = None if policy.budget.ratio == 1 else policy
         self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model, policy)

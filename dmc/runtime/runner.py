@@ -166,6 +166,7 @@ class Runner:
             phases=[segment.phase for segment in segments],
             prompt_ends=[segment.sequence.prompt_end for segment in segments],
         )
+        self._attention.tokens = {segment.sequence.row or 0: segment.sequence.tokens for segment in segments}
         step = Step(self.cache, self._attention, batch, self._rotary)
         tokens: list[int] = []
         wanted: list[int] = []
@@ -186,6 +187,7 @@ class Runner:
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
             )
         step.finish()
+        self._attention.finish(self._feed)
         tally.count_last(ones, self.cache.lengths, adds=True)
         tally.count_last(many, self.cache.lengths, adds=False)
         for segment in segments:
@@ -193,6 +195,14 @@ class Runner:
             sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)
             sequence.num_fed += len(segment.tokens)
         return output.logits[0]
+
+    def _feed(self, tokens: list[int], first_position: int, paged_cache: Any) -> None:
+        """See `CacheAttention.finish`."""
+        device = self.cache.layout.device
+        positions = torch.arange(first_position, first_position + len(tokens), device=device)[None]
+        asked = {"position_ids": positions, "paged_cache": paged_cache, "use_cache": False, "logits_to_keep": 1}
+        with self._linear, self._stock:
+            self.model(torch.tensor([tokens], device=device), **asked)
 
     def _check_place(self) -> None:
         layout, parameter = self.cache.layout, next(self.model.parameters())

@@ -15,15 +15,20 @@ from dmc.policies import (
     VATP,
     AdaKV,
     CaM,
+    ExpectedAttention,
+    KVzip,
     LAVa,
     LocalWindow,
+    Marked,
     PyramidKV,
+    Random,
     RoCo,
     SnapKV,
     StreamingLLM,
 )
 
 EVICTING = [LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, D2O, LAVa]
+EVICTING += [ExpectedAttention, KVzip, Random, Marked]
 BUDGETS = [Budget(ratio=2), Budget(ratio=4), Budget(tokens=24)]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 

@@ -56,6 +56,10 @@ POLICIES: dict[str, policies.EvictionPolicy] = {
     "CaM": policies.CaM(budget=QUARTER),
     "D2O": policies.D2O(budget=QUARTER),
     "LAVa": policies.LAVa(budget=QUARTER),
+    "ExpectedAttention": policies.ExpectedAttention(budget=QUARTER, future=40),
+    "KVzip": policies.KVzip(budget=QUARTER, sinks=2, chunk=11, lead=3, instruction=[5, 9]),
+    "Random": policies.Random(budget=QUARTER),
+    "Marked": policies.Marked(budget=QUARTER, markers=[3, 20, 21, 60], behind=[1, 2]),
     "LAVa, tokens": policies.LAVa(budget=Budget(tokens=17)),
 }
 BOTH: dict[str, tuple[dict[str, Any], policies.EvictionPolicy]] = {
@@ -207,7 +211,7 @@ def test_entries_are_what_the_budget_says_at_every_step(
     attention.backend = SimpleNamespace(**{**vars(backend), "paged_attention": paged_attention})  # type: ignore
     prompts = make_prompts(*LENGTHS, 60)
     requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
-    adaptive = policy.adapts_layers or method in ("PyramidKV", "AdaKV")
+    adaptive = policy.adapts_layers or method in ("PyramidKV", "AdaKV", "ExpectedAttention", "KVzip")
     while any(request.generation is None for request in requests):
         most_attended.clear()
         engine.step()

@@ -6,6 +6,7 @@ from typing import Any
 
 from oracles.decoder import Decoder
 
+from .agnostic import ExpectedAttention, KVzip
 from .base import Method, Trace
 from .cake import CAKE
 from .d2o import D2O
@@ -20,6 +21,7 @@ from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
+EVICTING += (ExpectedAttention, KVzip)
 READING = (OmniKV, Quest, InfLLM)
 METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING + READING}
 

@@ -1,0 +1,75 @@
+"""Controls: what chance keeps, and what a rule keeps that knows what will be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries
+from dmc.policies.eviction import EvictionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(EvictionPolicy):
+    """Keep entries of a prompt by lot, each head its own."""
+
+    budget: Budget
+    seed: int = 0
+    """Of the lots: an entry draws the same for its layer, head and position."""
+
+    evicts_decoding: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Uniform on [0, 1)."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + entries.layer_index) % 2**63)
+        lots = torch.rand(int(entries.tokens_seen[0]), entries.shape[1], generator=generator).T
+        return lots.to(entries.lengths.device)[None].gather(-1, entries.positions.clamp_min(0).long())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked(EvictionPolicy):
+    """Keep the tokens of a prompt that stand at given distances behind a marker, and the last ones beside them.
+
+    Of more marked tokens than the budget holds the last stay. A subclass may mark by another rule.
+
+    Raises:
+        ValueError: an id or a distance is none.
+    """
+
+    budget: Budget
+    markers: Sequence[int] = ()
+    """Token ids."""
+    behind: Sequence[int] = (2,)
+    """Distances; 0 is the marker itself."""
+
+    evicts_decoding: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if any(type(each) is not int or each < 0 for each in [*self.markers, *self.behind]):
+            raise ValueError(f"markers={self.markers}, behind={self.behind}: expected token ids, and distances >= 0")
+
+    @property
+    def serves_compressed(self) -> bool:
+        """See `CachePolicy`: merged tokens have no id."""
+        return False
+
+    def marked(self, tokens: Tensor) -> Tensor:
+        """Say which tokens, int64 [n], are marked, bool [n]."""
+        is_marker = torch.isin(tokens, torch.tensor(list(self.markers), dtype=torch.long, device=tokens.device))
+        marks = torch.zeros_like(is_marker)
+        for distance in self.behind:
+            marks[distance:] |= is_marker[: max(0, len(tokens) - distance)]
+        return marks
+
+    def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
+        """Positions, above all of which those of the marked come."""
+        tokens = entries.read_tokens()
+        marks = self.marked(tokens)[entries.positions.clamp_min(0).long()]
+        return entries.positions.float() + len(tokens) * marks

@@ -1,0 +1,101 @@
+"""Expected Attention (arXiv:2510.00636): what queries to come will attend to, if they are like those of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.policies.base import Entries
+from dmc.policies.eviction import EvictionPolicy
+
+
+@dataclass
+class Moments:
+    """Mean [H_q, D] and sum of squared deviations [H_q, D, D] of so many queries before RoPE."""
+
+    count: int
+    mean: Tensor
+    deviations: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(EvictionPolicy):
+    """Keep the entries with the highest expected contribution to the output, over all heads of a layer (AdaKV).
+
+    With mean mu and covariance S of the prompt's queries before RoPE, turned by R, the mean of the rotations of the
+    next `future` positions, an entry's score is
+
+        (softmax_i(k_i^T R mu / sqrt(d) + k_i^T R S R^T k_i / 2d) + epsilon) * ||v_i||_2
+
+    with the mean over the group before the norm. Differs from the paper, as its code does: the norm is of v, not W_o v.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    """First entries that stay; their queries are left out of the moments."""
+    future: int = 512
+    """Positions behind the prompt over which rotations are averaged."""
+    epsilon: float = 0.01
+    """Added to the expected attention, so that what hardly receives any is ranked by its value."""
+    covariance: bool = True
+    """Whether the spread of the queries counts beside their mean."""
+    alpha_f: float = 0.2
+    """Share of its equal budget that every head keeps."""
+
+    evicts_decoding: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+    gathers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.future < 1:
+            raise ValueError(f"sinks={self.sinks}, future={self.future}: expected tokens >= 0, and positions >= 1")
+        if not self.epsilon >= 0 or not 0 <= self.alpha_f <= 1:
+            raise ValueError(f"epsilon={self.epsilon}, alpha_f={self.alpha_f}: expected a number >= 0, a share 0 to 1")
+
+    @property
+    def serves_compressed(self) -> bool:
+        """See `CachePolicy`: a borrowed neuron is no part of RoPE."""
+        return False
+
+    def gather(self, before: Moments | None, query: Tensor, begin: int) -> Moments | None:
+        """Add queries to the moments of those before (Chan et al.'s update)."""
+        query = query[:, max(0, self.sinks - begin) :]
+        if (count := query.shape[1]) == 0:
+            return before
+        mean = query.mean(1)
+        centred = query - mean[:, None]
+        new = Moments(count, mean, centred.transpose(1, 2) @ centred)
+        if before is None:
+            return new
+        total, shift = before.count + count, mean - before.mean
+        between = shift[:, :, None] * shift[:, None] * (before.count * count / total)
+        return Moments(total, before.mean + shift * (count / total), before.deviations + new.deviations + between)
+
+    def observe(self, entries: Entries, limit: int) -> Tensor:
+        """The score above; +inf for the sinks."""
+        keys, heads = entries.read_keys().float()[0], entries.shape[1]  # [H, N, D]
+        sinks = entries.among_first(min(self.sinks, limit))
+        logits = keys.new_zeros(heads, 1, entries.num_entries)
+        if (moments := entries.gathered) is not None:
+            unit = torch.eye(keys.shape[-1], device=keys.device)[None, :, None].expand(-1, -1, self.future, -1)
+            ahead = entries.tokens_seen[:, None] + torch.arange(self.future, device=keys.device)
+            turn = entries.rotate(unit, ahead).mean(2)[0]  # row i is R e_i, [D, D]
+            mean = (moments.mean @ turn).unflatten(0, (heads, -1))
+            logits = mean @ keys.transpose(1, 2)
+            if self.covariance:
+                spread = (turn.T @ (moments.deviations / moments.count) @ turn).unflatten(0, (heads, -1))
+                logits = logits + ((keys[:, None] @ spread) * keys[:, None]).sum(-1) / 2
+        attention = logits.masked_fill((sinks | ~entries.exists)[0, :, None], -torch.inf).softmax(-1).mean(1)
+        scores = (attention + self.epsilon) * entries.read_values().float()[0].norm(dim=-1)
+        return scores[None].masked_fill(sinks, torch.inf)
+
+    def keep(self, entries: Entries, budget: int) -> Tensor:
+        """Choose over all heads."""
+        return self.keep_over_heads(entries, budget, self.alpha_f)

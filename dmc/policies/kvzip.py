@@ -1,0 +1,156 @@
+"""KVzip (arXiv:2505.23416): what the model would attend to if it had to repeat the context from its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dmc.budget import Budget
+from dmc.kernels.base import NewTokens
+from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.pages import gather_pages
+from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.policies.attention import Cache, RotaryTables
+from dmc.policies.budgets import keep_top
+from dmc.policies.eviction import Eviction, EvictionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzip(EvictionPolicy):
+    """Keep the entries with the highest scores of the whole model, whatever is asked later.
+
+    When a prompt ends, the text so far is fed once more behind it, `chunk` tokens c at a time, after an instruction to
+    repeat it. An entry's score is the most attention that any of these queries pays to it, among the sinks, the entries
+    of c and the repetition up to the query,
+
+        s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d))
+
+    It costs 2 to 3 times the prompt's own pass, and nothing of it stays in the cache. Differs from the authors' code:
+    one instruction leads every chunk, and there is none without a tokenizer; a later turn repeats the earlier ones.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    """First tokens that stay."""
+    chunk: int = 2048
+    """Tokens that are repeated together."""
+    lead: int = 8
+    """Tokens before a chunk that announce it."""
+    instruction: str | Sequence[int] = "\n\nRepeat the previous context exactly."
+    """What precedes each repetition: text, or token ids."""
+
+    evicts_decoding: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.lead < 0 or self.chunk < 1:
+            raise ValueError(
+                f"sinks={self.sinks}, lead={self.lead}, chunk={self.chunk}: expected tokens >= 0, and >= 1 in a chunk"
+            )
+
+    @property
+    def serves_compressed(self) -> bool:
+        """See `CachePolicy`: the second pass knows no gates."""
+        return False
+
+    def worded(self, tokenizer: Any) -> KVzip:
+        """See `CachePolicy`."""
+        if not isinstance(self.instruction, str):
+            return self
+        ids = [] if tokenizer is None else tokenizer(self.instruction, add_special_tokens=False)["input_ids"]
+        return dataclasses.replace(self, instruction=tuple(ids))
+
+    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Reconstruction:
+        """See `CachePolicy.attention`."""
+        return Reconstruction(cache, backend, self, rotary)
+
+
+class Reconstruction(Eviction):
+    """Lets prompts in whole, and compresses their layers together after a second pass."""
+
+    policy: KVzip
+
+    def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
+        """See `CacheAttention.attend`."""
+        if layer_index == 0:
+            self._ended: list[tuple[int, int, int]] = []  # row, tokens and limit of the prompts that end in this pass
+        return super().attend(layer_index, batch, query, tokens, scaling)
+
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+        limit = self._set_limit(layer_index, row, tokens_seen)
+        if layer_index == 0 and tokens_seen > limit:
+            self._ended.append((row, tokens_seen, limit))
+
+    def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
+        """See `CacheAttention.finish`."""
+        policy, layers = self.policy, range(self.cache.layout.num_layers)
+        for row, num_tokens, limit in self._ended:
+            rows, tokens = torch.tensor([row], device=self.cache.layout.device), self.tokens[row]
+            scores: list[Tensor] = []
+            for begin in range(0, num_tokens, policy.chunk):
+                end = min(begin + policy.chunk, num_tokens)
+                repetition = Repetition(self.cache, self.backend, rows, range(begin, end), policy.sinks, scores)
+                feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
+            counts = [each.numel() for each in scores]
+            keep = keep_top(torch.cat([each.flatten() for each in scores]), limit * self.cache.lengths[:, row].numel())
+            for index, kept in zip(layers, keep.split(counts), strict=True):
+                self.backend.compact(self.cache.layer(index), rows, kept.view_as(scores[index]))
+
+
+@dataclass
+class Repetition:
+    """A pass that attends to what a sequence holds and to itself, and enters nothing."""
+
+    cache: Cache
+    backend: ModuleType
+    rows: Tensor
+    """Of the sequence, int64 [1]."""
+    chunk: range
+    """Positions of the tokens that are repeated."""
+    sinks: int
+    scores: list[Tensor]
+    """By layer [1, H, N], written in place: +inf for sinks, -inf where there is no entry."""
+
+    def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attend from [1, H_q, T, D], already rotated, to the cache and to keys [1, H, T, D] up to the query's own."""
+        layer = self.cache.layer(layer_index)
+        tables = layer.block_tables[self.rows]
+        num_entries, num_new = int(layer.lengths[self.rows].max()), query.shape[2]
+        positions = self.backend.read_notes(layer, self.rows, ["position"], num_entries)[0]
+        exists, is_sink = positions >= 0, (positions >= 0) & (positions < self.sinks)
+        keys, values = (
+            torch.cat((gather_pages(pages, tables, num_entries).masked_fill(~exists[..., None], 0), new), dim=2)[
+                0
+            ].float()
+            for pages, new in ((layer.key_pages, key), (layer.value_pages, value))
+        )
+        if layer_index == len(self.scores):
+            self.scores.append(torch.zeros_like(positions, dtype=torch.float32).masked_fill(~exists, -torch.inf))
+            self.scores[-1].masked_fill_(is_sink, torch.inf)
+        repeated = (positions >= self.chunk.start) & (positions < self.chunk.stop)
+        rivals = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
+        grouped, outputs = query[0].float().unflatten(0, (len(keys), -1)) * scaling, []
+        order = torch.arange(num_new, device=query.device)
+        best = torch.zeros_like(self.scores[layer_index][0])
+        for begin in range(0, num_new, QUERY_BLOCK):
+            block = grouped[:, :, begin : begin + QUERY_BLOCK]
+            ahead = order > order[begin : begin + block.shape[2], None]
+            hidden = torch.cat((~exists[0][:, None].expand(-1, len(ahead), -1), ahead.expand(len(keys), -1, -1)), -1)
+            weights = (block @ keys[:, None].transpose(-1, -2)).masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+            outputs.append(weights @ values[:, None])
+            among = weights * rivals[:, None, None]
+            best = torch.maximum(
+                best, (among / among.sum(-1, keepdim=True).clamp_min(1e-30))[..., :num_entries].amax((1, 2))
+            )
+        scores = self.scores[layer_index]
+        scores.copy_(torch.where(repeated & ~is_sink, best[None], scores))
+        return torch.cat(outputs, dim=2).flatten(0, 1)[None].to(query.dtype)

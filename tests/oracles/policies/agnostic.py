@@ -1,0 +1,127 @@
+"""Expected Attention (arXiv:2510.00636) and KVzip (arXiv:2505.23416): what stays does not depend on a question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Layer, Method
+from .choices import highest
+from .snapkv import share_among_heads
+
+
+class ExpectedAttention(Method):
+    """Queries to come are Gaussian as those of the prompt, turned by the mean rotation of the next positions."""
+
+    def __init__(
+        self,
+        budget: dict[str, float],
+        sinks: int = 4,
+        future: int = 512,
+        epsilon: float = 0.01,
+        covariance: bool = True,
+        alpha_f: float = 0.2,
+    ) -> None:
+        super().__init__(budget)
+        self.sinks, self.future, self.epsilon = sinks, future, epsilon
+        self.covariance, self.alpha_f = covariance, alpha_f
+        self.raw_queries: dict[int, Tensor] = {}
+
+    def attend_prompt(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        self.raw_queries[index] = query
+        return super().attend_prompt(index, query, key, value, first)
+
+    def after_prompt(self, layers: list[Layer]) -> None:
+        capacity = self.limit(self.prompt_length)
+        if self.prompt_length <= capacity:
+            return
+        sinks = min(self.sinks, capacity)
+        for layer in layers:
+            scores = [[math.inf] * sinks + self.scores(layer, head, sinks) for head in range(len(layer.heads))]
+            floor = sinks + math.floor(self.alpha_f * (capacity - sinks))
+            chosen = share_among_heads(scores, capacity * len(scores), floor)
+            layer.heads = [
+                [entries[number] for number in kept] for entries, kept in zip(layer.heads, chosen, strict=True)
+            ]
+
+    def scores(self, layer: Layer, head: int, sinks: int) -> list[float]:
+        entries, size = layer.heads[head][sinks:], self.decoder.head_dim
+        ahead = range(self.prompt_length, self.prompt_length + self.future)
+        turn = sum(self.decoder.rotate(torch.eye(size).double(), position) for position in ahead).T / self.future
+        expected = torch.zeros(len(entries), dtype=torch.float64)
+        for queries in self.queries_of(self.raw_queries[layer.index], head):
+            queries = queries[self.sinks :]
+            mean = turn @ queries.mean(0)
+            spread = turn @ torch.cov(queries.T, correction=0) @ turn.T * self.covariance
+            logits = [each.key @ mean * size**-0.5 + each.key @ spread @ each.key / (2 * size) for each in entries]
+            expected += torch.stack(logits).softmax(0) / self.decoder.group
+        norms = torch.stack([entry.value.norm() for entry in entries])
+        return ((expected + self.epsilon) * norms).tolist()
+
+    def after_step(self, layer: Layer) -> None:
+        """Hold the new entry too."""
+
+
+class KVzip(Method):
+    """The prompt is fed once more behind itself, chunk by chunk; what these queries attend to most stays."""
+
+    def __init__(
+        self,
+        budget: dict[str, float],
+        sinks: int = 4,
+        chunk: int = 2048,
+        lead: int = 8,
+        instruction: Sequence[int] | str = "",
+    ) -> None:
+        super().__init__(budget)
+        self.sinks, self.chunk, self.lead = sinks, chunk, lead
+        self.instruction = [] if isinstance(instruction, str) else list(instruction)
+
+    def feed_prompt(self, prompt: list[int]) -> Tensor:
+        self.prompt = prompt
+        return super().feed_prompt(prompt)
+
+    def after_prompt(self, layers: list[Layer]) -> None:
+        capacity, length = self.limit(self.prompt_length), self.prompt_length
+        if length <= capacity:
+            return
+        self.best = [[[0.0] * length for _ in layer.heads] for layer in layers]
+        for begin in range(0, length, self.chunk):
+            self.concerned = range(begin, min(begin + self.chunk, length))
+            again = self.instruction + self.prompt[max(0, begin - self.lead) : self.concerned.stop]
+            self.decoder.feed(again, length, self.attend_again)
+        flat = [
+            math.inf if position < self.sinks else score
+            for heads in self.best
+            for scores in heads
+            for position, score in enumerate(scores)
+        ]
+        kept = set(highest(flat, capacity * sum(len(heads) for heads in self.best)))
+        order = iter(range(len(flat)))
+        for layer in layers:
+            layer.heads = [[entry for entry in entries if next(order) in kept] for entries in layer.heads]
+
+    def attend_again(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        outputs, places = [], torch.arange(first, first + query.shape[1])
+        for head, entries in enumerate(self.layers[index].heads):
+            keys = torch.stack([entry.key for entry in entries])
+            keys = torch.cat((keys, self.decoder.rotate(key[head], places)))
+            values = torch.cat((torch.stack([entry.value for entry in entries]), value[head]))
+            rivals = [p in self.concerned or p < self.sinks or p >= self.prompt_length for p in range(len(keys))]
+            for queries in self.decoder.rotate(self.queries_of(query, head), places):
+                rows = []
+                for number, each in enumerate(queries):
+                    seen = len(entries) + number + 1
+                    scores = keys[:seen] @ each * self.decoder.scaling
+                    rows.append(scores.softmax(0) @ values[:seen])
+                    among = scores.masked_fill(~torch.tensor(rivals[:seen]), -math.inf).softmax(0)
+                    for position in self.concerned:
+                        self.best[index][head][position] = max(self.best[index][head][position], float(among[position]))
+                outputs.append(torch.stack(rows))
+        return torch.stack(outputs)
+
+    def after_step(self, layer: Layer) -> None:
+        """Hold the new entry too."""
