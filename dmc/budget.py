@@ -34,11 +34,6 @@ def entry_bytes(head_dim: int, bytes_per_number: int) -> int:
     return 2 * head_dim * bytes_per_number
 
 
-def full_cache_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
-    """Bytes that an uncompressed cache holds for each token."""
-    return num_layers * num_kv_heads * entry_bytes(head_dim, bytes_per_number)
-
-
 @dataclass(frozen=True)
 class Budget:
     """How many entries each KV head may hold: a share of the tokens seen, in all turns of a session, or a fixed number.

@@ -38,6 +38,16 @@ def serve_shard(
     torch.distributed.destroy_process_group()
 
 
+def serve_one_by_one(rank: int, folder: Path, prompts: list[list[int]], out: Path) -> None:
+    """Answer one prompt after the other, and write how large the pool has become and what prefixes hold of it."""
+    engine = Engine(load_shard(folder), max_batch_size=2, prefix_cache=True)
+    for prompt in prompts:
+        engine.generate([prompt], SamplingParams(max_new_tokens=1, temperature=0))
+    found = engine.cache.allocator.num_blocks, engine.prefix_cache_bytes
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
 def sample_with_noise(
     rank: int, folder: Path, prompts: list[list[int]], params: list[SamplingParams], out: Path
 ) -> None:

@@ -414,8 +414,20 @@ def prefill_attention(
     Returns:
         [T, H_q, D]; zeros where a query sees nothing.
     """
-    tables = block_tables[batch.row_index]
-    return batch.unpad(_attend(batch, query, key_pages, value_pages, tables, seen, scaling)[0])
+    attended = torch.empty_like(query)
+    delay = 0 if seen.recent is None else (len(seen.recent.exists) - batch.num_tokens) // len(batch.rows) + 1
+    for count in sorted(set(batch.num_new)):  # a prompt beside tokens of others would fill a rectangle with padding
+        members = [i for i, new in enumerate(batch.num_new) if new == count]
+        part, where = batch.part(members)
+        top, recent = seen.top, seen.recent
+        if top is not None:
+            top = Top(top.key[where], top.value[where], top.exists[where])
+        if recent is not None:
+            _, around = batch.extended(delay - 1).part(members)
+            recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
+        own, tables = Seen(seen.slots[where], top, recent), block_tables[part.row_index]
+        attended[where] = part.unpad(_attend(part, query[where], key_pages, value_pages, tables, own, scaling)[0])
+    return attended
 
 
 def _attend(

@@ -548,17 +548,21 @@ class Engine:
                 root=request,
                 alternatives=[],
                 inbox=None,
+                _history=None,
             )
             self._requests[sequence] = other
             request.alternatives.append(other)
         self._scheduler.fork(request.sequence, [each.sequence for each in request.alternatives])
+        for other in request.alternatives:
+            if other.sequence.row is None:
+                other.stats_of_prompt = GenerationStats.of(request.sequence, self.cache)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
         choice = choose_tokens(
             logits,
             [request.params for request in requests],
             [request.generator for request in requests],
-            [request.history if request.params.changes_logits else ([], []) for request in requests],
+            [request.history(logits.shape[-1], logits.device) for request in requests],
         )
         # ranks may have summed in another order, and a token of their own would part them for good
         drawn, events = self.cache.layout.ranks.of_first(choice.as_rows()).tolist(), []
@@ -604,7 +608,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason, sound: bool = True) -> None:
         sequence = request.sequence
-        request.finish(reason, GenerationStats.of(sequence, self.cache), self.tokenizer)
+        stats = GenerationStats.of(sequence, self.cache) if sequence.row is not None else request.stats_of_prompt
+        request.finish(reason, stats or GenerationStats.of(sequence, self.cache), self.tokenizer)
         self._requests.pop(sequence, None)
         self._scheduler.finish(sequence, sound)
         sequence.num_preemptions, sequence.held = 0, Held()

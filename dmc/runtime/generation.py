@@ -48,12 +48,6 @@ class GenerationStats:
     peak_bytes_allocated: int
     """The most at any of these positions; before it is compressed, a policy's prompt may have held more."""
 
-    @property
-    def mean_ratio(self) -> float:
-        """Tokens over entries, both in sum over the positions."""
-        layers, heads = self.mean_slots.shape
-        return self.mean_tokens_seen * layers * heads / max(float(self.mean_slots.sum()), 1e-9)
-
     @classmethod
     def of(cls, sequence: Sequence, cache: PagedCache) -> GenerationStats:
         """Measure a sequence's place in the cache."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -87,8 +87,6 @@ class PagedCache:
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
         self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
-        self.before_growth: Callable[[], bool] = lambda: False
-        """Frees blocks rather than let the pool grow; says whether it did."""
 
     @property
     def num_free_rows(self) -> int:
@@ -242,18 +240,22 @@ class PagedCache:
             **{name: fields[name][index] for name in fields.names("row") if name not in own},
         )
 
-    def fits(self, rows: list[int | None], num_new: list[int], others: int = 0) -> bool:
-        """Whether feeding `num_new[i]` tokens to each row (None: to a new one), and taking `others`, leaves none short.
+    def fits(self, rows: list[int], num_new: list[int], others: int = 0) -> bool:
+        """Whether feeding `num_new[i]` tokens to each row, and taking `others`, leaves none short.
 
         Every token is taken to be appended. The device is asked for the lengths only when what was known of it last
         does not settle the question.
         """
         return self.grows or self._missing_blocks(rows, num_new, others) <= 0
 
-    def tokens_that_fit(self, rows: list[int | None], num_new: list[int], others: int = 0) -> int:
+    def would_grow(self, rows: list[int], num_new: list[int]) -> bool:
+        """Whether a pool that grows would on some rank, if all of these tokens were appended; asked as by `fits`."""
+        return self.grows and bool(rows) and self._missing_blocks(rows, num_new) > 0
+
+    def tokens_that_fit(self, rows: list[int], num_new: list[int]) -> int:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
         self._count_free()
-        left = self._known_free - self._blocks_needed(rows, num_new) - others
+        left = self._known_free - self._blocks_needed(rows, num_new)
         return max(left // (self.layout.num_layers * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
@@ -291,7 +293,7 @@ class PagedCache:
         if self._grows_by_layer:
             self._known_free = 0
         else:
-            missing = self._missing_blocks(list(rows), num_new)
+            missing = self._missing_blocks(rows, num_new)
             if missing > 0:
                 self._grow_pool(missing)
                 self._count_free()
@@ -320,25 +322,19 @@ class PagedCache:
             if missing > 0:
                 self._grow_pool(missing)
 
-    def _missing_blocks(self, rows: list[int | None], num_new: list[int], others: int = 0) -> int:
+    def _missing_blocks(self, rows: list[int], num_new: list[int], others: int = 0) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""
-        fed, unheld = self._fed_since_known.clone(), []
-        for row, count in zip(rows, num_new, strict=True):
-            if row is None:
-                unheld.append(count)
-            else:
-                fed[row] += count
-        others += self._most_taken(torch.tensor(unheld))
+        fed = self._fed_since_known.clone()
+        fed[rows] += torch.tensor(num_new, dtype=torch.long)
         if (most_taken := self._most_taken(fed) + others) <= self._known_free:
             return most_taken - self._known_free
         self._count_free()
         return self._blocks_needed(rows, num_new) + others - self._known_free
 
-    def _blocks_needed(self, rows: list[int | None], num_new: list[int]) -> int:
-        """Blocks that tokens of those sequences that have a row take if each is appended; the most of any rank."""
-        held = [(row, count) for row, count in zip(rows, num_new, strict=True) if row is not None]
-        counts = torch.tensor([count for _, count in held], dtype=torch.long, device=self.lengths.device)
-        lengths = self.lengths[:, [row for row, _ in held]].long()
+    def _blocks_needed(self, rows: list[int], num_new: list[int]) -> int:
+        """Blocks that rows take for so many tokens each if all are appended; the most of any rank."""
+        counts = torch.tensor(num_new, dtype=torch.long, device=self.lengths.device)
+        lengths = self.lengths[:, rows].long()
         grown = -(-(lengths + counts[None, :, None]) // self.block_size)
         return self.layout.ranks.maximum(int((grown - -(-lengths // self.block_size)).sum()))
 
@@ -352,11 +348,6 @@ class PagedCache:
         self._fed_since_known.zero_()
 
     def _grow_pool(self, missing: int) -> None:
-        needed = self.allocator.num_free + missing
-        while missing > 0 and self.grows and self.before_growth():
-            missing = needed - self.allocator.num_free
-        if missing <= 0:
-            return
         if not self.grows:
             raise OutOfBlocksError(
                 f"{missing} more blocks may be needed than the {self.allocator.num_free} of "

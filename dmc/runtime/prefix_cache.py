@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -40,9 +40,6 @@ class PrefixCache:
         self._found: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
         self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # the longest unused first
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others part there
-        if cache.layout.ranks.size == 1:  # pools of several processes grow each by itself, but all must find alike
-            shrink = weakref.WeakMethod(self._shrink)  # the cache shall go with its engine
-        cache.before_growth = lambda: (method := shrink()) is not None and method()
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._keys)
@@ -82,6 +79,8 @@ class PrefixCache:
     def chunk(self, sequence: Sequence, count: int) -> int:
         """Say how many of the next `count` tokens to feed so that the pass ends where a snapshot may be wanted."""
         begin, size = sequence.num_fed, self._block_size
+        if count == 1:
+            return count
         hashes = self._hashes(sequence, begin + count)
         for number in range(max(begin // size + 1, LEAST_BLOCKS), len(hashes) + 1):
             if self._seen.get(hashes[number - 1]):
@@ -93,10 +92,14 @@ class PrefixCache:
         """Whether others are about to compute more of a sequence's beginning than it would go on from now."""
         own = self._hashes(sequence, _most(sequence))
         for other in others:
-            theirs = self._hashes(other, len(other.tokens))
-            common = sum(mine == its for mine, its in zip(own, theirs, strict=False))
-            parts = (i for i in range(common, LEAST_BLOCKS - 1, -1) if self._seen.get(own[i - 1]))
-            if max(other.num_fed, sequence.num_fed) < next(parts, 0) * self._block_size:
+            if other.num_waiting == 1:
+                continue
+            theirs = self._hashes(other, _most(other))
+            # a hash is of all that comes before too: from the first that differs on, all do
+            common = bisect_left(range(min(len(own), len(theirs))), True, key=lambda i: own[i] != theirs[i])
+            if common < LEAST_BLOCKS or not self._seen.get(own[common - 1]):
+                continue
+            if max(other.num_fed, sequence.num_fed) < common * self._block_size:
                 return True
         return False
 
@@ -121,12 +124,19 @@ class PrefixCache:
         self._add(sequence, self._cache.snapshot(sequence.row, moves=True))
         return True
 
-    def reclaim(self) -> bool:
-        """Let go of the snapshot that was longest unused; False: there is none."""
-        if not self._keys:
+    def reclaim(self, spared: int = 0) -> bool:
+        """Let go of the snapshot that was longest unused; False: there are none but so many, the latest used."""
+        if len(self._keys) <= spared:
             return False
         self._forget(next(iter(self._keys)))
         return True
+
+    def shrink(self) -> bool:
+        """Let go of a snapshot, not the latest used, if a pool that grows would grow for snapshots more than others."""
+        cache = self._cache
+        most = 2 * cache.blocks_only_in(self) >= cache.allocator.num_blocks
+        # pools of several ranks grow each by itself, but all must find alike
+        return bool(cache.layout.ranks.maximum(most)) and self.reclaim(spared=1)
 
     def empty(self) -> None:
         """Let go of all snapshots."""
@@ -137,12 +147,6 @@ class PrefixCache:
         """Forget all snapshots, whose blocks the cache has taken back."""
         self._found.clear()
         self._keys.clear()
-
-    def _shrink(self) -> bool:
-        """Let go of a snapshot, not the latest used, if a pool that grows would grow for snapshots more than others."""
-        if len(self._keys) < 2 or 2 * self._cache.blocks_only_in(self) < self._cache.allocator.num_blocks:
-            return False
-        return self.reclaim()
 
     def _add(self, sequence: Sequence, snapshot: Snapshot) -> None:
         end = snapshot.tokens_seen

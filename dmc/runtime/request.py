@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats
-from dmc.runtime.sampling import SamplingParams
+from dmc.runtime.sampling import History, SamplingParams
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.text_stream import TextStream
 
@@ -62,6 +62,9 @@ class Request:
     """All continuations, when the last has ended."""
     error: Exception | None = None
     """Why it could not go on; its generation holds what came before."""
+    stats_of_prompt: GenerationStats | None = None
+    """What the prompt held, of a continuation that got no place beside it and may end without one."""
+    _history: History | None = None
 
     def begin(self) -> None:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
@@ -75,10 +78,17 @@ class Request:
         return [self, *self.alternatives]
 
     @property
-    def history(self) -> tuple[list[int], list[int]]:
-        """Tokens before the continuation, and its own."""
-        tokens, count = self.sequence.tokens, len(self.logprobs)
-        return tokens[: len(tokens) - count], tokens[len(tokens) - count :]
+    def own_tokens(self) -> list[int]:
+        """The continuation so far."""
+        tokens = self.sequence.tokens
+        return tokens[len(tokens) - len(self.logprobs) :]
+
+    def history(self, vocab_size: int, device: torch.device) -> History | None:
+        """Return the tokens so far on the device where the next one's logits depend on them; kept from then on."""
+        if self._history is None and self.params.changes_logits:
+            tokens, count = self.sequence.tokens, len(self.logprobs)
+            self._history = History(tokens[: len(tokens) - count], self.own_tokens, vocab_size, device)
+        return self._history
 
     def take_prompt(self, logits: Tensor) -> int:
         """Note how likely the prompt's tokens were; return how many of the predictions, [n, vocab], these are."""
@@ -99,6 +109,8 @@ class Request:
         self.sequence.tokens.append(token)
         self.sequence.wanted += 1
         self.logprobs.append(logprob)
+        if self._history is not None:
+            self._history.add(token)
         if self.params.top_logprobs:
             self.top_logprobs.append(top)
         text = "" if self.text_stream is None else self.text_stream.push(token)
@@ -118,7 +130,7 @@ class Request:
 
     def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
         """Put the generation together."""
-        tokens = self.history[1]
+        tokens = self.own_tokens
         text: str | None
         if self.text_stream is not None and (self.text_stream.stopped or reason == "error"):  # maybe the tokenizer's
             text = "".join(self.text_stream.pieces)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from dmc.runtime.arguments import index_of, real_number, whole_number
 
@@ -103,8 +102,38 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
-History = tuple[list[int], list[int]]
-"""Tokens of a row before its continuation, and those of it so far."""
+class History:
+    """The tokens of a row so far, on the device, as penalties and processors want them; one more costs the same always.
+
+    Args:
+        before: tokens before the row's continuation.
+        since: those of it so far.
+        vocab_size: ids are below it.
+        device: of the logits.
+    """
+
+    def __init__(
+        self, before: list[int], since: list[int], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self._count = len(before) + len(since)
+        self._tokens = torch.tensor([*before, *since], dtype=torch.long, device=device)
+        self.marks = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
+        """Which tokens have come, and which of them in the continuation, [2, vocab]."""
+        self.marks[0, self._tokens] = True
+        self.marks[1, self._tokens[len(before) :]] = True
+
+    @property
+    def tokens(self) -> Tensor:
+        """All of them, int64 [1, t]."""
+        return self._tokens[None, : self._count]
+
+    def add(self, token: int) -> None:
+        """Take the continuation's next token in."""
+        if self._count == len(self._tokens):
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(max(self._count, 64))))
+        self._tokens[self._count] = token
+        self.marks[:, token] = True
+        self._count += 1
 
 
 class Choice(NamedTuple):
@@ -131,7 +160,7 @@ def choose_tokens(
     logits: Tensor,
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
-    histories: Sequence[History] | None = None,
+    histories: Sequence[History | None] | None = None,
 ) -> Choice:
     """Choose the next token of every row; a row's choice does not depend on the others.
 
@@ -139,10 +168,10 @@ def choose_tokens(
         logits: [R, vocab].
         params: of each row.
         generators: of each row, on the CPU; a sampled row takes one number. None: torch's default generator.
-        histories: of each row, of whose params `changes_logits`; None: there is nothing before.
+        histories: of each row; None: its params do not change logits, or there is nothing before.
     """
     log_probs = logits.float().log_softmax(-1)
-    scores, errors = _processed(log_probs, logits, params, histories or [([], [])] * len(params))
+    scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params))
     sampled = [row for row, each in enumerate(params) if each.temperature > 0]
     if len(sampled) < len(params):
         tokens = scores.argmax(-1)
@@ -160,29 +189,25 @@ def choose_tokens(
 
 
 def _processed(
-    log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]
+    log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History | None]
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Apply penalties and processors to the logits of rows that have any; others' log-probabilities serve as well."""
-    scores = log_probs
     errors: dict[int, Exception] = {}
     rows = [row for row, each in enumerate(params) if each.changes_logits]
-    if rows:
-        scores = log_probs.clone()
-        scores[rows] = logits[rows].float()
-    for penalty in {params[row].repetition_penalty for row in rows} - {1.0}:
-        alike = [row for row in rows if params[row].repetition_penalty == penalty and any(histories[row])]
-        if alike:
-            tokens = _padded([before + since for before, since in (histories[row] for row in alike)], logits.device)
-            scores[alike] = RepetitionPenaltyLogitsProcessor(penalty)(tokens, scores[alike])
-    if alike := [row for row in rows if params[row].presence_penalty and histories[row][1]]:
-        tokens = _padded([histories[row][1] for row in alike], logits.device)
-        penalties = torch.tensor([params[row].presence_penalty for row in alike], device=logits.device)[:, None]
-        scores[alike] = scores[alike].scatter(1, tokens, scores[alike].gather(1, tokens) - penalties)
-    for row in rows:
+    if not rows:
+        return log_probs, errors
+    device, nothing = logits.device, History([], [], logits.shape[-1], logits.device)
+    past = [histories[row] or nothing for row in rows]
+    came, generated = torch.stack([each.marks for each in past], dim=1)  # [rows, vocab] each
+    penalties = [(params[row].repetition_penalty, params[row].presence_penalty) for row in rows]
+    repetition, presence = torch.tensor(penalties, device=device).T[..., None]
+    scores, own = log_probs.clone(), logits[rows].float()
+    own = torch.where(came, torch.where(own < 0, own * repetition, own / repetition), own)
+    scores[rows] = torch.where(generated, own - presence, own)
+    for row, history in zip(rows, past, strict=True):
         if (processor := params[row].logits_processor) is not None:
-            before, since = histories[row]
             try:
-                processed = processor(torch.tensor([before + since], device=logits.device), scores[row : row + 1])
+                processed = processor(history.tokens, scores[row : row + 1])
                 if processed.shape != (1, logits.shape[-1]):
                     raise ValueError(
                         f"logits_processor gave {tuple(processed.shape)}: expected {(1, logits.shape[-1])}"
@@ -192,12 +217,6 @@ def _processed(
                 errors[row] = RuntimeError(f"logits_processor={processor!r:.80} failed: {error!r}")
                 errors[row].__cause__ = error
     return scores, errors
-
-
-def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
-    """Lay token ids out as a rectangle; what comes once may come again."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *row[:1] * (longest - len(row))] for row in rows], device=device)
 
 
 def _draw(log_probs: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class Scheduler:
         self.pace, self.prefixes = pace, prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In the order in which they were submitted."""
+        """In the order in which they were let in."""
         self.resting: list[Sequence] = []
         """Kept ones that have a row but do not run, or wait for their turn to; the longest unused first."""
         self.outgrown: Sequence | None = None
@@ -121,11 +122,14 @@ class Scheduler:
             segments = self._share_out()
         if not preempted:
             self._admit(segments)
+        while self.prefixes is not None and self.cache.would_grow(*self._rows_and_counts(segments)):
+            if not self.prefixes.shrink():
+                break
         return segments
 
-    def _make_room(self, sequence: Sequence | None = None) -> bool:
-        """Take blocks from those who do not run, `sequence` apart; False: there are none."""
-        return (self.prefixes is not None and self.prefixes.reclaim()) or self._evict_another(sequence)
+    def _make_room(self, sequence: Sequence | None = None, spared: int = 0) -> bool:
+        """Take blocks from those who do not run, `sequence` and the latest used prefixes apart; False: none has any."""
+        return (self.prefixes is not None and self.prefixes.reclaim(spared)) or self._evict_another(sequence)
 
     def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
         """Let others go on from where one that runs stands: at once as far as there is room, else computed again."""
@@ -169,8 +173,6 @@ class Scheduler:
         """Take a sequence off and its blocks back, kept or not."""
         self.finish(sequence)
         self._release(sequence)
-        if sequence in self.resting:
-            self.resting.remove(sequence)
 
     def recover(self, segments: list[Segment]) -> Sequence | None:
         """Compute all again after a pass that has failed, in which whatever took part in it goes alone for once.
@@ -219,36 +221,44 @@ class Scheduler:
         return segments
 
     def _admit(self, segments: list[Segment]) -> None:
-        while self.waiting and (left := self._budget_left(segments)) != 0:
-            sequence = self.waiting[0]
-            if self.suspects and (segments or sequence is not self.suspects[0]):
+        for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
+            left = self._budget_left(segments)
+            if left == 0 or (self.suspects and (segments or sequence is not self.suspects[0])):
                 return
-            while True:
-                prefix = self._prefix_of(sequence)
-                if not self._may_enter(sequence):
-                    return
-                if sequence.row is None and self.cache.num_free_rows == 0:
-                    if not self._evict_another(sequence):
-                        return
-                    continue
-                copies = 0 if prefix is None else self.cache.blocks_to_share()
-                segment = self._segment(sequence, left)
-                if self._fits([*segments, segment], copies):
-                    break
+            self._prefix_of(sequence)
+            if self._waits_for_others(sequence):
+                continue
+            if not self._may_enter(sequence) or not self._open(sequence, segments):
+                return
+            while not self._fits([*segments, segment := self._segment(sequence, left)]):
                 if not self._make_room(sequence):
-                    segment = self._shrunk(segment, segments, copies)
-                    if not self._fits([*segments, segment], copies):
+                    segment = self._shrunk(segment, segments)
+                    if not self._fits([*segments, segment]):
                         self.outgrown = None if self.running else sequence
                         return
                     break
             self.running.append(sequence)
-            self.waiting.popleft()
-            if sequence.row is None:
-                sequence.row = self.cache.open_row(prefix)
-                self.cache.tally.open_row(sequence.row, sequence.held)
-            else:
-                self.resting.remove(sequence)
+            self.waiting.remove(sequence)
+            self.resting.remove(sequence)
             segments.append(segment)
+
+    def _open(self, sequence: Sequence, others: list[Segment]) -> bool:
+        """Give a sequence a row and, as far as others leave room, what it goes on from; False: there is no row.
+
+        It rests there until it runs; that a prefix is forgotten takes no more from it.
+        """
+        if sequence.row is not None:
+            return True
+        while self.cache.num_free_rows == 0:
+            if not self._evict_another(sequence):
+                return False
+        prefix = self._prefix_of(sequence)
+        while prefix is not None and not self._fits(others, self.cache.blocks_to_share()):
+            prefix = self._prefix_of(sequence) if self._make_room(sequence, spared=1) else None
+        sequence.row, sequence.num_fed = self.cache.open_row(prefix), 0 if prefix is None else prefix.tokens_seen
+        self.cache.tally.open_row(sequence.row, sequence.held)
+        self.resting.append(sequence)
+        return True
 
     def _prefix_of(self, sequence: Sequence) -> Snapshot | None:
         """Return what a sequence without a row goes on from, if anything."""
@@ -278,11 +288,11 @@ class Scheduler:
         wanted = min(max(sequence.wanted - begin, 0), count)
         return Segment(sequence, sequence.tokens[begin : begin + count], wanted, phase)
 
-    def _shrunk(self, segment: Segment, others: list[Segment], copies: int = 0) -> Segment:
-        """Cut tokens off that do not fit beside those of others and so many blocks; a policy's prompts stay whole."""
+    def _shrunk(self, segment: Segment, others: list[Segment]) -> Segment:
+        """Cut tokens off that do not fit beside those of others; a policy's prompts stay whole."""
         if self.pace is not None or len(segment.tokens) == 1:
             return segment
-        fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others), copies)
+        fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
         return self._of(segment.sequence, min(len(segment.tokens), fitting))
 
     def _budget_left(self, segments: list[Segment]) -> int | None:
@@ -293,16 +303,19 @@ class Scheduler:
     def _fits(self, segments: list[Segment], others: int = 0) -> bool:
         return self.cache.fits(*self._rows_and_counts(segments), others)
 
-    def _rows_and_counts(self, segments: list[Segment]) -> tuple[list[int | None], list[int]]:
-        return [each.sequence.row for each in segments], [len(each.tokens) for each in segments]
+    def _rows_and_counts(self, segments: list[Segment]) -> tuple[list[int], list[int]]:
+        held = [(each.sequence.row, len(each.tokens)) for each in segments if each.sequence.row is not None]
+        return [row for row, _ in held], [count for _, count in held]
+
+    def _waits_for_others(self, sequence: Sequence) -> bool:
+        """Whether what it begins with is being computed; it keeps nobody back who need not wait for that."""
+        return self.prefixes is not None and sequence.row is None and self.prefixes.waits(sequence, self.running)
 
     def _may_enter(self, sequence: Sequence) -> bool:
         """Whether there is room for what a sequence is expected to hold of its tokens, beside what others have to come.
 
         One that gave way returns when it would not soon give way again; those who rest keep nobody out.
         """
-        if self.prefixes is not None and sequence.row is None and self.prefixes.waits(sequence, self.running):
-            return False
         if not self.running or self.cache.grows:
             return True
         wanted = max(sequence.blocks_to_return, self.cache.blocks_for(sequence.num_waiting))
@@ -328,13 +341,14 @@ class Scheduler:
         """Take the place of the one that rests and was longest unused, `sequence` apart; False: there is none."""
         others = [each for each in self.resting if each is not sequence]
         for each in others[:1]:
+            each.num_preemptions += each.num_fed > 0
             self._release(each)
-            each.num_preemptions += 1
-            self.resting.remove(each)
         return bool(others)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.row is not None:
             self.cache.tally.close_row(sequence.row, sequence.held)
             self.cache.close_row(sequence.row)
+        if sequence in self.resting:
+            self.resting.remove(sequence)
         sequence.row, sequence.num_fed = None, 0

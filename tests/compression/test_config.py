@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from dmc.budget import Budget, achieved_ratio, check_ratio, entry_bytes, full_cache_bytes_per_token
+from dmc.budget import Budget, achieved_ratio, check_ratio, entry_bytes
 from dmc.compression import CompressionConfig
 
 
@@ -87,4 +87,3 @@ def test_budget_is_the_floored_share_of_the_tokens_but_at_least_one(ratio: float
 def test_ratio_and_byte_arithmetic() -> None:
     assert achieved_ratio(tokens_seen=10, num_layers=2, num_kv_heads=3, total_slots=15) == 4.0
     assert entry_bytes(head_dim=128, bytes_per_number=2) == 512
-    assert full_cache_bytes_per_token(num_layers=32, num_kv_heads=8, head_dim=128, bytes_per_number=2) == 131072

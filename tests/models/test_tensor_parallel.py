@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launching import Processes
-from serving import report, sample_with_noise, serve_shard
+from serving import report, sample_with_noise, serve_one_by_one, serve_shard
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
@@ -93,6 +93,15 @@ def test_two_ranks_share_prefixes_and_forks_alike(make_compressed: Any, make_pro
     for found in answers(tmp_path / "out"):
         same = ("tokens", "others", "slots", "blocks")
         assert [found[name] for name in same] == [alone[name] for name in same]
+
+
+def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed: Any, make_prompts: Any, tmp_path: Path) -> None:
+    make_compressed().save_pretrained(tmp_path / "model")
+    arguments = (tmp_path / "model", make_prompts(*[400] * 40), tmp_path / "out")
+    with Processes(serve_one_by_one, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    for blocks, held in answers(tmp_path / "out"):
+        assert blocks <= 512 and held > 0
 
 
 def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ def test_the_prompt_of_several_is_held_once(
     assert engine.blocks_in_use == 0
 
 
+@pytest.mark.parametrize("gates", [None, {"delay": 4}], ids=str)
+def test_a_continuation_without_a_place_that_ends_at_once_tells_what_the_prompt_held(
+    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    model, prompts = make_stock() if gates is None else make_compressed(gates=gates), make_prompts(50)
+    (expected,) = Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, seed=3))
+    (first,) = Engine(model, max_batch_size=2).generate(prompts, SamplingParams(max_new_tokens=1, seed=3, n=4))
+    for each in (first, *first.alternatives):
+        ours, theirs = (vars(stats).copy() for stats in (each.stats, expected.stats))
+        for name in ("slots", "mean_slots"):
+            assert torch.equal(ours.pop(name), theirs.pop(name))
+        assert ours == theirs
+
+
 def test_several_are_taken_off_together_and_told_apart(make_compressed: Any, make_prompts: Any) -> None:
     engine, (prompt,) = Engine(make_compressed(), max_batch_size=2), make_prompts(30)
     params = SamplingParams(max_new_tokens=6, n=3, seed=2, top_logprobs=2)

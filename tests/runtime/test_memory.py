@@ -116,3 +116,20 @@ def test_no_pass_needs_more_than_auto_leaves(
         allocated_peak(lambda: engine.score([tokens[:1]], [tokens[1:]])),
     )
     assert peak <= given[0].largest <= 12 * peak
+
+
+@pytest.mark.parametrize("gates", [None, {"delay": 4}], ids=str)
+def test_a_prompt_beside_decoding_requests_needs_no_rectangle(
+    gates: dict | None, make_stock: Any, make_compressed: Any
+) -> None:
+    options = {"max_position_embeddings": 256, "hidden_size": 64, "head_dim": 64}
+    model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
+    peaks = []
+    for others in (0, 15):
+        engine = Engine(model, kernels="reference", token_budget=256, max_batch_size=16)
+        for token in range(others):
+            engine.submit([token, token + 1], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        engine.step()
+        engine.submit([token % 83 for token in range(240)], SamplingParams(max_new_tokens=1))
+        peaks.append(allocated_peak(engine.step))
+    assert peaks[1] <= 2 * peaks[0]

@@ -145,6 +145,42 @@ def test_what_was_no_number_is_kept_for_nobody(scores: bool, model: Any, make_pr
     assert_same(engine.generate([prefix + more, prefix + other], GREEDY), expected)
 
 
+@pytest.mark.parametrize("holder", ["a session that rests", "its own rest"])
+def test_a_request_does_not_give_up_the_prefix_that_it_goes_on_from(
+    holder: str, make_stock: Any, make_prompts: Any
+) -> None:
+    """Others make room first; of what is longer than the prefix, the rest does."""
+    model, (prefix, other, first, second) = make_stock(), make_prompts(320, 200, 150, 230)
+    engine = Engine(model, memory=4 * 40 * Engine(model).cache.block_bytes, prefix_cache=True)
+    is_session = holder.startswith("a session")
+    session = engine.session()
+    engine.generate([prefix if is_session else prefix + first], SamplingParams(max_new_tokens=1))
+    if is_session:
+        session.feed(other)
+    (expected,) = Engine(model).generate([prefix + second], GREEDY)
+    fed = count_fed(engine)
+    assert_same(engine.generate([prefix + second], GREEDY), [expected])
+    assert sum(fed) == 230 + 5
+    session.close()
+    assert engine.blocks_in_use == 0
+
+
+def test_who_waits_for_a_prefix_keeps_nobody_back(model: Any, make_prompts: Any) -> None:
+    prefix, more, short = make_prompts(320, 9, 12)
+    engine = Engine(model, prefix_cache=True, prefill_chunk_size=64)
+    fed = count_fed(engine)
+    first, second, third = (engine.submit(each, GREEDY) for each in (prefix, prefix + more, short))
+    engine.step()
+    running = engine._scheduler.running
+    assert [each in running for each in (first.sequence, second.sequence, third.sequence)] == [True, False, True]
+    engine.run([first, second, third])
+    assert_same(
+        [each.generation for each in (first, second, third)],
+        Engine(model).generate([prefix, prefix + more, short], GREEDY),
+    )
+    assert sum(fed) <= 320 + 9 + 12 + 3 * 5 + 16
+
+
 def test_other_weights_need_an_empty_prefix_cache(model: Any, make_prompts: Any) -> None:
     (prompt,), engine = make_prompts(150), Engine(model, prefix_cache=True)
     engine.generate([prompt], GREEDY)

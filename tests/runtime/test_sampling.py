@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import choose_tokens
+from dmc.runtime.sampling import History, choose_tokens
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
@@ -180,7 +180,12 @@ def test_distributions_are_those_of_transformers(settings: dict) -> None:
         (logits,) = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(trial)) + 1
         expected = warped(logits, history[0] + history[1], params).softmax(-1)
         generator = torch.Generator().manual_seed(trial)
-        rows = [logits.expand(uniforms, -1), [params] * uniforms, [generator] * uniforms, [history] * uniforms]
+        rows = [
+            logits.expand(uniforms, -1),
+            [params] * uniforms,
+            [generator] * uniforms,
+            [History(*history, 40)] * uniforms,
+        ]
         choice = choose_tokens(*rows)
         generator.manual_seed(trial)
         uniform = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for _ in range(uniforms)])
@@ -199,7 +204,7 @@ def test_penalties_and_processors_act_on_their_own_rows() -> None:
         SamplingParams(temperature=0, presence_penalty=1.25),
         SamplingParams(temperature=0, logits_processor=lambda tokens, scores: -scores, top_logprobs=3),
     ]
-    histories = [([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8])]
+    histories = [History(*each, 30) for each in (([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8]))]
     choice = choose_tokens(logits, params, [None] * 4, histories)
     for row in range(4):
         alone = choose_tokens(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
@@ -211,6 +216,15 @@ def test_penalties_and_processors_act_on_their_own_rows() -> None:
     best = logits.log_softmax(-1).topk(3)
     assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
     assert choice.errors == {}
+
+
+def test_a_history_that_has_grown_is_one_made_of_all_its_tokens() -> None:
+    for before, since in HISTORIES:
+        grown, more = History(before, since, 40), torch.randint(40, (200,)).tolist()
+        for count, token in enumerate(more, 1):
+            grown.add(token)
+            whole = History(before, since + more[:count], 40)
+            assert torch.equal(grown.tokens, whole.tokens) and torch.equal(grown.marks, whole.marks)
 
 
 def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone() -> None:
