@@ -250,7 +250,8 @@ def test_a_turn_that_waits_cannot_block_those_before_it() -> None:
 
 
 LOADS = {
-    "a long prompt beside a long answer": (1040, [(400, 500), (800, 4)]),
+    "a long prompt that waits for a long answer": (1040, [(400, 500), (800, 4)]),
+    "long answers": (1040, [(400, 500), (500, 400)]),
     "many that grow": (800, [(32, 100)] * 8),
     "prompts and answers of all lengths": (1000, [(10, 250), (50, 2), (400, 25), (200, 100), (10, 2), (50, 250)] * 2),
 }
@@ -284,23 +285,22 @@ def needed(requests: list[tuple[int, int]]) -> int:
 def test_what_is_computed_again_stays_in_proportion(load: str) -> None:
     num_tokens, requests = LOADS[load]
     fed, num_preemptions = run(make(num_blocks=num_tokens // 16 * HEADS, rows=32, budget=128), requests)
-    assert (
-        num_preemptions > 0 or load == "a long prompt beside a long answer"
-    )  # which waits until it is expected to fit
+    # prompts are let in where there is room for those of all who run, so that only answers can outgrow it
+    assert (num_preemptions == 0) == (load == "a long prompt that waits for a long answer")
     assert fed <= 2 * needed(requests)
 
 
-def test_random_loads_finish_and_are_fed_at_most_three_times() -> None:
+def test_random_loads_finish_and_are_fed_at_most_twice() -> None:
     random, num_preemptions = Random(0), 0
     for _ in range(20):
         num_tokens = 16 * random.randint(4, 12)
-        prompts = [random.randint(1, num_tokens - 1) for _ in range(random.randint(2, 10))]
+        prompts = [random.randint(1, num_tokens // 3) for _ in range(random.randint(2, 10))]  # several run together
         requests = [(prompt, random.randint(1, num_tokens - prompt)) for prompt in prompts]
         rows, chunk, budget = random.choice([2, 4, 32]), random.choice([None, 5, 16]), random.choice([None, 4, 12, 128])
         fed, count = run(make(num_tokens // 16 * HEADS, rows, chunk, budget), requests)
-        assert fed <= 3 * needed(requests)
+        assert fed <= 2 * needed(requests)
         num_preemptions += count
-    assert num_preemptions > 15
+    assert num_preemptions > 50
 
 
 def test_who_gave_way_waits_until_it_may_grow_but_not_for_those_who_rest() -> None:
