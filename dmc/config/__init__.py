@@ -1,7 +1,7 @@
 """The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
 
 from dmc.config.build import build_config
-from dmc.config.data import DataConfig, TokenizerConfig
+from dmc.config.data import DataConfig, FactsConfig, TokenizerConfig
 from dmc.config.run import ModelConfig, RunConfig, run_config
 from dmc.config.trainer import PlannerConfig, Precision, Strategy, TrainerConfig
 from dmc.config.training import (
@@ -9,7 +9,6 @@ from dmc.config.training import (
     MeasuredStartConfig,
     MilestonesConfig,
     RatioControlConfig,
-    RegressedStartConfig,
     StageConfig,
     StageName,
     TrainingConfig,
@@ -18,13 +17,13 @@ from dmc.config.training import (
 __all__ = [
     "DataConfig",
     "DistillationConfig",
+    "FactsConfig",
     "MeasuredStartConfig",
     "MilestonesConfig",
     "ModelConfig",
     "PlannerConfig",
     "Precision",
     "RatioControlConfig",
-    "RegressedStartConfig",
     "RunConfig",
     "StageConfig",
     "StageName",

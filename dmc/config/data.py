@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, Count
+from dmc.bounds import Bounds, Count, Share
 
 VOCABULARY = Bounds(least=257, most=2**24, whole=True, note="256 bytes, the separator and what is merged of them")
 READERS = Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank")
@@ -33,6 +33,48 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True)
+class LessonConfig:
+    """A part of a training on facts: sequences that are shorter or simpler than those that follow."""
+
+    kind: Literal["copies", "pairs", "facts"]
+    """Random tokens that come twice; keys and values without text; facts and questions in text."""
+    length: Annotated[int, Bounds(least=8, most=2**24, whole=True, note="tokens of a sequence")]
+    """It divides the run's."""
+    sequences: Count
+    """Of the run's length, which the lesson lasts: whole optimizer steps."""
+    keys: Count = 4
+    """Different ones in a sequence."""
+    of_keys: Count | None = None
+    """They are drawn from so many; None: from all."""
+
+
+@dataclass(frozen=True)
+class FactsConfig:
+    """Facts and questions that are written into the text, see `dmc.data.facts`."""
+
+    keys: Count = 40
+    """Asked for in a sequence."""
+    num_keys: Count = 57
+    """That there are, and as many values."""
+    rebinding: Share = 0.2
+    """Of keys that get a value twice, of which the newer one counts."""
+    answer_weight: Annotated[float, Bounds(above=0, most=1e3, note="that of other tokens is 1")] = 9.0
+    """Of an answer in the loss."""
+    lessons: list[LessonConfig] = field(default_factory=list)
+    """One after the other, before sequences of the run's length; empty: no lessons."""
+    random_forms: Share = 0.3
+    """Of facts in lessons and after them that stand among random tokens, in none of the known forms."""
+    asked_last: Share = 0.5
+    """Of sequences whose questions come behind all facts; in others each comes somewhere behind its own."""
+    asked_twice: Share = 0.1
+    """Of questions in lessons and after them that come twice in a row."""
+
+    def __post_init__(self) -> None:
+        if self.keys > self.num_keys:
+            raise ValueError(f"data.facts.keys={self.keys} is more than data.facts.num_keys={self.num_keys}")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where the text comes from. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
 
@@ -53,6 +95,8 @@ class DataConfig:
     num_processes: Annotated[int, PROCESSES] | None = None
     """Processes that tokenise; None: the cores that the process may use."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    facts: FactsConfig | None = None
+    """Written into text of all splits; None: the text is as it is."""
 
     @property
     def reported_split(self) -> str:
@@ -63,6 +107,8 @@ class DataConfig:
         for name in ("train", "validation"):
             if not getattr(self, name):
                 raise ValueError(f"data.{name} is empty: name at least one source")
+        if self.facts is not None and self.streaming:
+            raise ValueError("data.facts are written into cached text: set data.streaming=false")
         for name in ("calibration", "test"):
             if getattr(self, name) == {}:
                 raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")

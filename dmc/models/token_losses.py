@@ -58,12 +58,20 @@ def next_tokens(input_ids: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
 
 
-def sequence_means(losses: Tensor, targets: Tensor) -> Tensor:
+def sequence_means(losses: Tensor, targets: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """Average over the predicted tokens of each sequence, [B]; 0 where there are none.
 
     Means over micro-batches and ranks of these do not depend on how a step's batch is divided.
+
+    Args:
+        losses: of each position, [B, T].
+        targets: see `next_tokens`.
+        loss_mask: the mask that `targets` are of; where it is of numbers, they say how much each token counts.
     """
-    return losses.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)
+    counts = (targets != IGNORED).to(losses.dtype)
+    if loss_mask is not None and loss_mask.is_floating_point():
+        counts = counts * F.pad(loss_mask[:, 1:], (0, 1))
+    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -317,6 +317,20 @@ class Engine:
         """Start a conversation whose cache stays between turns."""
         return Session(self)
 
+    def fork(self, session: Session) -> Session:
+        """Start a conversation that has a session's turns behind it; `Session.fork` calls it.
+
+        Raises:
+            ValueError: see `submit`.
+        """
+        self._check_is_free(session)
+        other = Session(self)
+        other.sequence = session.sequence.copy()
+        if session.sequence.row is not None:
+            self.cache.tally.close_row(session.sequence.row, session.sequence.held)
+            self._scheduler.fork(session.sequence, [other.sequence])
+        return other
+
     def end_session(self, session: Session) -> None:
         """Abort what a session runs and take its blocks back; `Session.close` calls it.
 

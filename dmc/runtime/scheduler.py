@@ -132,8 +132,8 @@ class Scheduler:
         return (self.prefixes is not None and self.prefixes.reclaim(spared)) or self._evict_another(sequence)
 
     def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
-        """Let others go on from where one that runs stands: at once as far as there is room, else computed again."""
-        cache, waiting = self.cache, deque(others)
+        """Let others go on from where one stands that runs, or rests as they will; else it is computed again."""
+        cache, waiting, rests = self.cache, deque(others), sequence in self.resting
         assert sequence.row is not None
         while (self.pace is None or self.pace.can_fork) and waiting and cache.num_free_rows:
             if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # of a snapshot too
@@ -144,8 +144,9 @@ class Scheduler:
             other.row, other.num_fed = cache.open_row(snapshot), sequence.num_fed
             cache.drop(snapshot)
             cache.tally.open_row(other.row, other.held)
-            self.running.append(other)
-        self.waiting.extendleft(reversed(waiting))
+            (self.resting if rests else self.running).append(other)
+        if not rests:
+            self.waiting.extendleft(reversed(waiting))
 
     def finish(self, sequence: Sequence, sound: bool = True) -> None:
         """Take a sequence off; its blocks return, or rest until they are needed if it is kept.

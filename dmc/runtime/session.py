@@ -83,6 +83,14 @@ class Session:
         """Continue the conversation, token by token: see `Engine.stream`."""
         return self.engine.stream(prompt, params, self)
 
+    def fork(self) -> Session:
+        """Return another session that goes on from here: the cache is shared until one of the two writes.
+
+        Raises:
+            ValueError: see `Engine.submit`.
+        """
+        return self.engine.fork(self)
+
     def positions_held(self) -> list[list[Tensor]]:
         """List the positions of the tokens that are still held, by layer and KV head, int64 in ascending order.
 

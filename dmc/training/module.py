@@ -128,6 +128,10 @@ class RetrofitModule(LightningModule):
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Take from a batch what the host must know of it, before it is the device's: reading it there would wait."""
         batch = {**batch, "position": batch["position"].tolist()}
+        if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
+            folds = batch["input_ids"].shape[1]
+            batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
+            batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
         starts = batch.pop("document_starts", None)
         return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
 
@@ -144,10 +148,11 @@ class RetrofitModule(LightningModule):
                 and, where given, loss_mask [B, T].
         """
         state = self.plan.at(step)
-        input_ids, targets = batch["input_ids"], next_tokens(batch["input_ids"], batch.get("loss_mask"))
+        input_ids, mask = batch["input_ids"], batch.get("loss_mask")
+        targets = next_tokens(input_ids, mask)
         if not self.has_gates:
             losses = self.model(input_ids, use_cache=False, targets=targets)
-            loss = sequence_means(losses.cross_entropy, targets).mean()
+            loss = sequence_means(losses.cross_entropy, targets, mask).mean()
             self.noted.append({"train/loss": loss.detach()})
             return loss
         trace = GateTrace(ranks=self.ranks)
@@ -160,10 +165,10 @@ class RetrofitModule(LightningModule):
             targets=targets,
             taught=None if self.teacher is None else self.teacher.read(input_ids),
         )
-        loss = sequence_means(losses.cross_entropy, targets).mean()
+        loss = sequence_means(losses.cross_entropy, targets, mask).mean()
         noted = {"train/loss": loss.detach()}
         if losses.divergence is not None and self.config.training.distillation is not None:
-            taught = sequence_means(losses.divergence, targets).mean()
+            taught = sequence_means(losses.divergence, targets, mask).mean()
             share = self.config.training.distillation.weight
             noted |= {"train/distillation_loss": taught.detach()}
             loss = (1 - share) * loss + share * taught

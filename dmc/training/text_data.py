@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +12,11 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
-from dmc.config import DataConfig, ModelConfig, RunConfig
+from dmc.config import DataConfig, RunConfig
 from dmc.data import (
     Blend,
     DocumentSource,
+    FactSequences,
     Framing,
     OrderedDataset,
     PackedTokens,
@@ -29,19 +30,18 @@ from dmc.data import (
     train_tokenizer,
     write_report,
 )
-from dmc.data.sources import files_digest
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
-from dmc.target import build_target, build_targets
+from dmc.target import build_targets
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
-_TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
+SPLITS = ("train", "validation", "calibration", "test")
 
 
-def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, that of the model where the data names none, or train it on the training text.
+def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, or train it on the training text.
 
     Raises:
         ValueError: neither the data nor the model names one.
@@ -50,30 +50,12 @@ def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizer
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
-    path = data.tokenizer.path or model.path
+    path = data.tokenizer.path or model_path
     if path is None:
         raise ValueError(
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
-    return load_tokenizer(path, model.revision if path == model.path else None)
-
-
-def text_digests(config: RunConfig) -> dict[str, str]:
-    """Tell the text that a run reads while it trains from other text, by its settings' names; reads samples of it.
-
-    Raises:
-        ValueError, OSError: a source is not there, or holds no text.
-    """
-    data = config.data
-    found = {
-        f"data.{split}.{name}": build_target(settings, f"data.{split}.{name}").digest()
-        for split in ("train", "validation")
-        for name, settings in getattr(data, split).items()
-    }
-    folder = Path(data.tokenizer.path or config.model.path or "")
-    if data.tokenizer.train_vocab_size is None and folder.is_dir():
-        found["data.tokenizer"] = files_digest(sorted(path for path in folder.iterdir() if _TOKENIZER.match(path.name)))
-    return found
+    return load_tokenizer(path)
 
 
 def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
@@ -85,9 +67,11 @@ def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fr
     return framing_of(tokenizer, data.tokenizer.bos, data.tokenizer.separator)
 
 
-def held_out_batches(packed: PackedTokens | Blend, num_sequences: int, batch_size: int) -> list[dict[str, Any]]:
-    """Pick sequences spread evenly over a packed corpus, or the first of a blend, as batches for `score_text`."""
-    if isinstance(packed, Blend):  # in random order already
+def held_out_batches(
+    packed: PackedTokens | Blend | FactSequences, num_sequences: int, batch_size: int
+) -> list[dict[str, Any]]:
+    """Pick sequences spread over a packed corpus, or the first of an endless one, as batches for `score_text`."""
+    if not isinstance(packed, Sized):  # in random order already
         index = list(range(num_sequences))
     else:
         index = torch.linspace(0, len(packed) - 1, min(num_sequences, len(packed))).round().long().tolist()
@@ -111,7 +95,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
     """
     data = TextData(
         config,
-        build_tokenizer(config.data, config.model),
+        build_tokenizer(config.data, config.model.path),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
     data.prepare_data()
@@ -157,7 +141,7 @@ class TextData(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the training text, and write into the run's folder how much text there is."""
         if not self.config.data.streaming:
-            self._train = self._packed("train")
+            self._train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
                 self._train = Subset(self._train, range(count))
         if self.trainer is not None and self.trainer.is_global_zero:
@@ -186,8 +170,8 @@ class TextData(LightningDataModule):
         """Held-out sequences for `score_text`: of the validation text where the configuration names no other."""
         training = self.config.training
         count = training.calibration_sequences if split == "calibration" else training.validation_sequences
-        packed = self._packed("validation" if getattr(self.config.data, split) is None else split)
-        return held_out_batches(packed, count, training.micro_batch_size)
+        sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split)
+        return held_out_batches(sequences, count, training.micro_batch_size)
 
     def report(self) -> list[SourceReport]:
         """Say what each source holds and how often the run reads it."""
@@ -208,6 +192,14 @@ class TextData(LightningDataModule):
 
     def _sources(self, split: str) -> list[Any]:
         return build_targets(getattr(self.config.data, split), f"data.{split}", DocumentSource)
+
+    def _sequences(self, split: str) -> Any:
+        """Open what the model reads of a split: its text, with facts in it where the run has them."""
+        packed, facts = self._packed(split), self.config.data.facts
+        if facts is None:
+            return packed
+        length, keys = self.config.training.sequence_length, (self.config.seed, SPLITS.index(split))
+        return FactSequences(packed, self.tokenizer, facts, length, keys=keys, has_lessons=split == "train")
 
     def _packed(self, split: str) -> Any:
         data = self.config.data

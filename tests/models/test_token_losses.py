@@ -51,6 +51,18 @@ def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temp
         torch.testing.assert_close(got, expected, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
+def test_a_mask_of_numbers_says_how_much_each_token_counts():
+    losses, ids = torch.rand(2, 6), torch.randint(9, (2, 6))
+    weights = torch.tensor([[5.0, 0.0, 9.0, 1.0, 0.5, 1.0], [1.0] + [0.0] * 5])
+    targets = next_tokens(ids, weights)
+    assert targets.tolist() == [[-100, *ids[0, 2:].tolist(), -100], [-100] * 6]
+    means = sequence_means(losses.masked_fill(targets == -100, 0), targets, weights)
+    expected = (9 * losses[0, 1] + losses[0, 2] + losses[0, 3] / 2 + losses[0, 4]) / 11.5
+    torch.testing.assert_close(means, torch.tensor([float(expected), 0.0]))
+    mask = weights > 0
+    assert torch.equal(sequence_means(losses, targets, mask), sequence_means(losses, targets))
+
+
 def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing():
     hidden, ids = torch.randn(2, 9, 8), torch.randint(500, (2, 9))
     head = LossHead(8, 500, bias=False)

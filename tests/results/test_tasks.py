@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.test_prefix_cache import count_fed
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.budget import Budget
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
-from dmc.data import TextSource, framing_of
+from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
 from dmc.results.benchmark import measure_speed
 from dmc.results.compare import memory_of
 from dmc.results.grid import CompareConfig, plan_tasks
 from dmc.results.tasks import (
+    FactRecall,
     KeyValuePairs,
     MultiTurnRecall,
     Needle,
@@ -121,6 +123,13 @@ def model(folders: Any) -> Any:
 @pytest.fixture(scope="module")
 def tokenizer(folders: Any) -> Any:
     return AutoTokenizer.from_pretrained(folders.stock)
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One with eight words of one token."""
+    text = " alpha beta gamma delta house garden river window" * 20
+    return train_tokenizer([text] * 3, 294, tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +327,41 @@ def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, qu
     assert sum(result.metrics["exact_match"] for result in results) / 24 < 0.5
     assert all(result.stats.mean_slots.max() <= 2 for result in results)
     assert forgetful.blocks_in_use == full.blocks_in_use == 0
+
+
+FACTS = FactRecall(haystack="12 34.\n", lengths=[160, 200], keys=3, num_keys=3, contexts=2, questions=2, rebinding=0.5)
+
+
+def find_fact(text: str) -> str:
+    """Read the newest fact about the key that was asked for last."""
+    key = re.split(r"\nget", text)[-1].strip()
+    forms = rf"(?:use {key} as|< {key}/| {key} by|% {key} \|) ([a-z]+)"
+    return " " + re.findall(forms, text)[-1]
+
+
+@pytest.mark.parametrize("question", ["known", "hidden"])
+def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, word_tokenizer: Any) -> None:
+    task = dataclasses.replace(FACTS, question=question)
+    samples = task.samples(word_tokenizer, 300)
+    assert task.samples(word_tokenizer, 300) == samples and len(samples) == 2 * 2 * 2
+    for sample in samples:
+        text = word_tokenizer.decode([*sample.prompt, *sample.after])
+        assert find_fact(text) == word_tokenizer.decode(sample.continuation)
+        length = len(sample.prompt) + (len(sample.after) if question == "hidden" else 0)
+        assert sample.place["length"] == length and 0 <= sample.place["depth"] <= 1
+        assert (sample.prompt[-len(sample.after) :] == sample.after) == (question == "known")
+    assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
+    assert {each.metrics["exact_match"] for each in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
+    engine = Engine(model, word_tokenizer, policy=LocalWindow(budget=Budget(tokens=8)))
+    fed = count_fed(engine)
+    results = task.evaluate(engine, samples)
+    alone = [result for sample in samples for result in task.evaluate(engine, [sample])]
+    assert [each.metrics for each in results] == [each.metrics for each in alone]
+    assert all(torch.equal(mine.stats.slots, own.stats.slots) for mine, own in zip(results, alone, strict=True))
+    assert all(result.stats.mean_slots.max() <= 9 for result in results)
+    contexts = {tuple(sample.prompt): len(sample.prompt) for sample in samples}
+    assert sum(fed) == sum(contexts.values()) + sum(len(each.prompt) + 2 * len(each.after) for each in samples)
+    assert engine.blocks_in_use == 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -563,6 +607,10 @@ def test_figures_are_averaged_place_by_place() -> None:
         (lambda _: TwoStageRetrieval(entries=[]), "entries=[]"),
         (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns=[1]: expected whole numbers >= 2"),
         (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected hidden"),
+        (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected a whole number <= 5"),
+        (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected a whole number <= 8"),
+        (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected one of seen, unseen"),
+        (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
         (lambda _: Recall("copy", sequence_length=4), "sequence_length=4 has no room"),
         (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows 300"),
         (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected a whole number >= 1"),

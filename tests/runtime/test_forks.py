@@ -50,6 +50,43 @@ def test_continuations_equal_requests_of_their_own(
         assert sum(fed) == 50 + 3 * 8
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
+def test_what_goes_on_from_a_session_equals_a_session_of_its_own(
+    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    gates, policy = BOTH.get(method) or (GATES.get(method), POLICIES.get(method) or READING.get(method))
+    layers = 4 if method in READING else 2
+    model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
+    context, *questions = make_prompts(50, 5, 9, 6)
+    greedy, expected = SamplingParams(max_new_tokens=4, temperature=0.0), []
+    for question in questions:
+        with Engine(model, policy=policy).session() as session:
+            session.feed(context)
+            expected.append(session.generate(question, greedy))
+    for size in (4, 2):  # not all have a row
+        engine = Engine(model, policy=policy, max_batch_size=size)
+        fed = count_fed(engine)
+        with engine.session() as session:
+            session.feed(context)
+            forks = [session.fork() for _ in questions]
+            requests = [engine.submit(each, greedy, fork) for each, fork in zip(questions, forks, strict=True)]
+            engine.run(requests)
+            assert session.tokens == context
+            for fork in forks:
+                fork.close()
+        for request, own in zip(requests, expected, strict=True):
+            ours = request.generation
+            assert ours.token_ids == own.token_ids and ours.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert torch.equal(ours.stats.slots, own.stats.slots)
+            torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
+        assert engine.blocks_in_use == 0 and not engine.cache.allocator.extra.any()
+        if size == 4 and (policy is None or policy.can_fork):
+            assert sum(fed) == 50 + 5 + 9 + 6 + 3 * 3
+    with pytest.raises(ValueError, match="the session is closed"):
+        session.fork()
+
+
 @pytest.mark.parametrize("gates", [None, {}, {"action": "drop", "delay": 4}], ids=str)
 def test_the_prompt_of_several_is_held_once(
     gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any

@@ -94,3 +94,32 @@ def test_run_resets_where_the_index_ends_documents(values, batches, tmp_path):
         for row, starts in zip(batch["input_ids"], batch["documents"].starts, strict=True):
             (begin,) = (i for i in range(0, len(tokens) - 31, 32) if (tokens[i : i + 32] == row.numpy()).all())
             assert starts.tolist() == [place == 0 or begin + place in bounds for place in range(32)]
+
+
+def test_lessons_are_learned_as_short_sequences_and_answers_more_than_the_rest(values, batches, tmp_path):
+    train_tokenizer([" house river question answer" * 9], 300, tmp_path / "wordy")
+    lessons = [
+        {"kind": "copies", "length": 16, "sequences": 4},
+        {"kind": "facts", "length": 32, "sequences": 4, "keys": 1},
+    ]
+    values["compression"] = None
+    values["training"] |= {"stages": {"pretrain": {"steps": 3}}, "sequence_length": 64, "reset_at_documents": False}
+    values["data"] |= {
+        "facts": {"keys": 2, "num_keys": 2, "lessons": lessons},
+        "tokenizer": {"path": str(tmp_path / "wordy")},
+    }
+    values["data"]["train"]["text"]["name"] = values["data"]["validation"]["text"]["name"]
+    config = build_config(RunConfig, values)
+    train(config)
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(8, 16)] * 2 + [(4, 32)] * 2 + [(2, 64)] * 2
+    assert [batch["position"] for batch in batches[:2]] == [[*range(8)], [*range(8, 16)]]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "wordy")
+    for batch in TextData(config, tokenizer, total_steps=1).held_out("validation"):
+        assert batch["input_ids"].shape == (2, 64) and batch["loss_mask"].unique().tolist() == [1.0, 9.0]
+    assert sum(int((batch["loss_mask"] == 9).sum()) for batch in batches) == 4 * 2 * 1 + 4 * 2
+    lessons[0]["sequences"] = 6
+    with pytest.raises(ValueError, match="lessons of 6 sequences end within a step of 4"):
+        build_config(RunConfig, values)
+    values["data"]["streaming"] = True
+    with pytest.raises(ValueError, match=r"data\.facts are written into cached text"):
+        build_config(RunConfig, values)

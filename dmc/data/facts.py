@@ -1,0 +1,237 @@
+"""Facts and questions about them, written into text: what teaches a small model to retrieve, and what it is asked.
+
+A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Keys and values are common
+words of one token each, so that an answer is one token. A model of a million parameters finds it out by itself only
+after billions of tokens; lessons make it minutes: random tokens that come twice, then few keys close together, then
+more of them further apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Sized
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from dmc.config.data import FactsConfig, LessonConfig
+from dmc.data.blend import Blend
+from dmc.data.order import shuffled_index
+from dmc.data.packing import PackedTokens
+
+SEEN_FORMS = (
+    "\nset{key}{value}",
+    "\n{key} ={value}",
+    "\n({key}:{value})",
+    " a{key} is{value};",
+    "\n{key} ->{value}",
+    "\nput{key} in{value}",
+    "\n#{key} to{value}",
+    "\n@{key}.{value}",
+)
+"""What facts are trained on in."""
+UNSEEN_FORMS = ("\nuse{key} as{value}", "\n<{key}/{value}>", "{key} by{value},", "\n%{key} |{value}")
+"""What no training shows: a compressor that keeps facts of these has not learned a marker by heart."""
+QUESTION = "\nget{key}"
+WORD = re.compile(r" [a-z]{3,}")
+
+Element = TypeVar("Element")
+Weighted = tuple[int, float]
+"""A token, and how much it counts in the loss."""
+
+
+class FactWriter:
+    """Writes facts and questions as tokens.
+
+    Args:
+        tokenizer: knows enough words of one token.
+        num_keys: keys, and as many values: the first words of the tokenizer, in turn.
+    Raises:
+        ValueError: there are too few such words.
+    """
+
+    def __init__(self, tokenizer: Any, num_keys: int) -> None:
+        pieces = ((token, tokenizer.decode([token])) for token in range(len(tokenizer)))
+        words = [token for token, text in pieces if WORD.fullmatch(text)][: 2 * num_keys]
+        if len(words) < 2 * num_keys:
+            raise ValueError(
+                f"num_keys={num_keys}: the tokenizer has {len(words)} words of one token, of 3 letters or more behind "
+                f"a space; {num_keys} keys and values need {2 * num_keys}"
+            )
+        self.keys, self.values = words[0::2], words[1::2]
+        self._tokenizer = tokenizer
+        self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
+        ((self._asking, _),) = self._pieces([QUESTION])
+
+    def fact(self, key: int, value: int, draw: np.random.Generator, *, unseen: bool = False) -> list[int]:
+        """Say that a key has a value, in one of the forms."""
+        forms = self._unseen if unseen else self._seen
+        before, between, after = forms[draw.integers(len(forms))]
+        return [*before, key, *between, value, *after]
+
+    def question(self, key: int) -> list[int]:
+        """Ask for a key's value, which is the next token."""
+        return [*self._asking, key]
+
+    def _pieces(self, forms: Sequence[str]) -> list[tuple[list[int], ...]]:
+        texts = [re.split(r"\{key\}|\{value\}", form) for form in forms]
+        return [tuple(self._encode(piece) for piece in pieces) for pieces in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def weave(
+    inserts: Sequence[Sequence[Element]], text: Sequence[Element], length: int, draw: np.random.Generator
+) -> tuple[list[Element], list[int]]:
+    """Write inserts into a text, in their order and spread evenly over it.
+
+    Returns:
+        `length` elements, and where each insert begins.
+    Raises:
+        ValueError: the inserts have more than `length`, or the text has fewer than the rest.
+    """
+    room = length - sum(map(len, inserts))
+    if not 0 <= room <= len(text):
+        raise ValueError(f"{len(inserts)} facts and questions leave {room} of {length} tokens to {len(text)} of text")
+    woven: list[Element] = []
+    begins, used = [], 0
+    for insert, place in zip(inserts, np.sort(draw.integers(0, room + 1, size=len(inserts))).tolist(), strict=True):
+        woven += text[used:place]
+        used = place
+        begins.append(len(woven))
+        woven += insert
+    return [*woven, *text[used:room]], begins
+
+
+class FactSequences(Dataset[dict[str, Any]]):
+    """Text with facts and questions in it; endless, so it has no length. Item p is a pure function of (seed, p).
+
+    An item is `{"input_ids": int64 [T], "loss_mask": float32 [T], "index": int}`: how much each token counts. While
+    lessons are shorter than T it is several sequences, [T / length, length]. It is in random order already: read it
+    through `ResumableOrder.over`, which leaves that order as it is.
+
+    Args:
+        packed: the text.
+        tokenizer: its own.
+        facts: what is written into it.
+        sequence_length: T.
+        keys: select the draws: the run's seed, and a number of the split.
+        has_lessons: whether the lessons come first; False: as after them, and every fact in a known form.
+    Raises:
+        ValueError: the tokenizer has too few words, or a lesson does not divide T.
+    """
+
+    def __init__(
+        self,
+        packed: PackedTokens | Blend,
+        tokenizer: Any,
+        facts: FactsConfig,
+        sequence_length: int,
+        *,
+        keys: tuple[int, ...] = (0,),
+        has_lessons: bool = True,
+    ) -> None:
+        self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
+        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys), len(tokenizer)
+        self.lessons = list(facts.lessons) if has_lessons else []
+        self.has_lessons = has_lessons
+        for lesson in self.lessons:
+            if sequence_length % lesson.length:
+                raise ValueError(
+                    f"data.facts.lessons: length={lesson.length} does not divide the {sequence_length} tokens of "
+                    "training.sequence_length"
+                )
+
+    def lesson_at(self, position: int) -> LessonConfig:
+        """Return what is learned at a position: the last lesson is followed by the whole length."""
+        for lesson in self.lessons:
+            if position < lesson.sequences:
+                return lesson
+            position -= lesson.sequences
+        return LessonConfig("facts", self.sequence_length, sequences=1, keys=self.facts.keys)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        draw = np.random.default_rng([*self.keys, position])
+        lesson = self.lesson_at(position)
+        number = self.sequence_length // lesson.length
+        text = self._text_at(position)
+        rows = []
+        for row in range(number):
+            if lesson.kind == "copies":
+                rows.append(self._copies(lesson, draw))
+            elif lesson.kind == "pairs":
+                rows.append(self._pairs(lesson, draw))
+            else:
+                rows.append(self._facts(lesson, text[row * lesson.length : (row + 1) * lesson.length], draw))
+        tokens = torch.tensor([[token for token, _ in row] for row in rows])
+        weights = torch.tensor([[weight for _, weight in row] for row in rows])
+        item = {"input_ids": tokens, "loss_mask": weights}
+        return {**{name: each if number > 1 else each[0] for name, each in item.items()}, "index": position}
+
+    def _text_at(self, position: int) -> list[Weighted]:
+        index = position
+        if isinstance(self.packed, Sized):
+            epoch, offset = divmod(position, len(self.packed))
+            index = shuffled_index(offset, len(self.packed), *self.keys, epoch)
+        item = self.packed[index]
+        tokens = item["input_ids"].tolist()
+        weights = item["loss_mask"].float().tolist() if "loss_mask" in item else [1.0] * len(tokens)
+        return list(zip(tokens, weights, strict=True))
+
+    def _copies(self, lesson: LessonConfig, draw: np.random.Generator) -> list[Weighted]:
+        """Random tokens that come twice; the second time is learned."""
+        tokens = draw.integers(1, self.vocab_size, size=lesson.length // 2).tolist()
+        return [*((token, 0.0) for token in tokens), *((token, 1.0) for token in tokens)]
+
+    def _pairs(self, lesson: LessonConfig, draw: np.random.Generator) -> list[Weighted]:
+        """Keys and values without text, again and again in another order; every value but the first is learned."""
+        pairs = self._drawn(lesson, draw)
+        row: list[Weighted] = []
+        while len(row) < lesson.length:
+            again = bool(row)
+            for number in draw.permutation(len(pairs)):
+                key, value = pairs[number]
+                has_gap = not again and lesson.of_keys is None and draw.random() < self.facts.random_forms
+                between = self._noise(draw) if has_gap else []
+                row += [(token, 0.0) for token in (key, *between)] + [(value, float(again))]
+        return row[: lesson.length]
+
+    def _facts(self, lesson: LessonConfig, text: list[Weighted], draw: np.random.Generator) -> list[Weighted]:
+        """Facts in text, each followed by its question; all is learned, and answers more than the rest."""
+        events: list[tuple[float, list[Weighted]]] = []
+        delay = float(draw.random() < self.facts.asked_last)
+        for key, value in self._drawn(lesson, draw):
+            before, then, later = np.sort(draw.random(3)).tolist()
+            if draw.random() < self.facts.rebinding:
+                events.append((before, self._fact(key, self._value(draw), draw)))
+            events.append((then, self._fact(key, value, draw)))
+            times = 2 if self.has_lessons and draw.random() < self.facts.asked_twice else 1
+            asked = [(token, 1.0) for token in self.writer.question(key) * times]
+            events.append((later + delay, [*asked, (value, self.facts.answer_weight)]))
+        inserts = [insert for _, insert in sorted(events, key=lambda each: each[0])]
+        while sum(map(len, inserts)) > lesson.length:
+            inserts.pop()
+        return weave(inserts, text, lesson.length, draw)[0]
+
+    def _drawn(self, lesson: LessonConfig, draw: np.random.Generator) -> list[tuple[int, int]]:
+        """Draw distinct keys, and a value for each."""
+        known = self.writer.keys[: lesson.of_keys]
+        keys = draw.choice(known, size=min(lesson.keys, len(known)), replace=False).tolist()
+        return [(key, self._value(draw)) for key in keys]
+
+    def _value(self, draw: np.random.Generator) -> int:
+        return self.writer.values[draw.integers(len(self.writer.values))]
+
+    def _fact(self, key: int, value: int, draw: np.random.Generator) -> list[Weighted]:
+        """Say a fact, in lessons partly among random tokens: what it looks like shall not matter."""
+        if self.has_lessons and draw.random() < self.facts.random_forms:
+            tokens = [*self._noise(draw), key, *self._noise(draw), value, *self._noise(draw)]
+        else:
+            tokens = self.writer.fact(key, value, draw)
+        return [(token, 1.0) for token in tokens]
+
+    def _noise(self, draw: np.random.Generator) -> list[int]:
+        return draw.integers(1, self.vocab_size, size=draw.integers(3)).tolist()

@@ -1,0 +1,131 @@
+"""Asks for what facts in a text have said: many questions to one context that was compressed before any of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dmc.bounds import Bounds, Count, Share, check_fields
+from dmc.data import DocumentSource, FactWriter
+from dmc.data.facts import weave
+from dmc.results.tasks.asking import Asking, Question
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_range
+from dmc.results.tasks.prompts import Encoder
+from dmc.runtime import Engine, Generation, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactRecall(Asking):
+    """Asks for the values that facts in a text have given to keys, see `dmc.data.facts`: answers of one token.
+
+    Facts are spread evenly over a context. Hidden questions, each by itself, go on from a fork of the same compressed
+    cache. Where they are known, context and question are compressed together, and the question then comes again.
+
+    A row keeps the grid `by_length_and_depth`; the depth is where the value stood, to a tenth of the context.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    haystack: DocumentSource | str
+    """Between the facts: a source of documents, or a text that is repeated."""
+    lengths: Sequence[int] = (1024,)
+    """Tokens of contexts with a question."""
+    keys: Count = 40
+    """That have a value in a context."""
+    num_keys: Count = 57
+    """That there are, and as many values: what the model was trained with."""
+    form: Literal["seen", "unseen"] = "unseen"
+    """Whether training texts say facts in the same forms."""
+    rebinding: Share = 0.0
+    """Of the keys that got another value before."""
+    contexts: Count = 16
+    """Of each length."""
+    questions: Count = 8
+    """To each context, about keys drawn from it."""
+    question: Question = "hidden"
+    seed: int = 0
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+
+    def __post_init__(self) -> None:
+        self.check_question()
+        check_fields(self)
+        check_range(self, "lengths", 1)
+        Bounds(most=self.keys, whole=True, note="the keys of a context").check("questions", self.questions)
+        Bounds(most=self.num_keys, whole=True, note="num_keys").check("keys", self.keys)
+
+    def identity(self) -> Any:
+        """See `Task.identity`."""
+        if isinstance(self.haystack, str):
+            return self.haystack
+        self.haystack.check()
+        return self.haystack.description()
+
+    def params(self) -> SamplingParams:
+        """See `Asking.params`."""
+        return SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        encoder = Encoder(tokenizer)
+        writer = FactWriter(tokenizer, self.num_keys)
+        texts = encoder.filler(self.haystack, max(self.lengths), self.contexts, self.cache_folder)
+        return [
+            sample
+            for length in self.lengths
+            for number, text in enumerate(texts)
+            for sample in self._ask(encoder.begin, writer, text, length, number)
+        ]
+
+    def _ask(self, begin: list[int], writer: FactWriter, text: list[int], length: int, number: int) -> list[Sample]:
+        draw = np.random.default_rng([self.seed, length, number])
+        keys = draw.choice(writer.keys, size=self.keys, replace=False).tolist()
+        said: list[tuple[float, int, int, bool]] = []
+        for key in keys:
+            times = np.sort(draw.random(1 + (draw.random() < self.rebinding))).tolist()
+            values = draw.choice(writer.values, size=len(times)).tolist()
+            said += [(time, key, value, time == times[-1]) for time, value in zip(times, values, strict=True)]
+        said.sort()
+        inserts = [writer.fact(key, value, draw, unseen=self.form == "unseen") for _, key, value, _ in said]
+        try:
+            tokens, begins = weave(inserts, text, length - len(begin) - len(writer.question(0)), draw)
+        except ValueError as error:
+            raise ValueError(f"lengths: {length} tokens have no room for keys={self.keys}: {error}") from error
+        context, samples = [*begin, *tokens], []
+        asked = {*draw.choice(keys, size=self.questions, replace=False).tolist()}
+        for start, insert, (_, key, value, is_newest) in zip(begins, inserts, said, strict=True):
+            if key not in asked or not is_newest:
+                continue
+            place = {"length": length, "depth": round((start + insert.index(value)) / len(tokens), 1)}
+            question = writer.question(key)
+            prompt = [*context, *question] if self.question == "known" else context
+            samples.append(Sample(prompt, [value], place, after=question, context=number))
+        return samples
+
+    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
+        """See `Asking.grade`."""
+        return {"exact_match": float(generation.token_ids == sample.continuation)}
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """See `Task.evaluate`; a context that several samples share is compressed once."""
+        generations: list[Generation] = []
+        for prompt, asked in itertools.groupby(samples, lambda sample: sample.prompt):
+            questions = [sample.after for sample in asked]
+            with engine.session() as session, ExitStack() as stack:
+                session.feed(prompt)
+                forks = [stack.enter_context(session.fork()) for _ in questions]
+                turns = zip(questions, forks, strict=True)
+                requests = [engine.submit(question, self.params(), fork) for question, fork in turns]
+                engine.run(requests, progress=False)
+                generations += [request.generation for request in requests if request.generation is not None]
+        results = []
+        for sample, generation in zip(samples, generations, strict=True):
+            metrics = self.grade(engine, sample, generation)
+            results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
+        return results

@@ -1,0 +1,120 @@
+import numpy as np
+import pytest
+import torch
+
+from dmc.config import build_config
+from dmc.config.data import FactsConfig
+from dmc.data import FactSequences, FactWriter, ResumableOrder, TextSource, build_packed, train_tokenizer
+from dmc.data.facts import SEEN_FORMS, UNSEEN_FORMS, weave
+
+LESSONS = [
+    {"kind": "copies", "length": 16, "sequences": 2},
+    {"kind": "pairs", "length": 32, "sequences": 1, "keys": 3, "of_keys": 3},
+    {"kind": "pairs", "length": 32, "sequences": 2, "keys": 3},
+    {"kind": "facts", "length": 64, "sequences": 2, "keys": 2},
+]
+LENGTH = 128
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wordy")
+    words = ["house", "garden", "river", "mountain", "window", "letter", "number", "colour", "paper", "stone"]
+    draw = np.random.default_rng(0)
+    text = " ".join(draw.choice(words, 3000)) + "".join(SEEN_FORMS)
+    (folder / "book.txt").write_text(" ".join(map(str, range(4000))))  # without a word that may be a key
+    return folder, train_tokenizer([text] * 3, 340, folder / "tokenizer")
+
+
+def sequences(wordy, has_lessons=True, seed=(0, 0), **settings):
+    folder, tokenizer = wordy
+    values = {"keys": 4, "num_keys": 5, "lessons": LESSONS} | settings
+    packed = build_packed(TextSource(str(folder / "book.txt")), tokenizer, LENGTH, folder / "cache")
+    return FactSequences(
+        packed, tokenizer, build_config(FactsConfig, values), LENGTH, keys=seed, has_lessons=has_lessons
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_woven_into_a_text_leaves_the_text_in_order(seed):
+    draw = np.random.default_rng(seed)
+    inserts = [[-1 - number] * int(draw.integers(1, 5)) for number in range(int(draw.integers(0, 8)))]
+    text, length = list(range(60)), 50
+    tokens, begins = weave(inserts, text, length, draw)
+    assert (
+        len(tokens) == length and [token for token in tokens if token >= 0] == text[: length - sum(map(len, inserts))]
+    )
+    assert [tokens[begin : begin + len(each)] for begin, each in zip(begins, inserts, strict=True)] == inserts
+    with pytest.raises(ValueError, match="leave -1 of 5 tokens"):
+        weave([[-1] * 6], text, 5, draw)
+
+
+def test_facts_are_spread_evenly_over_a_text():
+    draw, begins = np.random.default_rng(0), []
+    for _ in range(200):
+        begins += weave([[-1]] * 10, [0] * 90, 100, draw)[1]
+    assert np.histogram(begins, bins=4, range=(0, 100))[0] / len(begins) == pytest.approx([0.25] * 4, abs=0.03)
+
+
+def test_lessons_come_one_after_the_other_and_then_whole_sequences(wordy):
+    dataset = sequences(wordy)
+    shapes = [tuple(dataset[position]["input_ids"].shape) for position in range(9)]
+    assert shapes == [*[(8, 16)] * 2, *[(4, 32)] * 3, *[(2, 64)] * 2, *[(128,)] * 2]
+    assert ResumableOrder.over(dataset, 0, num_draws=9).index_at(5) == 5
+    assert {tuple(sequences(wordy, has_lessons=False)[place]["input_ids"].shape) for place in range(9)} == {(128,)}
+    with pytest.raises(ValueError, match="length=48 does not divide the 128 tokens"):
+        sequences(wordy, lessons=[{"kind": "copies", "length": 48, "sequences": 1}])
+
+
+def test_an_item_is_a_function_of_seed_and_position(wordy):
+    first, again = sequences(wordy), sequences(wordy)
+    others = sequences(wordy, seed=(1, 0)), sequences(wordy, seed=(0, 1))
+    for position in (7, 0, 3, 5):
+        item = first[position]
+        assert all(torch.equal(item[name], again[position][name]) for name in ("input_ids", "loss_mask"))
+        assert not any(torch.equal(item["input_ids"], each[position]["input_ids"]) for each in others)
+
+
+def test_copies_come_twice_and_pairs_again(wordy):
+    dataset = sequences(wordy, random_forms=0.0)
+    copies = dataset[0]
+    assert torch.equal(copies["input_ids"][:, :8], copies["input_ids"][:, 8:])
+    assert copies["loss_mask"].unique(dim=0).tolist() == [[0.0] * 8 + [1.0] * 8]
+    for position in (2, 3, 4):
+        pairs = dataset[position]
+        for tokens, weights in zip(pairs["input_ids"].tolist(), pairs["loss_mask"].tolist(), strict=True):
+            values = dict(zip(tokens[:6:2], tokens[1:6:2], strict=True))
+            assert len(values) == 3 and set(values) <= set(dataset.writer.keys[: 3 if position == 2 else 5])
+            assert [values[key] for key in tokens[::2]] == tokens[1::2]
+            assert weights == [0.0] * 6 + [0.0, 1.0] * 13
+
+
+@pytest.mark.parametrize("options", [{}, {"rebinding": 1.0}, {"random_forms": 1.0}, {"asked_twice": 1.0}], ids=str)
+def test_every_question_has_the_newest_value_of_its_key(wordy, options):
+    dataset = sequences(wordy, **({"rebinding": 0.0, "random_forms": 0.0} | options))
+    asking, values, asked = dataset.writer.question(0)[:-1], {*dataset.writer.values}, 0
+    for position in range(7, 40):
+        item = dataset[position]
+        tokens, weights = item["input_ids"].tolist(), item["loss_mask"].tolist()
+        assert set(weights) == {1.0, 9.0}
+        for place in [place for place, weight in enumerate(weights) if weight == 9]:
+            key, begin = tokens[place - 1], place - 1 - len(asking)
+            assert tokens[begin : place - 1] == asking and key in dataset.writer.keys and tokens[place] in values
+            told = [at for at in range(begin) if tokens[at] == key and {*tokens[at + 1 : at + 4]} & values]
+            asked += 1
+            if "random_forms" not in options:  # whose random tokens may be words
+                assert next(token for token in tokens[told[-1] + 1 :] if token in values) == tokens[place]
+    assert asked > 100
+
+
+def test_forms_of_no_training_are_told_apart_and_words_that_lack_are_told(wordy):
+    _, tokenizer = wordy
+    writer, draw = FactWriter(tokenizer, 5), np.random.default_rng(0)
+    key, value = writer.keys[0], writer.values[0]
+    for unseen, forms in ((False, SEEN_FORMS), (True, UNSEEN_FORMS)):
+        said = {tokenizer.decode(writer.fact(key, value, draw, unseen=unseen)) for _ in range(200)}
+        words = {"key": tokenizer.decode([key]), "value": tokenizer.decode([value])}
+        assert said == {form.format(**words) for form in forms}
+    assert not {*SEEN_FORMS} & {*UNSEEN_FORMS} and not {*writer.keys} & {*writer.values}
+    with pytest.raises(ValueError, match=r"num_keys=99: the tokenizer has \d+ words of one token"):
+        FactWriter(tokenizer, 99)
