@@ -52,6 +52,7 @@ ALLOWED = {
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
+    "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention"},
     "study": {"results", "training", "data", "loading", "export", "target", "json_file"},
     "quickstart": {"training", "loading", "models", "runtime", "results", "config"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
@@ -81,6 +82,10 @@ FORBIDDEN_IN_CORE = (
     "matplotlib",
     "lm_eval",
     "accelerate",
+    "fastapi",
+    "uvicorn",
+    "openai",
+    "ray",
 )
 SOURCES = sorted((ROOT / "dmc").rglob("*.py"))
 

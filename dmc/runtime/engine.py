@@ -154,6 +154,16 @@ class Engine:
         return self.cache.allocator.num_in_use - self.cache.blocks_only_in(self._prefixes or ())
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold a part of the cache and go on."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have still to be let in, or have given way to others."""
+        return len(self._scheduler.waiting)
+
+    @property
     def prefix_cache_bytes(self) -> int:
         """Bytes that the prefix cache alone holds; their blocks are for whoever needs them."""
         return 0 if self._prefixes is None else self._prefixes.num_bytes

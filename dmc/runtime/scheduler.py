@@ -257,6 +257,7 @@ class Scheduler:
         while prefix is not None and not self._fits(others, self.cache.blocks_to_share()):
             prefix = self._prefix_of(sequence) if self._make_room(sequence, spared=1) else None
         sequence.row, sequence.num_fed = self.cache.open_row(prefix), 0 if prefix is None else prefix.tokens_seen
+        sequence.num_reused = sequence.num_fed
         self.cache.tally.open_row(sequence.row, sequence.held)
         self.resting.append(sequence)
         return True

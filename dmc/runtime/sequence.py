@@ -28,6 +28,8 @@ class Sequence:
     """Leading tokens that are cached."""
     blocks_to_return: int = 0
     """Blocks that must be free before it goes on, since others took its own; 0: they did not."""
+    num_reused: int = 0
+    """Tokens of the last turn that were not fed, for the prefix cache knew them."""
     num_preemptions: int = 0
     """Times the cache was lost to others since the last turn ended."""
     hashes: list[bytes] = field(default_factory=list)

@@ -1,0 +1,33 @@
+"""Serve models to clients of OpenAI's API: python scripts/serve.py model=DIR, then http://127.0.0.1:8000.
+
+A stock model with a policy: policy=h2o budget=4. Several: 'models={own: DIR, base: DIR, h2o: {path: DIR, policy: h2o,
+budget: 4}}'. A model too large for one device: torchrun --nproc-per-node 2 scripts/serve.py model=DIR.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dmc.command_line import script
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@script("serve")
+def main(settings: DictConfig) -> None:
+    try:
+        from dmc.serving.server import read_config, serve
+    except ImportError as error:
+        raise ImportError(f"serving needs more packages ({error}): pip install 'dmc-retrofit[serve]'") from error
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    config = read_config(values)
+    names = ", ".join(config.models)
+    serve(config, CONFIGS / "policy", lambda port: print(f"{names}: http://{config.host}:{port}", file=sys.stderr))
+
+
+if __name__ == "__main__":
+    main()

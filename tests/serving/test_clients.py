@@ -1,0 +1,315 @@
+"""The real client of OpenAI, on a real socket: what it gets is what the engine generates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from dmc import Engine, SamplingParams
+
+NAMES = ("full", "own", "h2o", "snapkv", "quest")
+PROMPT = "line 3 <b>é & xxx</b>\nline 4 <b>"
+CHAT: list[Any] = [
+    {"role": "system", "content": "xx"},
+    {"role": "user", "content": [{"type": "text", "text": "line 5"}]},
+]
+CHAT_TEXT = "<system>xx\n<user>line 5\n<assistant>"
+
+
+def alone(served: Any, name: str, prompt: str, **params: Any) -> Any:
+    """Generate on an engine of its own, while the server's rests."""
+    theirs = served.worker.engines[name]
+    engine = Engine(theirs.model, theirs.tokenizer, theirs.policy)
+    return engine.generate([prompt], SamplingParams(**{"max_new_tokens": 12, "temperature": 0, **params}))[0]
+
+
+def dmc_stats(usage: Any) -> dict[str, Any]:
+    return usage.model_extra["x-dmc-stats"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_completions_are_what_the_engine_generates(served: Any, name: str) -> None:
+    expected = alone(served, name, PROMPT)
+    client = served.client()
+    answer = client.completions.create(model=name, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert len(choice.logprobs.tokens) == 12
+    tokens = served.worker.engines[name].tokenizer(PROMPT)["input_ids"]
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(tokens), 12, len(tokens) + 12)
+    stats = dmc_stats(usage)
+    assert stats["achieved_ratio"] == pytest.approx(expected.stats.achieved_ratio, abs=1e-3)
+    assert stats["bytes_used"] == expected.stats.bytes_used
+    assert stats["slots"] == int(expected.stats.slots.sum())
+    Completion.model_validate(answer.model_dump())
+
+    pieces = list(
+        client.completions.create(
+            model=name, prompt=PROMPT, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected.text
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices] == [None] * 11 + ["length"]
+    assert pieces[-1].usage.completion_tokens == 12
+    assert not pieces[-1].choices
+    assert dmc_stats(pieces[-1].usage)["bytes_used"] == expected.stats.bytes_used
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chats_are_what_the_engine_generates_after_the_template(served: Any, name: str) -> None:
+    expected = alone(served, name, CHAT_TEXT)
+    client = served.client()
+    asked: Any = {"model": name, "messages": CHAT, "max_completion_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (expected.text, "length")
+    ChatCompletion.model_validate(answer.model_dump())
+    for each, logprob in zip(choice.logprobs.content, expected.logprobs, strict=True):
+        assert each.logprob == pytest.approx(logprob, abs=1e-4)
+        assert [top.logprob for top in each.top_logprobs] == sorted(
+            (top.logprob for top in each.top_logprobs), reverse=True
+        )
+        assert each.top_logprobs[0].logprob == each.logprob  # greedy
+        assert len(each.top_logprobs) == 3
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+    for piece in pieces:
+        ChatCompletionChunk.model_validate(piece.model_dump())
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected.text
+    assert pieces[-1].usage.completion_tokens == 12
+    last = dmc_stats(pieces[-1].usage)
+    assert last["slots_by_head"] == expected.stats.slots.tolist()
+    assert last["tokens_seen"] == expected.stats.tokens_seen
+    live = [dmc_stats(piece.usage)["slots_by_head"] for piece in pieces[1:-1]]
+    assert len(live[0]) == 2 and len(live[0][0]) == 2
+
+
+def test_asynchronous_clients_share_the_engine(served: Any) -> None:
+    expected = [alone(served, "own", f"line {index}", temperature=1.0, seed=index).text for index in range(12)]
+
+    async def ask(client: openai.AsyncOpenAI, index: int) -> str:
+        asked: Any = {"model": "own", "prompt": f"line {index}", "max_tokens": 12, "seed": index}
+        if index % 2:
+            return (await client.completions.create(**asked)).choices[0].text
+        return "".join([piece.choices[0].text async for piece in await client.completions.create(**asked, stream=True)])
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            return list(await asyncio.gather(*(ask(client, index) for index in range(12))))
+
+    assert asyncio.run(ask_all()) == expected
+    served.wait_until_idle()
+
+
+def test_several_prompts_and_continuations_stand_in_order(served: Any) -> None:
+    prompts = ["line 1", "line 2 <b>"]
+    expected = [alone(served, "full", prompt, temperature=0.9, seed=3, n=3) for prompt in prompts]
+    texts = [each.text for one in expected for each in (one, *one.alternatives)]
+    client = served.client()
+    asked: Any = {"model": "full", "prompt": prompts, "max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 3}
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [*range(6)]
+    assert answer.usage.completion_tokens == 6 * 12
+    streamed = [""] * 6
+    for piece in client.completions.create(**asked, stream=True):
+        streamed[piece.choices[0].index] += piece.choices[0].text
+    assert streamed == texts
+    tokens = served.worker.engines["full"].tokenizer(prompts)["input_ids"]
+    assert [each.text for each in client.completions.create(**{**asked, "prompt": tokens}).choices] == texts
+
+
+def test_stops_penalties_and_biases_are_the_engines(served: Any) -> None:
+    client, asked = served.client(), {"model": "full", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    free = alone(served, "full", PROMPT)
+    stop = free.text[5:7]
+    choice = client.completions.create(**asked, stop=["never", stop]).choices[0]
+    assert (choice.text, choice.finish_reason) == (free.text[: free.text.find(stop)], "stop")
+    pieces = list(client.completions.create(**asked, stop=stop, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    token = free.token_ids[0]
+    assert client.completions.create(**asked, logit_bias={str(token): -100}).choices[0].text != free.text
+    always = client.completions.create(**asked, logit_bias={str(token): 100})
+    assert always.choices[0].text == served.worker.engines["full"].tokenizer.decode([token] * 12)
+    penalised = client.completions.create(**asked, logit_bias={str(token): 4}, frequency_penalty=2.0)
+    assert penalised.choices[0].text != always.choices[0].text
+    extra = {"repetition_penalty": 1.3, "top_k": 3, "ignore_eos": True}
+    expected = alone(served, "full", PROMPT, repetition_penalty=1.3)
+    assert client.completions.create(**asked, extra_body=extra).choices[0].text == expected.text
+    assert (
+        client.completions.create(**asked, user="me", best_of=1, suffix=None, extra_body={"metadata": {}})
+        .choices[0]
+        .text
+        == free.text
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "own"])
+def test_an_echoed_prompt_tells_how_likely_it_is(served: Any, name: str) -> None:
+    engine = served.worker.engines[name]
+    tokens = engine.tokenizer(PROMPT)["input_ids"]
+    expected = Engine(engine.model).score([tokens[:1]], [tokens[1:]])[0]
+    given = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
+    client, asked = served.client(), {"model": name, "prompt": PROMPT, "temperature": 0, "echo": True}
+    choice = client.completions.create(**asked, max_tokens=1, logprobs=1).choices[0]
+    assert choice.text.startswith(PROMPT)
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:-1] == pytest.approx(given, abs=1e-4)
+    assert [max(top.values()) for top in logprobs.top_logprobs[1:-1]] == pytest.approx(
+        expected.amax(1).tolist(), abs=1e-4
+    )
+    assert "".join(logprobs.tokens) == choice.text
+    assert [
+        choice.text[at:][: len(text)] for at, text in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    ] == logprobs.tokens
+    bare = client.completions.create(**asked, max_tokens=0, logprobs=0)
+    assert bare.choices[0].text == PROMPT
+    assert bare.usage.completion_tokens == 0
+    assert len(bare.choices[0].logprobs.tokens) == len(tokens)
+    pieces = list(client.completions.create(**asked, max_tokens=3, logprobs=1, stream=True))
+    streamed = [logprob for piece in pieces for logprob in piece.choices[0].logprobs.token_logprobs]
+    assert streamed[1 : len(tokens)] == pytest.approx(given, abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "turn"), [("full", 2), ("own", 3)])
+def test_conversations_hit_the_prefix_cache(served: Any, name: str, turn: int) -> None:
+    """Gates: where prompts have been seen to part, or where the answer is read as it was written."""
+    client, messages = served.client(), [{"role": "user", "content": name + "x" * 300}]
+    for number in range(1, turn + 1):
+        asked: Any = {"model": name, "messages": messages, "max_tokens": 8, "temperature": 0}
+        answer = client.chat.completions.create(**asked)
+        text = "".join(f"<{each['role']}>{each['content']}\n" for each in messages) + "<assistant>"
+        assert answer.choices[0].message.content == alone(served, name, text, max_new_tokens=8).text
+        reused = answer.usage.prompt_tokens_details.cached_tokens
+        assert reused >= 128 if number == turn else reused < 128 or number > 1
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": "b"},
+        ]
+
+
+def test_models_tokens_health_and_metrics(served: Any) -> None:
+    client = served.client()
+    assert [model.id for model in client.models.list()] == list(served.worker.engines)
+    assert client.models.retrieve("own").id == "own"
+    with httpx.Client(base_url=served.url) as web:
+        tokens = served.worker.engines["full"].tokenizer(PROMPT)["input_ids"]
+        told = web.post("/tokenize", json={"prompt": PROMPT, "model": "full"}).json()
+        assert (told["tokens"], told["count"], told["max_model_len"]) == (tokens, len(tokens), 512)
+        assert web.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": PROMPT}
+        assert web.get("/health").json() == {"status": "ok"}
+        client.completions.create(model="h2o", prompt=PROMPT, max_tokens=5)
+        served.wait_until_idle()
+        text = web.get("/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines['dmc_generated_tokens_total{model="h2o"}']) >= 5
+    assert float(lines['dmc_requests_total{finish_reason="length",model="h2o"}']) >= 1
+    assert float(lines['dmc_achieved_ratio_sum{model="h2o"}']) > 1
+    for name in (
+        "dmc_time_to_first_token_seconds_count",
+        "dmc_pool_blocks",
+        "dmc_requests_waiting",
+        "dmc_preemptions_total",
+    ):
+        assert name + '{model="h2o"}' in lines
+
+
+def test_a_client_that_goes_away_frees_its_blocks(served: Any) -> None:
+    asked = {"model": "full", "prompt": "line", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    before = float(_counter(served, "dmc_generated_tokens_total"))
+    with (
+        httpx.Client(base_url=served.url) as web,
+        web.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+    ):
+        next(answer.iter_lines())
+    served.wait_until_idle()
+    with httpx.Client(base_url=served.url, timeout=0.3) as web, pytest.raises(httpx.ReadTimeout):
+        web.post("/v1/completions", json={**asked, "n": 8})
+    served.wait_until_idle()
+    assert float(_counter(served, "dmc_generated_tokens_total")) - before < 9 * 500
+
+
+def _counter(served: Any, name: str, model: str = "full") -> str:
+    text = httpx.get(f"{served.url}/metrics").text
+    return next((line.split()[-1] for line in text.splitlines() if line.startswith(f'{name}{{model="{model}"')), "0")
+
+
+def test_a_full_queue_says_come_again(make_server: Any, served: Any) -> None:
+    theirs = served.worker.engines["full"]
+    busy = make_server({"one": Engine(theirs.model, theirs.tokenizer, max_batch_size=1)}, max_waiting=1)
+    step, gate = busy.worker.engines["one"].step, threading.Event()
+    busy.worker.engines["one"].step = lambda: gate.wait(20) and step()
+    asked: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
+    client, found = busy.client(timeout=20), []
+    threads = [threading.Thread(target=lambda: found.append(client.completions.create(**asked))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while busy.worker.num_unfinished["one"] < 2:
+        time.sleep(0.01)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**asked)
+    assert caught.value.response.headers["retry-after"] == "1"
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 2
+    busy.wait_until_idle()
+
+
+def test_only_the_request_that_fails_fails(make_server: Any, served: Any) -> None:
+    theirs = served.worker.engines["full"]
+    engine = Engine(theirs.model, theirs.tokenizer)
+    server = make_server({"one": engine})
+    bad = engine.tokenizer("&")["input_ids"][0]
+    forward = engine._runner.forward
+
+    def refuse(segments: Any) -> Any:
+        if any(bad in segment.tokens for segment in segments):
+            raise RuntimeError("secret path")
+        return forward(segments)
+
+    engine._runner.forward = refuse
+    client = server.client()
+    good: Any = {"model": "one", "prompt": "line 4", "max_tokens": 30, "temperature": 0, "logit_bias": {str(bad): -100}}
+    stream = iter(client.completions.create(**good, stream=True))
+    text = next(stream).choices[0].text
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(**{**good, "prompt": "a & b"})
+    assert caught.value.body["type"] == "server_error"
+    text += "".join(piece.choices[0].text for piece in stream)
+    assert text == client.completions.create(**good).choices[0].text
+    server.wait_until_idle()
+
+
+def test_keys_are_asked_for(make_server: Any, served: Any) -> None:
+    server = make_server(
+        {"own": Engine(served.worker.engines["own"].model, served.worker.engines["own"].tokenizer)}, keys=("one", "zwö")
+    )
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.client(api_key="one").models.list().data[0].id == "own"
+    for wrong in ("onee", "on", "One", "none"):
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {wrong}".encode()})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer zwö".encode()}).status_code == 200
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+
+
+def test_events_are_json(served: Any) -> None:
+    asked = {"model": "own", "prompt": "line", "max_tokens": 3, "stream": True}
+    lines = httpx.post(f"{served.url}/v1/completions", json=asked).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert [json.loads(line.removeprefix("data: "))["object"] for line in lines[:-2]] == ["text_completion"] * 3

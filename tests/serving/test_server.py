@@ -1,0 +1,100 @@
+"""The command: what it refuses to start with, how it starts, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripts_here import SCRIPTS, run_script
+
+from dmc.serving.server import is_loopback, read_config
+
+REFUSED = [
+    ("", "nothing to serve: give model=DIR, or models="),
+    ("policy=h2o budget=4", "policy= and budget= are those of model=DIR"),
+    ("model={stock} policy=h2o", "needs a budget"),
+    ("model={stock} budget=4", "budget=4 needs a policy"),
+    (
+        "model={stock} host=0.0.0.0",
+        "host=0.0.0.0: others can reach it, and anybody could use it; give api_key_file=",
+    ),
+    ("model={stock} host=::", "others can reach it"),
+    ("model={stock} host=example.org", "others can reach it"),
+    ("model={stock} port=70000", "port=70000: expected at most 65535"),
+    ("model={stock} port=-1", "port=-1: expected a whole number >= 0"),
+    ("model={stock} api_key_file=nowhere", "nowhere"),
+    ("model={stock} api_key_file={empty}", "has no key: write one a line"),
+    ("models={{a: {{path: {stock}, polcy: h2o}}}}", "unknown setting models.a.polcy"),
+    ("models={{a: {{path: {stock}, policy: h3o, budget: 4}}}}", "h3o"),
+    ("model={compressed} policy=h2o budget=4", "decide token by token"),
+    ("model={stock} memory=-5", "memory=-5: expected a whole number of bytes > 0"),
+    ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
+    ("model={stock} limits.max_body_bytes=0", "limits: expected max_body_bytes and body_seconds > 0"),
+    ("model={stock} max_waiting=-1", "max_waiting=-1"),
+]
+
+
+def test_what_cannot_be_served_is_told_in_one_line(folders: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n \n")
+    places = {"stock": folders.stock, "compressed": folders.compressed, "empty": tmp_path / "empty"}
+    for arguments, message in REFUSED:
+        given = arguments.format(**places)
+        error = run_script("serve.py", *([given] if given.startswith("models=") else given.split()))
+        assert message in error
+        assert error.startswith("error: ") and "\n" not in error
+
+
+def test_a_name_is_the_end_of_its_path() -> None:
+    config = read_config({"model": {"path": "outputs/base/final"}, "models": {"other": "x"}})
+    assert list(config.models) == ["base-final", "other"]
+    assert config.models["base-final"]["policy"] == "full"
+    assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
+
+
+def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    models = f"models={{own: {folders.compressed}, h2o: {{path: {folders.stock}, policy: h2o, budget: 4}}}}"
+    command = [sys.executable, str(SCRIPTS / "serve.py"), models, "port=0", "memory=20000000", f"api_key_file={keys}"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    said: list[str] = []
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"^own, h2o: (http://127\.0\.0\.1:\d+)$", line):
+                break
+        else:
+            raise AssertionError("".join(said))
+        threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
+        with httpx.Client(base_url=found[1], headers={"Authorization": "Bearer secret"}, timeout=60) as web:
+            assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "h2o"]
+            for name in ("own", "h2o"):
+                asked = {"model": name, "prompt": "a secret prompt", "max_tokens": 3}
+                assert web.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 3
+            asked = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            with web.stream("POST", "/v1/completions", json=asked) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert len(rest) == 400
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{found[1]}/health")
+    finally:
+        process.kill()
+    assert "secret" not in "".join(said)
