@@ -263,7 +263,9 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         },
     }
     if isinstance(task, LMEvalTask):
-        names = {"benchmark": task.benchmark.name, "members": task.benchmark.tasks, "question": task.settings.question}
+        ends = cell.task.removeprefix(task.name)  # ":hidden" where both questions are asked
+        names = {"benchmark": task.benchmark.name + ends, "members": [each + ends for each in task.benchmark.tasks]}
+        names["question"] = task.settings.question
         shared["settings"] |= {"lm_eval": asdict(task.settings) | {"save_samples": None}}
         return shared | names
     shared["settings"] |= {"speed_tokens": config.speed_tokens}

@@ -10,9 +10,9 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
@@ -54,6 +54,11 @@ class Benchmark:
     def tasks(self) -> list[str]:
         """Names that lm-eval knows."""
         return self.members or [self.name]
+
+    @property
+    def can_hide(self) -> bool:
+        """Whether it is known where questions begin."""
+        return self.context_field is not None or bool(self.question_marks)
 
     def question_at(self, prompt: str, document: dict[str, Any]) -> int:
         """Find where a prompt's question begins.
@@ -125,9 +130,9 @@ class LMEvalSettings:
     """First documents of every task that are used; None: all."""
     max_gen_toks: Count | None = None
     """Tokens of an answer at the most; None: what the task says."""
-    question: Question = "known"
+    question: Question | Literal["both"] = "known"
     """hidden: of generating tasks the context is compressed before the question is fed, if their benchmark says where
-    that begins."""
+    that begins; both: makes two tasks of each of these."""
     chat_template: bool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
@@ -266,20 +271,27 @@ def plan_lm_eval(
         ImportError: lm-eval is not installed.
         ValueError: questions are to be hidden of which nothing is known; see `read_benchmarks` and `check_tasks`.
     """
-    benchmarks = read_benchmarks(entries, folder)
-    for each in benchmarks if settings.question == "hidden" else ():
-        if each.context_field is None and not each.question_marks:
-            raise ValueError(
-                f"question=hidden: where questions of {each.name!r} begin is not known; give it a context_field or "
-                f"question_marks, {{name: {each.name}, question_marks: ['Question:']}}"
-            )
+    benchmarks, both = read_benchmarks(entries, folder), settings.question == "both"
+    unknown = [each.name for each in benchmarks if not each.can_hide]
+    if unknown and (settings.question == "hidden" or (both and len(unknown) == len(benchmarks))):
+        raise ValueError(
+            f"question={settings.question}: where questions of {unknown[0]!r} begin is not known; give it a "
+            f"context_field or question_marks, {{name: {unknown[0]}, question_marks: ['Question:']}}"
+        )
     names = tuple(task for each in benchmarks for task in each.tasks)
     try:
         manager = settings.list_tasks(names, model)
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install '.[eval]'") from error
     check_tasks(names, manager, [*known, *(path.stem for path in folder.glob("*.yaml"))])
-    return {task: LMEvalTask(task, each, settings, names) for each in benchmarks for task in each.tasks}
+    if not both:
+        return {task: LMEvalTask(task, each, settings, names) for each in benchmarks for task in each.tasks}
+    return {
+        f"{task}:{question}": LMEvalTask(task, each, replace(settings, question=question), names)
+        for each in benchmarks
+        for question in get_args(Question)[: 1 + each.can_hide]
+        for task in each.tasks
+    }
 
 
 @functools.lru_cache(maxsize=2)

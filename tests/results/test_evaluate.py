@@ -30,6 +30,7 @@ from dmc.policies import H2O
 from dmc.results.compare import run_cells, unfinished
 from dmc.results.grid import CompareConfig, grid_of_one, plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
+from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
@@ -135,10 +136,15 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(
     text = text.replace("doc_to_text: prompt", 'doc_to_text: "{{context}}\\n\\nQuestion: gamma?\\nIt is"')
     (folder / "asked.yaml").write_text(text)
     budget = {"ratio": 4.0} if policy != "full" else None
-    asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "hidden"}
+    asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "both"}
     config = make_config(policy, budget, **asked, save_samples=True)
-    (row,) = run(config)
-    assert (row["status"], row["question"]) == ("done", "hidden"), row
+    known, row = run(config)
+    assert [row[name] for name in ("status", "question", "task")] == ["done", "hidden", "asked:hidden"], row
+    assert [known[name] for name in ("status", "question", "task")] == ["done", "known", "asked:known"], known
+    assert (row["benchmark"], row["members"]) == ("asked:hidden", ["asked:hidden"])
+    assert {line.question for line in summarize(Store(Path(config.output) / "cells.jsonl").frame()).itertuples()} == {
+        "known", "hidden",
+    }  # fmt: skip
     samples = (Path(config.output) / "samples" / row["key"] / "asked.jsonl").read_text().splitlines()
     model, tokenizer = load_with_tokenizer(str(folders.stock))
     for document, sample in zip(documents, map(json.loads, samples), strict=True):
@@ -220,6 +226,7 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, t
         ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
         ({"tasks": []}, "tasks is empty"),
         ({"question": "hidden"}, "where questions of 'both' begin is not known; give it a context_field"),
+        ({"question": "both"}, "question=both: where questions of 'both' begin is not known"),
         ({"limit": 0}, "limit=0: expected a whole number >= 1"),
         ({"policy": "h2o"}, "H2O needs a budget"),
         ({"policy": {"name": "full", "_target_": "dmc.policies.H2O"}, "budget": {"ratio": 4.0}}, r"\+policy.name=mine"),
