@@ -206,13 +206,17 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
 def collect(folder: Path) -> tuple[list[Row], list[str]]:
     """Read what the exported models of all runs in a folder were measured at, the last of each run and its snapshots.
 
+    Of a retrofit also the ratio of every layer at each of its validations, the paper's figure 7.
+
     Args:
         folder: of one run, or of several at any depth.
     Returns:
         Rows for a `Store`, by target ratio, and the names of runs that have not finished.
     Raises:
         FileNotFoundError: there is no run.
+        ValueError: the ratios along a run are damaged.
     """
+    from dmc.training.callbacks.heatmap import RATIOS_NAME
     from dmc.training.record import CONFIG_NAME
 
     runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
@@ -226,6 +230,8 @@ def collect(folder: Path) -> tuple[list[Row], list[str]]:
         for path in (*models, *(run / "snapshots").glob("[!.]*")):
             if (path / METRICS_NAME).is_file():
                 rows.append(_row_of(f"{name}/{path.name}", read_mapping(path / METRICS_NAME)))
+        if (path := run / "heatmaps" / RATIOS_NAME).is_file():
+            rows.append(_row_along(name, path))
     return sorted(rows, key=lambda row: (row["requested_ratio"], row["model"])), unfinished
 
 
@@ -242,3 +248,17 @@ def _row_of(name: str, record: Mapping[str, Any]) -> Row:
     if compression is not None:
         figures |= {"own_gates": True, "requested_ratio": compression["target_ratio"]}
     return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)
+
+
+def _row_along(name: str, path: Path) -> Row:
+    from dmc.training.callbacks.heatmap import RatioHistory
+
+    try:
+        steps, held = RatioHistory(path).read()
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged or empty ({type(error).__name__}: {error})") from error
+    places = {"step": steps, "layer": [*range(held.shape[1])], "samples": 1}
+    figures: Row = {"achieved_ratio": float(1 / held[-1].mean()), "own_gates": True, "samples": 1}
+    figures |= {"requested_ratio": round(figures["achieved_ratio"], 2), "head_ratios": (1 / held[-1]).tolist()}
+    figures["by_step"] = places | {"compression_ratio": (1 / held.mean(-1)).tolist()}
+    return new_row(name, FULL, "training", {"model": {}, "task": {}}, **figures)

@@ -143,8 +143,7 @@ class Case:
 
 GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
 COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=copy "
-ANALYSE = "model={retrofit} num_sequences=1 sequence_length=16 ~source.split "
-ANALYSE += "source._target_=dmc.data.TextSource +source.name={text} "
+INSIDE = "models={{m:{retrofit}}} policies=full speed_tokens=0 tasks=[{{name:i,"
 CASES = [
     # A model that is none, and settings of a generation.
     *(
@@ -400,24 +399,15 @@ CASES = [
         )
     ),
     *(
-        Case("analyse", ANALYSE + setting, said)
+        Case("compare", INSIDE + setting + "}}]", said)
         for setting, said in (
-            ("model=null", "model"),
-            ("model={world}/nowhere", "nowhere"),
-            ("model={stock}", "stock"),
-            ("budget=4", "budget=4"),
-            ("num_sequences=0", "num_sequences=0"),
-            ("sequence_length=0", "sequence_length=0"),
-            ("batch_size=0", "batch_size=0"),
-            ("source=null", "source"),
-            ("source.name={world}/nowhere.txt", "nowhere.txt"),
-            ("source.name={world}/numbers.jsonl", "int"),
-            ("segmentation.layer=99", "layer=99"),
-            ("segmentation.head=99", "head=99"),
-            ("segmentation.tokens=0", "tokens=0"),
-            ("run={world}/nowhere", "nowhere"),
-            ("run={world}/list_run", "list_run"),
-            ("output={text}", "text.txt"),
+            ("like:inside,num_samples:0", "num_samples=0"),
+            ("like:inside,length:0", "length=0"),
+            ("like:inside,new_tokens:0", "new_tokens=0"),
+            ("like:inside,source:null", "source=None"),
+            ("like:text_loss,source:null", "source=None"),
+            ("like:haystack,haystack:null", "haystack=None"),
+            ("like:inside,source:{{_target_:dmc.data.TextSource,name:{world}/nowhere.txt}}", "nowhere.txt"),
         )
     ),
     Case("report", "", "folders"),

@@ -29,7 +29,7 @@ def test_a_model_and_tasks_are_given_by_name() -> None:
     assert (settings["policy"]["_target_"], settings["budget"]["ratio"]) == ("dmc.policies.H2O", 4)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "generate", "analyse", "benchmark", "train", "prepare_data"])
+@pytest.mark.parametrize("name", ["evaluate", "generate", "benchmark", "train", "prepare_data"])
 @pytest.mark.parametrize("model", ["folder", "meta-llama/Llama-2-7b-hf", "./llama2_7b"])
 def test_every_script_takes_a_folder_or_a_hub_name(
     name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +81,6 @@ def test_no_thread_computes_with_denormal_numbers() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "analyse.py|model=model|output={file}",
         "benchmark.py|model=model|output={file}",
         "compare.py|models={{base: model}}|output={file}",
         "evaluate.py|model=model|tasks=piqa|output={file}",

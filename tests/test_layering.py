@@ -46,10 +46,6 @@ ALLOWED = {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
         *("bounds", "claims"),
     },
-    "analysis": {
-        *("training", "results", "runtime", "policies", "compression", "data"),
-        *("measure", "provenance", "ranks", "target"),
-    },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
     "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention"},

@@ -337,7 +337,7 @@ def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig
     row = {
         "status": DONE,
         "metrics": {name: statistics.fmean(each) for name, each in values.items()},
-        "sample_values": values.pop(task.main_metric),
+        "sample_values": values.pop(task.main_metric, []),
         "samples_by_metric": values,
         "contexts": contexts if any(each.context is not None for each in samples) else [],
         "samples": len(results),

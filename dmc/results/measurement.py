@@ -2,7 +2,7 @@
 
 The whole floor is one path: a task runs in a cell (model x method x budget x task), the cell's row lands in the one
 `Store` (`store.py`), `Store.frame` gives its `Measurement`s back as one pandas table, `statistics.py`
-says what they show, and tables, plots and the page draw nothing but that. Speed benchmarks, analyses and exported
+says what they show, and tables, plots and the page draw nothing but that. Speed benchmarks and exported
 models are no cells of a grid; they write rows too, with `new_row`.
 
 A frame has one line for each measurement and the fields of `Measurement` as columns. Coordinates are columns of their

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,12 +44,14 @@ WIDTH = 5.0
 """Inches of a panel; two drawings stand side by side on a wide page."""
 FAR = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
-MOST_NAMES, MOST_COLUMNS, MOST_SHAPES, MOST_PLACES = 8, 4, 700, 64
-"""Lines that all have their name; heatmaps side by side; cells beyond which one is pixels; points of a course."""
+MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 4, 8, 700, 64
+"""Lines that all have their name; heatmaps across and down; cells beyond which one is pixels; points of a course."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
 WORDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}")
 Spot = tuple[float, float]
+Heatmap = tuple[str, str, str, pandas.DataFrame]
+"""Name and method, method with its budget, numbers over two axes; the first row is the top."""
 
 
 @dataclass
@@ -285,25 +288,6 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     return plot
 
 
-def draw_decoding(lines: pandas.DataFrame) -> Plot:
-    """Draw how fast each line of a summary decodes against how long it takes to read a token of its prompts."""
-    caption = "Of the cells' own batches, measured one after the other on a machine that may have been shared."
-    timed = lines[lines["decode_tokens_per_second"].notna() & lines["prefill_tokens_per_second"].notna()]
-    timed = timed.assign(x=1e3 / timed["prefill_tokens_per_second"], y=timed["decode_tokens_per_second"])
-    with _plot("Decoding speed against time to read a prompt token", caption) as plot:
-        axes, labels = plot.panels[0], {}
-        for each in timed.itertuples():
-            color = _color(each, FRONT if each.y == timed["y"].max() else DIM)
-            words = f"{each.y:,.1f} tokens/s decoding, {each.x:,.3g} ms per prompt token"
-            _mark(plot, axes, (each.x, each.y), color, each.method, f"{each.label}, {each.task}: {words}")
-            if color != DIM:
-                labels[each.label] = (each.x, each.y, each.label, color)
-        axes.margins(0.12)
-        spots = list(zip(timed["x"], timed["y"], strict=True))
-        _finish_plane(axes, "time to read a prompt token (ms)", "decoding (tokens/s)", list(labels.values()), spots)
-    return plot
-
-
 def _mark(plot: Plot, axes: Axes, spot: Spot, color: str, method: str, words: str) -> None:
     (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
     plot.tip(mark, method, words)
@@ -325,16 +309,16 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
     if names[1] == "layer":
         return [_draw_layers(own, f"{label}, {title}") for label, own in lines.groupby("label", sort=False)]
     down, across = names if names[0] == "layer" else names[::-1]
-    sheet, even = [], []
+    maps, even = list[Heatmap](), []
     for (name, label), own in lines.groupby(["name", "label"], sort=False):
         values = own.groupby([down, across])["value"].mean().unstack()
         if by != "layer head" or values.max(axis=None) > SAME * values.min(axis=None):
-            sheet.append(Heatmap(str(name), own["method"].iloc[0], str(label), values))
+            maps.append((str(name), own["method"].iloc[0], str(label), values))
         elif not own["is_full"].iloc[0]:
             even.append(str(name))
     caption = f"Dark is little, light is much. Across: {across}. Down: {down}."
     caption += f" The same in every head: {', '.join(dict.fromkeys(even))}." if even else ""
-    return draw_heatmaps(title, caption, sheet, logarithmic=metric == "compression_ratio") if sheet else []
+    return list(_draw_heatmaps(title, caption, maps, logarithmic=metric == "compression_ratio")) if maps else []
 
 
 def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
@@ -394,44 +378,25 @@ def _finish_plane(axes: Axes, x: str, y: str, labels: list[Any], points: list[Sp
     _place_labels(axes, labels, points)
 
 
-@dataclass(frozen=True)
-class Heatmap:
-    """Numbers over two axes, of one method at one budget; the first row is the top."""
-
-    name: str
-    method: str
-    title: str
-    values: pandas.DataFrame
-
-
-def draw_heatmaps(title: str, caption: str, heatmaps: Sequence[Heatmap], logarithmic: bool = False) -> list[Plot]:
-    """Draw sheets of small heatmaps in one scale: two of the same shape where one would be long."""
-    known = numpy.concatenate([each.values.to_numpy(dtype=float).ravel() for each in heatmaps])
+def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: bool) -> Iterator[Plot]:
+    """Draw small heatmaps in one scale, the budgets of a method beside each other, in sheets that fit a screen."""
+    known = numpy.concatenate([values.to_numpy(dtype=float).ravel() for *_, values in maps])
     known = known[~numpy.isnan(known)]
     norm = LogNorm(min(1.0, *known), max(2.0, *known)) if logarithmic else Normalize(min(0.0, *known), max(1.0, *known))
-    lines = list(_sheet_lines(heatmaps))
-    most = len(lines) if len(lines) < 4 else -(-len(lines) // 2)
-    return [_draw_sheet(title, caption, lines[start : start + most], norm) for start in range(0, len(lines), most)]
+    budgets = Counter(name for name, *_ in maps)
+    columns = min(MOST_COLUMNS, max(MOST_COLUMNS - 1, *budgets.values()), len(maps))
+    maps = sorted(maps, key=lambda each: budgets[each[0]] == 1)  # those that have no others beside them come last
+    sheets = -(-len(maps) // (columns * MOST_ROWS))
+    rows = -(-len(maps) // (columns * sheets))
+    for start in range(0, len(maps), rows * columns):
+        yield _draw_sheet(title, caption, maps[start : start + rows * columns], columns, norm)
 
 
-def _sheet_lines(heatmaps: Sequence[Heatmap]) -> Iterator[list[Heatmap]]:
-    """Give every method with several budgets lines of its own; the others share theirs."""
-    single: list[Heatmap] = []
-    for name in dict.fromkeys(each.name for each in heatmaps):
-        own = [each for each in heatmaps if each.name == name]
-        if len(own) == 1:
-            single += own
-        else:
-            yield from (own[start : start + MOST_COLUMNS] for start in range(0, len(own), MOST_COLUMNS))
-    yield from (single[start : start + MOST_COLUMNS - 1] for start in range(0, len(single), MOST_COLUMNS - 1))
-
-
-def _draw_sheet(title: str, caption: str, lines: list[list[Heatmap]], norm: Normalize) -> Plot:
-    columns, rows = max(map(len, lines)), len(lines[0][0].values)
-    height = 0.75 + (0.93 + 0.06 * min(24, rows)) * len(lines)
-    with _plot(title, caption, height, (len(lines), columns)) as plot:
-        padded = (line[place] if place < len(line) else None for line in lines for place in range(columns))
-        for axes, heatmap in zip(plot.panels, padded, strict=True):
+def _draw_sheet(title: str, caption: str, maps: list[Heatmap], columns: int, norm: Normalize) -> Plot:
+    lines = -(-len(maps) // columns)
+    height = 0.75 + (0.93 + 0.06 * min(24, len(maps[0][-1]))) * lines
+    with _plot(title, caption, height, (lines, columns)) as plot:
+        for axes, heatmap in itertools.zip_longest(plot.panels, maps):
             if heatmap is None:
                 axes.set_axis_off()
             else:
@@ -449,15 +414,16 @@ def _draw_sheet(title: str, caption: str, lines: list[list[Heatmap]], norm: Norm
 
 
 def _draw_heatmap(plot: Plot, axes: Axes, heatmap: Heatmap, norm: Normalize) -> None:
-    values = heatmap.values.to_numpy(dtype=float)
+    _, method, label, table = heatmap
+    values = table.to_numpy(dtype=float)
     mesh = axes.pcolormesh(values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
     mesh.set_rasterized(values.size > MOST_SHAPES)
     words = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}, highest {numpy.nanmax(values):.3g}"
-    plot.tip(mesh, heatmap.method, f"{heatmap.title}: {words}")
+    plot.tip(mesh, method, f"{label}: {words}")
     axes.invert_yaxis()
-    axes.set_title(heatmap.title, fontsize=7, color=MUTED, pad=3)
+    axes.set_title(label, fontsize=7, color=MUTED, pad=3)
     axes.spines[:].set_visible(False)
-    for axis, names in ((axes.xaxis, heatmap.values.columns), (axes.yaxis, heatmap.values.index)):
+    for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
         ends = sorted({0, len(names) - 1})
         axis.set_ticks([end + 0.5 for end in ends], [f"{names[end]:,g}" for end in ends], fontsize=6)
     axes.tick_params(pad=1.5)

@@ -11,21 +11,22 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas
 
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
-from dmc.results.row_names import told_apart
 
 logger = logging.getLogger(__name__)
 
 FINISHED = (DONE, NOT_FINITE)
 """What is not run again."""
-NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "task_key")
+NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "policy_key", "task_key")
 """Texts that every row has."""
+KINDS = ("model", "policy", "task")
+"""What names are told apart of."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
 """What a finished row has beside them."""
 
@@ -44,7 +45,6 @@ class Store:
             path.parent.mkdir(parents=True)
         self.path = path
         self._reported: set[int] = set()
-        self._told_earlier = False
 
     def append(self, row: Row) -> None:
         """Write a row so that it is there whole or not at all, also beside other processes' rows.
@@ -80,19 +80,13 @@ class Store:
                 row = None
             if not is_row(row):
                 if number not in self._reported:
-                    logger.warning("%s, line %d is damaged: it is left out, its cell runs again", self.path, number)
+                    old = isinstance(row, dict) and "key" in row and "policy_key" not in row
+                    why = "an earlier version's" if old else "damaged"
+                    logger.warning("%s, line %d is %s: it is left out, its cell runs again", self.path, number, why)
                 self._reported.add(number)
                 continue
             rows.pop(row["key"], None)
             rows[row["key"]] = row
-        earlier = sum("policy_key" not in row for row in rows.values())
-        if earlier and not self._told_earlier:
-            logger.warning(
-                "%s: %d rows are of an earlier version: they are shown, but stand for no cell of this one",
-                self.path,
-                earlier,
-            )
-            self._told_earlier = True
         return list(rows.values())
 
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
@@ -115,6 +109,71 @@ def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> li
         if row["status"] == DONE or rows.get(row["key"], row)["status"] != DONE:
             rows[row["key"]] = row
     return told_apart([row for key, row in rows.items() if keys is None or key in keys])
+
+
+def told_apart(rows: Sequence[Row]) -> list[Row]:
+    """Return rows whose model, policy and task (or benchmark) have a name that stands for one setting only.
+
+    `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; names that
+    stand for one thing stay. Under `named` a row keeps what the user called its model.
+    """
+    known: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        for kind in KINDS:
+            column, settings = _column(kind, row), row.get("settings") or {}
+            own = settings.get(kind) or {}
+            if kind == "task":
+                own = {name: value for name, value in settings.items() if name not in ("model", "policy")}
+            known.setdefault((kind, row[column]), {})[row[f"{kind}_key"]] = _flat(own)
+    labels = {name: _labels(settings) for name, settings in known.items()}
+    found = []
+    for row in rows:
+        told = {"named": row["model"]}
+        for kind in KINDS:
+            column = _column(kind, row)
+            label = labels[kind, row[column]][row[f"{kind}_key"]]
+            told[column] = f"{row[column]} ({label})" if label else row[column]
+        if (told["model"], told["policy"]) != (row["model"], row["policy"]):
+            own_gates = row["own_gates"] and row["budget"] is None
+            told["method"] = f"{told['model']}, {'own gates' if own_gates else told['policy']}"
+        found.append(row | told)
+    return found
+
+
+def _column(kind: str, row: Row) -> str:
+    return "benchmark" if kind == "task" and "benchmark" in row else kind
+
+
+def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Write for each key the settings in which it differs from any other: `recent=4, normalise=True`."""
+    told = {}
+    for key, own in known.items():
+        others = [other for each, other in known.items() if each != key]
+        names = [name for name in own if any(name not in other or other[name] != own[name] for other in others)]
+        told[key] = ", ".join(f"{name.strip('_')}={_text(own[name])}" for name in names)
+    alike = [*told.values()]
+    return {
+        key: label if alike.count(label) == 1 else ", ".join(filter(None, (label, f"#{key[:6]}")))
+        for key, label in told.items()
+    }
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Name settings inside others by their last name: options are told as the user writes them."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            inner = _flat(value)
+            found |= {(key if key not in found else f"{name}.{key}"): each for key, each in inner.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value.rpartition(".")[2] if value.startswith("dmc.") else value
+    return json.dumps(value) if not isinstance(value, float) else f"{value:g}"
 
 
 def is_row(row: Any) -> bool:

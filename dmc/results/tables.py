@@ -14,9 +14,8 @@ import pandas
 from dmc.results.equal_bytes import SAME_BYTES
 from dmc.results.measurement import DONE, NOT_FINITE, Row
 from dmc.results.plots import draw_quality, name_methods
-from dmc.results.row_names import told_apart
 from dmc.results.statistics import MARGIN, asked_of, beside_rivals, meets_target, pareto_front, summarize
-from dmc.results.store import Store
+from dmc.results.store import Store, told_apart
 
 TABLE, CSV, MEASUREMENTS, PLOT = "table.md", "results.csv", "measurements.csv", "quality.png"
 LEGEND = (

@@ -144,7 +144,7 @@ def test_every_task_that_is_shipped_can_be_planned(make_config: Any) -> None:
     names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
     grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
     assert sorted(grid.tasks) == names and len(names) > 9
-    assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match"}
+    assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match", "share_held"}
 
 
 def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path: Path) -> None:

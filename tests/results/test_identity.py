@@ -155,25 +155,6 @@ def test_two_models_of_one_name_stand_apart(tmp_path: Path) -> None:
     assert read_folders([write_rows(rows, tmp_path / "cells.jsonl")]).summary["label"].nunique() == 4
 
 
-def test_rows_of_an_earlier_version_are_read_with_one_warning_and_stand_apart(
-    folders: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = swept(4, 3.0)
-    del old["policy_key"]
-    new = swept(8, 3.5) | {"task_key": "new", "model_key": "new"}
-    folder = write_rows([old, old | {"key": "other", "budget": "8"}, new], tmp_path / "cells.jsonl")
-    store = Store(folder / "cells.jsonl")
-    rows = store.rows()
-    store.rows()
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "2 rows are of an earlier version: they are shown, but stand for no cell of this one"
-    ]
-    table = write_report(rows, tmp_path)
-    assert "### loss (earlier version): " in write_report(rows[:2], tmp_path / "two")
-    assert "### loss (earlier version): " in table and "base (earlier version), h2o" in table
-    assert "| base, h2o |" in table
-
-
 def test_the_study_compares_what_its_own_settings_measured(folders: Any, tmp_path: Path) -> None:
     shutil.copytree(folders.stock, tmp_path / "control-s0" / "final")
     run = StudyRun("control", 0, tmp_path / "control-s0", ())

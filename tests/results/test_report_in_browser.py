@@ -7,11 +7,11 @@ from browser import open_browser
 from transformers import AutoTokenizer
 
 from dmc import load_model
-from dmc.analysis.run import AnalyseConfig, plan_analysis, run_analysis
 from dmc.config import build_config
 from dmc.results.compare import run_cells
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders, write_page
+from dmc.results.segments import segment_text
 from dmc.results.store import Store
 
 pytestmark = pytest.mark.browser
@@ -35,22 +35,22 @@ def page(tmp_path_factory):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory, folders):
     folder = tmp_path_factory.mktemp("real")
+    text = {
+        "source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)},
+        "cache_folder": str(folder / "cache"),
+    }
+    inside = {"name": "inside", "like": "inside", "num_samples": 2, "length": 64, **text}
     values = {
         "models": {"base": str(folders.stock), "retrofit": str(folders.compressed)},
-        **{"policies": list(POLICIES), "budgets": [4], "tasks": [NEEDLE], "speed_tokens": 2, "output": str(folder)},
+        **{"policies": list(POLICIES), "budgets": [4], "tasks": [NEEDLE, inside], "speed_tokens": 2},
     }
-    config = build_config(CompareConfig, values)
+    config = build_config(CompareConfig, values | {"output": str(folder)})
     grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")
-    run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), None))
-    inside = {
-        **{"model": {"path": str(folders.compressed)}, "output": str(folder / "inside")},
-        **{"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "num_sequences": 2},
-        **{"sequence_length": 64, "cache_folder": str(folder / "cache")},
-    }
-    analysis = build_config(AnalyseConfig, inside)
-    tokenizer = AutoTokenizer.from_pretrained(folders.compressed)
-    run_analysis(plan_analysis(analysis), analysis, lambda model: (load_model(model.path), tokenizer))
-    return write_page(read_folders([folder, folder / "inside"]), folder / "report")
+    model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
+    run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), tokenizer))
+    page = segment_text(model, tokenizer, folders.text.read_text(), 0, 0, 256).page()
+    (folder / "segmentation.html").write_text(page)
+    return write_page(read_folders([folder]), folder / "report")
 
 
 def problems(page):
@@ -141,7 +141,7 @@ def test_figures_stay_in_one_line_on_paper_and_every_head_of_a_table_is_painted(
 
 
 def test_a_segmentation_is_readable_in_light_and_dark(page, real, tmp_path):
-    path = real.parent.parent / "inside" / "segmentation.html"
+    path = real.parent.parent / "segmentation.html"
     page.events.clear()
     page.open(path.as_uri())
     for width in (1280, 390):

@@ -36,7 +36,7 @@ from dmc.results.tables import (
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, JSON, PLOTS = "report.html", "results.csv", "report.json", "plots"
 EXPECTED = (
-    "expected a folder with cells.jsonl, as compare.py, evaluate.py, benchmark.py, analyse.py, collect.py, study.py "
+    "expected a folder with cells.jsonl, as compare.py, evaluate.py, benchmark.py, collect.py, study.py "
     "and the quickstart write it"
 )
 GATES_CAVEAT = "A model with gates of its own has other weights than the full cache it is compared with."
@@ -54,7 +54,7 @@ class Findings:
     summary: pandas.DataFrame
     """Of `statistics.summarize`, with `name` (the method as labels say it), `label` (with its budget) and `source`."""
     places: pandas.DataFrame
-    """Measurements with coordinates: main metrics, and `compression_ratio` of heads; `name`, `label` as well."""
+    """Measurements with coordinates (main metrics, `compression_ratio`, `segments`), with `name` and `label`."""
     rivals: pandas.DataFrame
     """Of `statistics.beside_rivals`."""
     speeds: pandas.DataFrame
@@ -113,7 +113,7 @@ def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys
         summary["source"] = [numbers[keys[-1]] for keys in summary["keys"]]
     speeds = speeds_of(frame)
     speeds["source"] = speeds["key"].map(numbers)
-    is_shown = frame["is_main"] | (frame["metric"] == "compression_ratio")
+    is_shown = frame["is_main"] | frame["metric"].isin(("compression_ratio", "segments"))
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     failures = pandas.DataFrame([_failure(row, numbers) for row in rows if row["status"] != DONE])
@@ -216,8 +216,6 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
         yield costs, plots.draw_speed(lines, f" (source {source})")
-    if len(summary) and summary["decode_tokens_per_second"].notna().any():
-        yield costs, plots.draw_decoding(summary)
     for (_, by, _), lines in findings.places.groupby(["task", "by", "metric"], sort=False):
         for plot in plots.draw_places(lines):
             yield SECTIONS.get(str(by), "What gates merge and policies leave"), plot
@@ -298,6 +296,6 @@ def _contents(findings: Findings) -> str:
     analyses = findings.places[findings.places["task"].str.startswith("inside")]["key"].unique()
     kinds = (
         *((findings.summary, "result"), (findings.speeds, "speed measurement"), (findings.failures, "failed cell")),
-        (analyses, "analysis"),
+        (analyses, "inside view"),
     )
     return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for rows, word in kinds if len(rows))

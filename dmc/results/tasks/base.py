@@ -110,6 +110,19 @@ def split_of_text(task: Task) -> str | None:
     return split if isinstance(split, str) else None  # a text itself has a method of this name
 
 
+def describe_text(source: Any, name: str) -> Any:
+    """Return what a text is known by, for `Task.identity`.
+
+    Raises:
+        ValueError, FileNotFoundError: the setting `name` is no source of documents, or its files are not there.
+    """
+    if not hasattr(source, "description"):
+        expected = "expected a source of documents, {_target_: dmc.data.TextSource, name: book.txt}"
+        raise ValueError(f"{name}={source!r}: {expected}")
+    source.check()
+    return source.description()
+
+
 def check_range(task: Any, name: str, least: float, most: float | None = None) -> None:
     """Raise a ValueError for a setting of a task that is no list of numbers in a range, whole ones without an end."""
     values = getattr(task, name)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_range
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_range, describe_text
 from dmc.results.tasks.prompts import Encoder, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -51,13 +51,12 @@ class TextRecall(Asking):
 
     def identity(self) -> Any:
         """See `Task.identity`: the settings say all but what the files of a haystack hold."""
-        haystack = getattr(self, "haystack", None)
-        if haystack is None or isinstance(haystack, str):
-            if haystack is not None and not haystack.strip():
-                raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
-            return haystack
-        haystack.check()
-        return haystack.description()
+        haystack = getattr(self, "haystack", "none")
+        if not isinstance(haystack, str):
+            return describe_text(haystack, "haystack")
+        if not haystack.strip():
+            raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
+        return haystack if hasattr(self, "haystack") else None
 
     def extract(self, text: str) -> dict[str, str | None]:
         """Find in an answer what each metric compares; None: it is not there. Default: the first number."""

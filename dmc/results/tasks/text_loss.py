@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Part, Sample, SampleResult
+from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -52,8 +52,7 @@ class TextLoss:
 
     def identity(self) -> Any:
         """See `Task.identity`."""
-        self.source.check()
-        return self.source.description()
+        return describe_text(self.source, "source")
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""

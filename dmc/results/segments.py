@@ -7,9 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from dmc.analysis.decisions import collect_decisions
+from dmc.results.tasks.inside import decisions_of
 
 COLORS = 6
 PAGE = """<!doctype html>
@@ -89,7 +87,7 @@ def segment_text(model: Any, tokenizer: Any, text: str, layer: int, head: int, n
         raise ValueError("the text to cut into segments is empty")
     encoded = tokenizer(text, return_offsets_mapping=True)
     tokens, offsets = encoded["input_ids"][:num_tokens], encoded["offset_mapping"][:num_tokens]
-    merged = collect_decisions(model, [torch.tensor([tokens])]).merged[:, 0]
+    merged = decisions_of(model, tokens)
     if not (0 <= layer < merged.shape[0] and 0 <= head < merged.shape[1]):
         raise ValueError(f"layer={layer}, head={head}: the model has {merged.shape[0]} layers, {merged.shape[1]} heads")
     starts = [*(~merged[layer, head]).nonzero().flatten().tolist(), len(tokens)]

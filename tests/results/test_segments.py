@@ -5,12 +5,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from dmc import load_model
-from dmc.analysis.decisions import collect_decisions
-from dmc.analysis.segments import segment_text
+from dmc.results.segments import segment_text
+from dmc.results.tasks.inside import decisions_of
 
 
 class Page(HTMLParser):
@@ -38,7 +37,7 @@ def test_segments_are_a_heads_decisions_and_make_up_the_text(folders: Any, layer
     text = folders.text.read_text()
     cut = segment_text(model, tokenizer, text, layer, head, 90)
     tokens = tokenizer(text)["input_ids"][:90]
-    merged = collect_decisions(model, [torch.tensor([tokens])]).merged[layer, 0, head].tolist()
+    merged = decisions_of(model, tokens)[layer, head].tolist()
     begins = [position for position, decision in enumerate(merged) if not decision]
     assert [each.begin for each in cut.segments] == begins
     assert [each.end for each in cut.segments] == [*begins[1:], 90]

@@ -1,0 +1,146 @@
+"""What a cache holds of a text: which tokens, in each layer and head, and the segments that gates make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmc.bounds import Count, check_fields
+from dmc.compression import GateMode, GateTrace, held_fraction
+from dmc.data import DocumentSource, build_packed
+from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
+from dmc.runtime import Engine, SamplingParams
+
+PLACES = 64
+"""Points of a curve, and the longest segment that is told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """Reads text and tells what is left of it: no measure of quality, for the page to draw.
+
+    A row keeps `share_held` by position and layer; of gates, which decide token by token, also `by_tokens_and_layer`,
+    the share held after so many, and `segments` by length (the last: so long or longer) and layer. The compression
+    ratio of each head is in every row.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    source: DocumentSource
+    num_samples: Count = 16
+    length: Count = 1024
+    """Tokens of each text."""
+    new_tokens: Count = 1
+    """Generated before it is seen what is left; all but the last are fed."""
+    cache_folder: str = "outputs/cache"
+    """Where tokenised text is kept."""
+    main_metric = "share_held"
+    higher_is_better = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def identity(self) -> Any:
+        """See `Task.identity`."""
+        return describe_text(self.source, "source")
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`."""
+        if tokenizer is None:
+            raise ValueError("inside reads text, and the model's folder has no tokenizer: add tokenizer.json")
+        windows: Any = build_packed(self.source, tokenizer, self.length, self.cache_folder)
+        chosen = range(min(self.num_samples, len(windows)))
+        return [Sample(windows[index]["input_ids"].tolist(), []) for index in chosen]
+
+    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """See `Task.evaluate`."""
+        params = SamplingParams(max_new_tokens=self.new_tokens, temperature=0.0, ignore_eos=True)
+        results = []
+        for sample in samples:
+            with engine.session() as session:
+                stats = session.generate(sample.prompt, params).stats
+                gates = engine.policy is None and getattr(engine.model, "compression", None) is not None
+                tokens = session.tokens[: stats.tokens_seen]
+                merged = decisions_of(engine.model, tokens) if gates else None
+                held = ~_executed(engine, merged) if merged is not None else _held(session, stats.tokens_seen, engine)
+            width = -(-held.shape[-1] // PLACES)
+            parts = [
+                Part({"position": begin, "layer": layer}, {"share_held": float(share)})
+                for begin in range(0, held.shape[-1], width)
+                for layer, share in enumerate(held[..., begin : begin + width].float().mean((1, 2)))
+            ]
+            results.append(SampleResult({}, stats, parts if merged is None else parts + _of_gates(engine, merged)))
+        return results
+
+
+def _held(session: Any, length: int, engine: Engine) -> Tensor:
+    """Tell which tokens a session holds, bool [L, H, T]."""
+    layout = engine.cache.layout
+    held = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, length, dtype=torch.bool)
+    if engine.policy is None:
+        return ~held
+    for layer, heads in enumerate(session.positions_held()):
+        for head, positions in enumerate(heads):
+            held[layer, head, positions] = True
+    return held
+
+
+def decisions_of(model: Any, tokens: list[int]) -> Tensor:
+    """Read a text in the parallel form: whether a token is merged into the slot before it, or dropped, bool [L, H, T].
+
+    Raises:
+        ValueError: the model has no gates.
+    """
+    if getattr(model, "compression", None) is None:
+        raise ValueError(f"{type(model).__name__} has no gates: give a model that was retrofitted")
+    trace = GateTrace(model.ranks)
+    with torch.no_grad():
+        input_ids = torch.tensor([tokens], device=model.device)
+        model(input_ids, use_cache=False, logits_to_keep=1, gate_mode=GateMode(), gate_trace=trace)
+    merged = trace.stacked_alpha()[:, 0].bool().cpu()
+    merged[..., 0] = False
+    return merged
+
+
+def _executed(engine: Engine, merged: Tensor) -> Tensor:
+    """Leave out the decisions that still wait for the delay."""
+    executed = merged.clone()
+    executed[..., max(0, merged.shape[-1] - engine.model.compression.delay) :] = False
+    return executed
+
+
+def _of_gates(engine: Engine, merged: Tensor) -> list[Part]:
+    delay, length, parts = engine.model.compression.delay, merged.shape[-1], []
+    step = -(-length // PLACES)
+    for count in range(step, length + 1, step):
+        shares = held_fraction(merged[:, None, :, :count].float(), delay=delay).mean((1, 2))
+        parts += [
+            Part({"tokens": count, "layer": layer}, {"share_held": float(each)}) for layer, each in enumerate(shares)
+        ]
+    for layer, heads in enumerate(merged[..., : max(0, length - delay)]):
+        counts = torch.bincount(segment_lengths(heads).clamp(max=PLACES), minlength=PLACES + 1)
+        parts += [
+            Part({"segment_length": size, "layer": layer}, {"segments": float(counts[size])})
+            for size in range(1, PLACES + 1)
+        ]
+    return parts
+
+
+def segment_lengths(merged: Tensor) -> Tensor:
+    """List the lengths of segments: a token that is kept, and the ones behind it that are merged or dropped.
+
+    Args:
+        merged: bool [heads, T], False at the first token.
+    Returns:
+        Tokens of each segment, the one that the end cuts off included, int64 [number of segments].
+    """
+    starts = ~merged
+    ends = torch.ones_like(starts[:, :1])
+    places = torch.cat((starts, ends), dim=1).nonzero()  # of each start, and of each head's end
+    gaps = places[1:, 1] - places[:-1, 1]
+    return gaps[places[1:, 0] == places[:-1, 0]]

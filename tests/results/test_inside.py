@@ -1,0 +1,160 @@
+"""What the task `inside` tells of a cache: the oracle's survivors of every method, the gates' own decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles.policies import run
+from oracles.step_by_step import ModelOracle
+
+from dmc import Engine, policies
+from dmc.budget import Budget
+from dmc.config import build_config
+from dmc.data import TextSource
+from dmc.loading import load_with_tokenizer
+from dmc.results.compare import run_cells
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.plots import draw_places
+from dmc.results.report import read_folders, write_page
+from dmc.results.store import Store
+from dmc.results.tasks import Inside, Sample, by_place
+from dmc.results.tasks.inside import PLACES, decisions_of, segment_lengths
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GATES = [
+    {"action": "merge", "delay": 0},
+    {"action": "merge", "delay": 4},
+    {"action": "drop", "delay": 3},
+]
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("H2O", {}), ("TOVA", {}), ("StreamingLLM", {}), ("SnapKV", {"window": 4}), ("PyramidKV", {"window": 4}),
+    ("AdaKV", {"window": 4}), ("D2O", {}),
+]  # fmt: skip
+
+
+def tables(engine: Engine, prompts: list[list[int]], new_tokens: int = 1) -> dict[str, Any]:
+    task = Inside(source=TextSource("unread"), new_tokens=new_tokens)
+    return by_place(task.evaluate(engine, [Sample(prompt, []) for prompt in prompts]))
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_what_is_held_is_what_the_oracle_holds(
+    method: str, options: dict[str, Any], new_tokens: int, make_stock: Any, make_prompts: Any
+) -> None:
+    model, prompts, budget = make_stock(num_layers=3), make_prompts(37, 37), {"ratio": 2}
+    engine = Engine(model, policy=getattr(policies, method)(budget=Budget(**budget), **options), kernels="reference")
+    found = tables(engine, prompts, new_tokens)["by_position_and_layer"]
+    assert engine.blocks_in_use == 0 and found["position"] == [*range(36 + new_tokens)]
+    held = torch.zeros(36 + new_tokens, 3)
+    for prompt in prompts:
+        answer: list[int] = []  # as the oracle continues
+        for _ in range(new_tokens):
+            answer.append(int(run(model, method, prompt, [*answer, 0], budget, **options).log_probs[-1].argmax()))
+        trace = run(model, method, prompt, answer, budget, **options)
+        for layer, heads in enumerate(trace.positions):
+            for head in heads:
+                held[head, layer] += 1 / len(heads) / len(prompts)
+    torch.testing.assert_close(torch.tensor(found["share_held"]), held)
+
+
+@pytest.mark.parametrize("gates", GATES, ids=["merge", "delayed merge", "delayed drop"])
+def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
+    gates: dict[str, Any], make_stock: Any, make_compressed: Any, make_gates: Any, make_prompts: Any
+) -> None:
+    model, prompts, delay = make_compressed(gates=gates), make_prompts(24, 24), gates["delay"]
+    oracle = ModelOracle(make_stock(), make_gates(**gates))
+    decisions = torch.stack([oracle.run(prompt).decisions for prompt in prompts], dim=1)  # [L, B, H, T]
+    for index, prompt in enumerate(prompts):
+        assert torch.equal(decisions_of(model, prompt).long(), decisions[:, index])
+    found = tables(Engine(model), prompts)
+    waits = torch.arange(24) >= 24 - delay
+    held = ((decisions == 0) | waits).float().mean((1, 2)).T
+    torch.testing.assert_close(torch.tensor(found["by_position_and_layer"]["share_held"]), held)
+    segments = torch.tensor(found["by_segment_length_and_layer"]["segments"])
+    for layer, row in zip(decisions[..., : 24 - delay], segments.T, strict=True):
+        lengths = [length for head in layer.flatten(0, 1).tolist() for length in lengths_one_by_one(head)]
+        assert row.tolist() == [lengths.count(length) / 2 for length in range(1, PLACES + 1)]
+    engine = Engine(model)
+    for length, shares in zip(*(found["by_tokens_and_layer"][name] for name in ("tokens", "share_held")), strict=True):
+        scorings = engine.score_with_stats([prompt[:length] for prompt in prompts], [[0]] * 2)
+        slots = torch.stack([each.stats.slots.float() for each in scorings])
+        torch.testing.assert_close(torch.tensor(shares), slots.mean((0, 2)) / length)
+
+
+def lengths_one_by_one(merged: list[int]) -> list[int]:
+    """Walk along one head's decisions."""
+    lengths: list[int] = []
+    for position, decision in enumerate(merged):
+        if position == 0 or not decision:
+            lengths.append(1)
+        else:
+            lengths[-1] += 1
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("merged", "expected"), [([0], [1]), ([0, 1, 1], [3]), ([0, 0, 0], [1, 1, 1]), ([0, 1, 0, 1, 1], [2, 3]), ([], [])]
+)
+def test_segment_lengths_of_small_cases(merged: list[int], expected: list[int]) -> None:
+    assert segment_lengths(torch.tensor([merged]).bool()).tolist() == expected == lengths_one_by_one(merged)
+
+
+def test_long_texts_are_told_in_so_many_places(make_compressed: Any, make_prompts: Any) -> None:
+    found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(PLACES * 2 + 7))
+    assert [len(found[name][axis]) for name, axis in (("by_position_and_layer", "position"),
+                                                      ("by_tokens_and_layer", "tokens"))] == [45, 45]  # fmt: skip
+    position, held = (torch.tensor(found["by_position_and_layer"][name]) for name in ("position", "share_held"))
+    last = torch.tensor(found["by_tokens_and_layer"]["share_held"])[-1]
+    torch.testing.assert_close(held.mean(0), last)
+    assert position[:3].tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("case", ["reads fewer", "merges"])
+def test_whose_tokens_are_not_known_is_refused(
+    case: str, make_stock: Any, make_compressed: Any, make_prompts: Any
+) -> None:
+    if case == "merges":
+        engine = Engine(make_compressed(), policy=policies.SnapKV(budget=Budget(ratio=2), window=4))
+    else:
+        engine = Engine(make_stock(num_layers=3), policy=policies.OmniKV(budget=Budget(ratio=4), filter_layers=[0]))
+    with pytest.raises(ValueError, match="only known of a stock model with a policy that evicts"):
+        tables(engine, make_prompts(20))
+    assert engine.blocks_in_use == 0
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no gates"):
+        decisions_of(make_stock(), [1, 2])
+
+
+def test_a_session_that_has_not_begun_holds_nothing(make_stock: Any) -> None:
+    engine = Engine(make_stock(), policy=policies.H2O(budget=Budget(ratio=2)))
+    with engine.session() as session, pytest.raises(ValueError, match="holds nothing: give it a turn first"):
+        session.positions_held()
+
+
+def test_a_grid_looks_inside_and_the_page_draws_it(folders: Any, tmp_path: Path) -> None:
+    task = {"name": "inside", "like": "inside", "num_samples": 3, "length": 48, "cache_folder": str(tmp_path / "cache")}
+    task["source"] = {"_target_": "dmc.data.TextSource", "name": str(folders.text)}
+    policy = {"name": "streaming", "like": "streaming_llm", "sinks": 2}
+    values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "policies": ["full", policy]}
+    values |= {"budgets": ["tokens:10"], "tasks": [task], "speed_tokens": 2, "output": str(tmp_path / "out")}
+    config = build_config(CompareConfig, values)
+    grid, store = plan_grid(config, CONFIGS), Store(tmp_path / "out" / "cells.jsonl")
+    rows = run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
+    assert [row["status"] for row in rows] == ["done"] * 3
+    findings = read_folders([tmp_path / "out"])
+    held = findings.places[findings.places["metric"] == "share_held"]
+    of_policy = held[held["label"] == "streaming at 10 tokens"]
+    kept = of_policy[of_policy["value"] == 1]
+    assert set(kept["position"]) == {0, 1, *range(40, 48)} and len(kept) == 20 and len(of_policy) == 2 * 48
+    assert set(held[held["is_full"]]["value"]) == {1.0}
+    own = findings.places[findings.places["own_gates"]]
+    assert set(own["by"]) == {"layer head", "position layer", "tokens layer", "segment_length layer"}
+    (plot,) = draw_places(own[own["by"] == "tokens layer"])
+    assert "share held by tokens and layer" in plot.title and len(plot.panels[0].lines) == 3  # two layers, and all
+    heads = own[own["by"] == "layer head"]
+    assert heads["value"].max() > 1 and findings.summary.empty
+    text = write_page(findings, tmp_path / "page").read_text()
+    assert "3 inside views" in text and "No methods are compared" in text
