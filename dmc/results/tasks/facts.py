@@ -14,7 +14,7 @@ from dmc.bounds import Bounds, Count, Share, check_fields
 from dmc.data import DocumentSource, FactWriter
 from dmc.data.facts import weave
 from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_range
+from dmc.results.tasks.base import Part, Sample, SampleResult, check_range, describe_text
 from dmc.results.tasks.prompts import Encoder
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -62,10 +62,7 @@ class FactRecall(Asking):
 
     def identity(self) -> Any:
         """See `Task.identity`."""
-        if isinstance(self.haystack, str):
-            return self.haystack
-        self.haystack.check()
-        return self.haystack.description()
+        return self.haystack if isinstance(self.haystack, str) else describe_text(self.haystack, "haystack")
 
     def params(self) -> SamplingParams:
         """See `Asking.params`."""
