@@ -1,4 +1,7 @@
-"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 batch_sizes=1,8 ratios=1,4."""
+"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 batch_sizes=1,8 ratios=1,4.
+
+A server of OpenAI's API under load: python scripts/benchmark.py server=http://127.0.0.1:8000 'load.rates=[1,4,null]'.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
+from dmc.results.load import LoadConfig, run_load, table_of
 from dmc.results.plots import draw_speed
 from dmc.results.store import Store
 from dmc.results.tables import replace_file, speeds_of, write_tables
@@ -35,7 +39,13 @@ def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]
 
 @script("benchmark")
 def main(settings: DictConfig) -> None:
-    config = build_config(BenchmarkConfig, OmegaConf.to_container(settings, resolve=True))  # type: ignore[arg-type]
+    values: Any = OmegaConf.to_container(settings, resolve=True)
+    server, load = values.pop("server"), values.pop("load")
+    if server is not None:
+        measured = build_config(LoadConfig, {"server": server, "output": values["output"], **load})
+        print(table_of(run_load(measured, Store(Path(measured.output) / "cells.jsonl").append)))
+        return
+    config = build_config(BenchmarkConfig, values)
     folder = Path(config.output)
     path = folder / "cells.jsonl"
     rows = run_benchmark(config, *build_models(config), lambda row: Store(path).append(row))  # no folder before a row

@@ -208,20 +208,25 @@ class Engine:
         return [request.generation for request in requests if request.generation is not None]
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        session: Session | None = None,
+        after: list[int] | None = None,
     ) -> Request:
         """Queue a request; `step` brings its tokens.
 
         Args:
             prompt: text or token ids, not empty.
             params: how to continue it.
-            session: whose next turn this is.
+            session: whose next turn this is; None: nobody's.
+            after: fed behind the prompt as a session's next turn, when it has been compressed; None: nothing.
         Raises:
             ValueError: the prompt is empty, names unknown tokens or can never fit the memory; text or stop strings are
                 given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
             TypeError: an argument is of another kind.
         """
-        request = self._request(prompt, params, session, streams_text=True)
+        request = self._request(after or prompt, params, session, streams_text=True, context=prompt if after else None)
         self._start(request)
         return request
 

@@ -109,7 +109,7 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
         news: asyncio.Queue[tuple[Job, Any]] = asyncio.Queue()
         watched = asked.stream and asked.stream_options.continuous_usage_stats
         jobs = [
-            Job(asked.model, prompt, each, index, news, loop, watched)
+            Job(asked.model, prompt, each, index, news, loop, asked.question_tokens, watched)
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         try:

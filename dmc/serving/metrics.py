@@ -72,7 +72,7 @@ class Metrics:
         assert request.generation is not None
         stats, reason = request.generation.stats, request.generation.finish_reason
         self._requests.labels(name, reason).inc()
-        self._prompt.labels(name).inc(len(request.prompt))
+        self._prompt.labels(name).inc(request.sequence.prompt_end)
         self._reused.labels(name).inc(request.sequence.num_reused)
         self._preemptions.labels(name).inc(stats.num_preemptions)
         if stats.tokens_seen:

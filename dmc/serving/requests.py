@@ -98,6 +98,8 @@ class Asked(BaseModel):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    question_tokens: int = Field(0, ge=0)
+    """Last tokens of each prompt that are fed when a policy has compressed those before."""
     stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
 
     @property
@@ -270,14 +272,16 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
     if len(stop) > MOST_STOPS or any(not 0 < len(text) <= 1000 for text in stop):
         raise APIError(400, f"stop: expected at most {MOST_STOPS} texts of 1 to 1000 characters", "stop")
+    tokenizer = engine.tokenizer  # text has no special tokens in it: they stop by themselves
+    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in stop if text in tokenizer.all_special_tokens}
     echoes = isinstance(asked, CompletionAsked) and asked.echo
     adjusts = bias or asked.frequency_penalty
     try:
         return SamplingParams(
             max_new_tokens=room if wanted is None else max(wanted, 1),
             **{name: getattr(asked, name) for name in _SAME},
-            stop=stop,
-            stop_token_ids=tuple(asked.stop_token_ids),
+            stop=tuple(text for text in stop if text not in ends),
+            stop_token_ids=(*asked.stop_token_ids, *ends.values()),
             top_logprobs=asked.num_logprobs or 0,
             prompt_logprobs=asked.num_logprobs if echoes else None,
             logits_processor=Adjustment(bias, asked.frequency_penalty, num_prompt_tokens) if adjusts else None,

@@ -38,6 +38,7 @@ class Command(NamedTuple):
     name: str
     prompt: list[int]
     params: SamplingParams | None
+    question_tokens: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,6 +51,7 @@ class Job:
     index: int
     news: asyncio.Queue[tuple[Job, Any]]
     loop: asyncio.AbstractEventLoop
+    question_tokens: int = 0
     watched: bool = False
     """Whether the client wants to know what the cache holds as it grows."""
     number: int = -1
@@ -113,7 +115,7 @@ class Worker:
         for job in jobs:
             job.number = next(self._numbers)
             self._jobs[job.number] = job
-            self._inbox.put(Command(job.number, job.name, job.prompt, job.params))
+            self._inbox.put(Command(job.number, job.name, job.prompt, job.params, job.question_tokens))
 
     def abort(self, jobs: Sequence[Job]) -> None:
         """Take prompts off whose client has gone; nothing if they have ended."""
@@ -167,7 +169,9 @@ class Worker:
                     self.engines[command.name].abort(known[1])
                 continue
             try:
-                request = self.engines[command.name].submit(command.prompt, command.params)
+                cut = len(command.prompt) - min(command.question_tokens, len(command.prompt) - 1)
+                context, question = command.prompt[:cut], command.prompt[cut:]
+                request = self.engines[command.name].submit(context, command.params, after=question)
             except Exception as error:  # every rank refuses it alike
                 if job is not None:
                     self._close(job, error)

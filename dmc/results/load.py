@@ -1,0 +1,217 @@
+"""Load on a server of OpenAI's API: requests that come at random, how long their tokens take, how many are in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+import pandas
+
+from dmc.results.measurement import Row, new_row
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What is asked of the server, and how often.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    server: str
+    """Address, with or without /v1."""
+    model: str | None = None
+    """Name that the server knows; None: its first."""
+    rates: list[float | None] = field(default_factory=lambda: [None])
+    """Requests a second, arriving as a Poisson process; None: all at once, as many as `concurrency` lets."""
+    num_requests: int = 64
+    """At each rate."""
+    concurrency: int = 256
+    """Requests that are on their way at the same time, at the most."""
+    prompt_tokens: tuple[int, int] = (64, 256)
+    """Least and most tokens of a prompt, all lengths equally likely."""
+    new_tokens: tuple[int, int] = (32, 128)
+    vocab_size: int = 1000
+    """Prompts are tokens below it."""
+    first_seconds: float = 2.0
+    """A request is in time whose first token comes within so many seconds, and the others, on average, within these:"""
+    token_seconds: float = 0.2
+    api_key: str = "none"
+    fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
+    """More of a request's body; `ignore_eos` is an extension that this server and vLLM know."""
+    seed: int = 0
+    output: str = "outputs/load"
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "concurrency", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
+        for name in ("prompt_tokens", "new_tokens"):
+            least, most = getattr(self, name)
+            if not 1 <= least <= most:
+                raise ValueError(f"{name}={[least, most]}: expected the least and the most, whole numbers >= 1")
+        if not self.rates or any(rate is not None and not 0 < rate < math.inf for rate in self.rates):
+            raise ValueError(f"rates={self.rates}: expected requests a second > 0, or null for all at once")
+        if not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:8000")
+
+    @property
+    def root(self) -> str:
+        """The address without /v1."""
+        return self.server.rstrip("/").removesuffix("/v1")
+
+
+@dataclass
+class Visit:
+    """One request's fate, in seconds since the load began."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    """When its tokens came; pieces of a stream, each of which counts as one token."""
+    end: float = 0.0
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.sent
+
+    @property
+    def each(self) -> float:
+        """Seconds for each token after it, on average."""
+        return (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
+
+
+def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
+    """Load the server at every rate.
+
+    Args:
+        config: what to ask.
+        on_row: receives every row as soon as it is there.
+    Raises:
+        OSError: nobody answers, or no request was answered.
+    """
+    rows = []
+    try:
+        name = config.model or httpx.get(f"{config.root}/v1/models", headers=_headers(config)).json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise OSError(
+            f"{config.root}/v1/models tells no models ({error}): give server=, and model= if it must"
+        ) from error
+    for rate in config.rates:
+        begin = time.monotonic()
+        visits, held = asyncio.run(_load(config, name, rate))
+        if all(visit.error for visit in visits):
+            raise OSError(f"{config.root} answers no request: {visits[0].error}")
+        metrics = summarize(visits, config, time.monotonic() - begin) | held
+        settings = {
+            "model": {"path": name},
+            "policy": {},
+            "task": {k: v for k, v in asdict(config).items() if k != "api_key"},
+        }
+        place = {} if rate is None else {"rate": rate}
+        figures = {"metrics": metrics, "coordinates": place, "samples": len(visits), "achieved_ratio": None}
+        shown = "saturated" if rate is None else f"{rate:g} requests/s"
+        row = new_row(name, shown, "load", settings, **figures)
+        on_row(row)
+        rows.append(row)
+    return rows
+
+
+def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[str, float]:
+    """Put visits into numbers: percentiles of seconds, tokens and requests in time for each second."""
+    good = [visit for visit in visits if visit.error is None and visit.times]
+    found: dict[str, float] = {"failed": len(visits) - len(good)}
+    for name, values in (("first_token", [visit.first for visit in good]), ("token", [visit.each for visit in good])):
+        for percent in (50, 95, 99):
+            found[f"{name}_seconds_p{percent}"] = percentile(values, percent)
+    in_time = [v for v in good if v.first <= config.first_seconds and v.each <= config.token_seconds]
+    found["tokens_per_second"] = sum(len(visit.times) for visit in good) / seconds
+    found["requests_per_second"] = len(good) / seconds
+    found["goodput"] = len(in_time) / seconds
+    return found
+
+
+def table_of(rows: list[Row]) -> str:
+    """Write rows side by side, one line for each number."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    table = {row["method"]: [row["metrics"].get(name, math.nan) for name in names] for row in rows}
+    return str(pandas.DataFrame(table, index=names).to_string(float_format=lambda value: f"{value:.4g}"))
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Return the value below which so many percent lie."""
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else sum(values)
+
+
+def _headers(config: LoadConfig) -> dict[str, str]:
+    return {"Authorization": f"Bearer {config.api_key}"}
+
+
+async def _load(config: LoadConfig, name: str, rate: float | None) -> tuple[list[Visit], dict[str, float]]:
+    draw, tasks = random.Random(config.seed), []
+    room, begin = asyncio.Semaphore(config.concurrency), time.monotonic()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=config.root, headers=_headers(config), limits=limits, timeout=None) as web:
+        held: dict[str, float] = {}
+        watching = asyncio.create_task(_watch(web, name, held))
+        for _ in range(config.num_requests):
+            if rate is not None:
+                await asyncio.sleep(draw.expovariate(rate))
+            prompt = [draw.randrange(1, config.vocab_size) for _ in range(draw.randint(*config.prompt_tokens))]
+            body = {"model": name, "prompt": prompt, "max_tokens": draw.randint(*config.new_tokens), "stream": True}
+            tasks.append(asyncio.create_task(_visit(web, body | config.fields, room, begin, rate is None)))
+        visits = list(await asyncio.gather(*tasks))
+        watching.cancel()
+    return visits, held
+
+
+async def _visit(
+    web: httpx.AsyncClient, body: dict[str, Any], room: asyncio.Semaphore, begin: float, waits: bool
+) -> Visit:
+    visit = Visit(time.monotonic() - begin)
+    async with room:
+        if waits:
+            visit.sent = time.monotonic() - begin  # it was not to come earlier
+        try:
+            async with web.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    visit.error = f"{answer.status_code} {(await answer.aread()).decode(errors='replace')[:200]}"
+                    return visit
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    piece = json.loads(line[6:])
+                    if "error" in piece:
+                        visit.error = str(piece["error"])[:200]
+                    elif piece.get("choices"):
+                        visit.times.append(time.monotonic() - begin)
+        except httpx.HTTPError as error:
+            visit.error = repr(error)
+    visit.end = time.monotonic() - begin
+    return visit
+
+
+async def _watch(web: httpx.AsyncClient, name: str, held: dict[str, float]) -> None:
+    """Note the most requests that the server has held at once, if it is one of ours, and how long /health takes."""
+    while True:
+        try:
+            begin = time.monotonic()
+            await web.get("/health")
+            held["health_seconds_max"] = max(held.get("health_seconds_max", 0.0), time.monotonic() - begin)
+            for line in (await web.get("/metrics")).text.splitlines():
+                if line.startswith(f'dmc_requests_running{{model="{name}"}}'):
+                    held["held_at_once"] = max(held.get("held_at_once", 0.0), float(line.split()[-1]))
+        except httpx.HTTPError:
+            pass
+        await asyncio.sleep(POLL_SECONDS)
