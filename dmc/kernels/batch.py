@@ -44,6 +44,8 @@ class ForwardBatch:
     """What the tokens of each are to a policy; empty: there is none."""
     prompt_ends: list[int] = dataclasses.field(default_factory=list)
     """Where each prompt ends that is being fed, or was fed last; empty: nobody asks."""
+    is_known: bool = True
+    """Whether the lists of rows and positions are true; else only the device knows them."""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin, borrowed neuron removed, [T + S W, D] each: at the W positions before each sequence's new tokens and
     at theirs (`extended`), W the gate's delay; None: keys come rotated."""
@@ -52,9 +54,21 @@ class ForwardBatch:
     _in_extended: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of_ones(cls, count: int, device: torch.device | str) -> ForwardBatch:
-        """Make a batch of one token of each sequence, whose rows are their numbers and whose positions nobody asks."""
-        return cls(list(range(count)), [0] * count, [1] * count, device)
+    def of_ones(
+        cls, count: int, device: torch.device | str, rows: Tensor | None = None, positions: Tensor | None = None
+    ) -> ForwardBatch:
+        """Make a batch of one token of each sequence.
+
+        Args:
+            count: of sequences.
+            device: of all tensors.
+            rows: of the cache, where the host does not know them, int64 [count]; None: their numbers.
+            positions: of the tokens likewise; None: nobody asks.
+        """
+        batch = cls(list(range(count)), [0] * count, [1] * count, device, is_known=rows is None)
+        known = {"row_index": rows, "begin_index": positions}
+        batch.__dict__.update({name: each for name, each in known.items() if each is not None})
+        return batch
 
     @property
     def most_new(self) -> int:
@@ -72,25 +86,43 @@ class ForwardBatch:
         return torch.tensor(self.rows, device=self.device)
 
     @cached_property
+    def begin_index(self) -> Tensor:
+        """`begins` on the device, int64 [S]."""
+        return torch.tensor(self.begins, device=self.device)
+
+    @cached_property
+    def _even(self) -> int | None:
+        """How many new tokens each sequence has, if all have as many: then the host makes no tensors; None: not so."""
+        return self.num_new[0] if len(set(self.num_new)) == 1 else None
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Where the tokens of each sequence begin in the flat row, and the end, int64 [S + 1]."""
+        if (count := self._even) is not None:
+            return torch.arange(0, self.num_tokens + 1, count, device=self.device)
         return torch.tensor([0, *self.num_new]).cumsum(0).to(self.device)
 
     @cached_property
     def sequence(self) -> Tensor:
         """Which sequence each token belongs to, int64 [T]."""
+        if (count := self._even) is not None:
+            return torch.arange(self.num_tokens, device=self.device) // count
         return torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.num_new)).to(self.device)
 
     @cached_property
     def offset(self) -> Tensor:
         """Place of each token among the new ones of its sequence, int64 [T]."""
+        if (count := self._even) is not None:
+            return torch.arange(self.num_tokens, device=self.device) % count
         return torch.cat([torch.arange(new) for new in self.num_new]).to(self.device)
 
     @cached_property
     def positions(self) -> Tensor:
         """Place of each token in its sequence, int64 [T]."""
+        if (count := self._even) is not None:
+            return (self.begin_index[:, None] + torch.arange(count, device=self.device)).flatten()
         every = [torch.arange(begin, begin + new) for begin, new in zip(self.begins, self.num_new, strict=True)]
-        return (torch.tensor(self.begins) if self.most_new == 1 else torch.cat(every)).to(self.device)
+        return torch.cat(every).to(self.device)
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -125,6 +157,8 @@ class ForwardBatch:
         if count not in self._extended:
             begins, num_new = [each - count for each in self.begins], [each + count for each in self.num_new]
             self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device)
+            known = {"row_index": self.row_index, "begin_index": self.begin_index - count}
+            self._extended[count].__dict__.update(known)
         return self._extended[count]
 
     def new_in_extended(self, count: int) -> Tensor:

@@ -185,9 +185,16 @@ def _store(
     """Take the blocks that `length` [T, H] needs and write the states that stay (None: all) into slot length - 1."""
     take_blocks(cache, batch.row_index, length[batch.last].long())
     place = places(cache.block_tables[batch.row_index], (length - 1).clamp_min(0), cache.block_size, batch.sequence)
-    chosen = ... if stays is None else stays.nonzero(as_tuple=True)
+    if stays is not None:  # what does not stay repeats the first that does: nothing waits for how many do
+        stays, place = stays.expand_as(place).flatten(), place.flatten()
+        first = stays.byte().argmax(0, keepdim=True)
+        place, is_any = place.where(stays, place[first]), stays[first, None]
     for pages, states in ((cache.key_pages, key), (cache.value_pages, value)):
-        pages.flatten(0, 1)[place[chosen]] = states[chosen]
+        flat = pages.flatten(0, 1)
+        if stays is not None:
+            states = states.flatten(0, 1)
+            states = states.where(stays[:, None], states[first].where(is_any, flat[place[:1]]))
+        flat[place] = states
 
 
 def take_blocks(cache: LayerCache, rows: Tensor, lengths: Tensor) -> None:
@@ -376,20 +383,20 @@ def paged_attention(
         rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
         recent: raw tokens, [B W, H, D].
         return_scores: also return each slot's attention probability.
-        num_scores: of how many slots, no fewer than the longest head has; None: as many as the tables can name.
+        num_scores: of how many slots, no fewer than the longest head has, so that nobody asks for the lengths; None: as
+            many as the tables can name.
     Returns:
         [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """
     if rows is not None:
         block_tables, lengths = block_tables[rows], lengths[rows]
-    seen = Seen(lengths, recent=recent)
-    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling)
+    capacity, seen = block_tables.shape[-1] * key_pages.shape[1], Seen(lengths, recent=recent)
+    most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
+    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots)
     if not return_scores:
         return attended[:, 0]
-    num_slots = num_scores or block_tables.shape[-1] * key_pages.shape[1]
-    own = scores[:, :, 0, : int(seen.slots.max())]
-    assert own.shape[-1] <= num_slots, "a head has more slots than scores are wanted"
-    return attended[:, 0], torch.nn.functional.pad(own, (0, num_slots - own.shape[-1]))
+    missing = (num_scores or capacity) - most_slots
+    return attended[:, 0], torch.nn.functional.pad(scores[:, :, 0, :most_slots], (0, missing))
 
 
 def prefill_attention(
@@ -426,7 +433,8 @@ def prefill_attention(
             _, around = batch.extended(delay - 1).part(members)
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
         own, tables = Seen(seen.slots[where], top, recent), block_tables[part.row_index]
-        attended[where] = part.unpad(_attend(part, query[where], key_pages, value_pages, tables, own, scaling)[0])
+        pages, most_slots = (key_pages, value_pages, tables), int(own.slots.max())
+        attended[where] = part.unpad(_attend(part, query[where], *pages, own, scaling, most_slots)[0])
     return attended
 
 
@@ -438,6 +446,7 @@ def _attend(
     block_tables: Tensor,
     seen: Seen,
     scaling: float,
+    most_slots: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, padded [S, n, H_q, D], and the last block of queries' probabilities, slots first.
 
@@ -449,9 +458,9 @@ def _attend(
         block_tables: of each sequence, int32 [S, H, M].
         seen: what each query sees.
         scaling: factor on the scores.
+        most_slots: no fewer than any query sees, and within the tables.
     """
-    batch = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch
-    most_slots, delay = int(seen.slots.max()), 0
+    batch, delay = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch, 0
     keys, values = (gather_pages(pages, block_tables, most_slots).float() for pages in (key_pages, value_pages))
     seen_slots = batch.pad(seen.slots).transpose(1, 2)  # [S, H, n]
     padded = batch.pad(query)

@@ -108,7 +108,9 @@ class CacheAttention:
     def attend_to_all(self, layer_index: int, batch: ForwardBatch, query: Tensor, seen: Seen, scaling: float) -> Tensor:
         """Attend to what the new tokens' queries see, [T, H_q, D]."""
         if batch.most_new == 1:
-            attended: Tensor = self.attend_once(layer_index, batch, query, scaling, recent=seen.recent)
+            num_scores = None if batch.is_known else self.cache.block_tables.shape[-1] * self.cache.block_size
+            options = {"recent": seen.recent, "num_scores": num_scores}
+            attended: Tensor = self.attend_once(layer_index, batch, query, scaling, **options)
             return attended
         layer = self.cache.layer(layer_index)
         pages = layer.key_pages, layer.value_pages, layer.block_tables

@@ -18,6 +18,7 @@ from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
+from dmc.runtime.decode_step import record_on_gpu, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import Activations, pool_bytes
@@ -92,6 +93,9 @@ class Engine:
             cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
         prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
             a policy they are computed again: what stays then depends on where a prompt ends.
+        cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each number of sequences, and
+            replayed; with the full cache, or gates alone, on one GPU. The model may not wait for the device, as most
+            mixtures of experts do.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
@@ -109,9 +113,11 @@ class Engine:
         prefill_chunk_size: int | None = None,
         token_budget: int | None = 2048,
         prefix_cache: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
-        if not isinstance(prefix_cache, bool):
-            raise ValueError(f"prefix_cache={prefix_cache!r}: expected True or False")
+        for name, given in (("prefix_cache", prefix_cache), ("cuda_graphs", cuda_graphs)):
+            if not isinstance(given, bool):
+                raise ValueError(f"{name}={given!r}: expected True or False")
         _check_kinds(model, tokenizer, kernels)
         block_size = check_block_size(block_size)
         max_batch_size = whole_number("max_batch_size", max_batch_size)
@@ -133,10 +139,12 @@ class Engine:
         activations = Activations.of(model.config, layout, largest_pass, num_logits, shows_attention=policy is not None)
         limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
+        if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
+            raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
-        self._runner = Runner(model, self.cache, kernels, policy)
+        self._runner = Runner(model, self.cache, kernels, policy, record_on_gpu if cuda_graphs else None)
         pace = None
         if policy is not None:
             # a token budget would cut prompts anywhere

@@ -51,6 +51,8 @@ class PagedGenerationCache(Cache):
         attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, scaling)[0].transpose(0, 1)
         if layer_index == self._layout.num_layers - 1:
             self._step.finish()
+            assert self.paged is not None
+            self.paged.tokens_seen[self._step.batch.rows] += torch.tensor(self._step.batch.num_new)
             self._num_columns += tokens.value.shape[2]
         return attended
 
@@ -66,6 +68,7 @@ class PagedGenerationCache(Cache):
         counts = self._real.sum(-1).tolist()
         rows = [row for row, count in zip(self._rows, counts, strict=True) if count]
         begins, counts = self.paged.tokens_seen[rows].tolist(), [count for count in counts if count]
+        self.paged.reserve(rows, counts)
         new = ForwardBatch(rows, begins, counts, self._layout.device)
         self._step = Step(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
 

@@ -83,6 +83,8 @@ class PagedCache:
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
         self.tally = Tally((*size[:2], layout.num_kv_heads), block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
+        self.place = 0
+        """Another number whenever tensors of the cache have moved."""
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
@@ -302,7 +304,7 @@ class PagedCache:
         capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
         if wanted > capacity:
             self.fields.widen("block_tables", max(wanted, 2 * capacity))
-            self._layers.clear()
+            self._move()
 
     def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> Seen:
         """Let tokens into a layer, as the gates decide if there are any; say what their queries see."""
@@ -356,7 +358,11 @@ class PagedCache:
         total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + missing)
         self.fields.grow(total)
         self.allocator.grow(total)
+        self._move()
+
+    def _move(self) -> None:
         self._layers.clear()
+        self.place += 1
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64, ascending.

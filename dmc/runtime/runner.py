@@ -19,10 +19,12 @@ from dmc.policies import CachePolicy
 from dmc.policies.attention import CacheAttention, RotaryTables
 from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import BackendLinear
+from dmc.runtime.decode_step import DecodeSteps, Record
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.scheduler import Segment
 from dmc.runtime.step import Step
 from dmc.runtime.stock_attention import StockAttention
+from dmc.runtime.tally import Place
 
 
 def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
@@ -131,13 +133,21 @@ class Runner:
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
         policy: what a stock model's cache keeps, or reads; None: all, or what a compressed model's gates decide.
+        record: how steps of decoding are recorded, to be replayed; None: they are not, nor can be under a policy.
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
         NotImplementedError: a stock model's attention is not full causal attention.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, kernels: str, policy: CachePolicy | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache,
+        kernels: str,
+        policy: CachePolicy | None = None,
+        record: Record | None = None,
+    ) -> None:
         self.model, self.cache = model, cache
         layout = cache.layout
         backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
@@ -147,6 +157,8 @@ class Runner:
         self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
         rotary = self._rotary or rotary_of(model)
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
+
+        self._decode_steps = None if record is None else DecodeSteps(self._decode, record, layout.device)
 
     @torch.no_grad()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -158,42 +170,53 @@ class Runner:
             NotImplementedError: a stock model's attention turns out to be another than the cache serves.
         """
         self._check_place()
-        batch = ForwardBatch(
-            rows=_rows_of(segments),
-            begins=[segment.sequence.num_fed for segment in segments],
-            num_new=[len(segment.tokens) for segment in segments],
-            device=self.cache.layout.device,
-            phases=[segment.phase for segment in segments],
-            prompt_ends=[segment.sequence.prompt_end for segment in segments],
-        )
+        rows, counts = _rows_of(segments), [len(segment.tokens) for segment in segments]
+        begins = [segment.sequence.num_fed for segment in segments]
+        self.cache.reserve(rows, counts)
         self._attention.tokens = {segment.sequence.row or 0: segment.sequence.tokens for segment in segments}
-        step = Step(self.cache, self._attention, batch, self._rotary)
+        if self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments):
+            self.cache.tally.watch([], [])
+            logits = self._decode_steps([each.tokens[0] for each in segments], rows, begins, self.cache.place)
+        else:
+            logits = self._pass_of(segments, rows, begins, counts)
+        self.cache.tokens_seen[rows] += torch.tensor(counts)
+        self._attention.finish(self._feed)
+        for segment in segments:
+            sequence = segment.sequence
+            sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)
+            sequence.num_fed += len(segment.tokens)
+        return logits
+
+    def _pass_of(self, segments: list[Segment], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
+        """Put a pass together out of what the host knows."""
+        device, tally = self.cache.layout.device, self.cache.tally
+        phases, prompt_ends = [each.phase for each in segments], [each.sequence.prompt_end for each in segments]
+        batch = ForwardBatch(rows, begins, counts, device, phases, prompt_ends)
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:
             wanted += range(len(tokens) + segment.first_wanted, len(tokens) + len(segment.tokens))
             tokens += segment.tokens
-        device, tally = self.cache.layout.device, self.cache.tally
         several = [segment for segment in segments if segment.num_wanted > 1]
         ones = tally.index(_rows_of([segment for segment in segments if segment.num_wanted == 1]))
         many = tally.index(_rows_of(several))
         tally.watch(_rows_of(several), [each.sequence.num_fed + each.first_wanted for each in several])
+        logits_of = torch.tensor(wanted, dtype=torch.long, device=device)
+        return self._pass(torch.tensor([tokens], device=device), batch, logits_of, ones, many)
+
+    def _decode(self, tokens: Tensor, batch: ForwardBatch) -> Tensor:
+        """One token of each sequence; the host knows how many there are and nothing else, and waits for nothing."""
+        return self._pass(tokens, batch, 0, batch.row_index, None)
+
+    def _pass(self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: Place, many: Place) -> Tensor:
+        """Run the model over the cache, with blocks reserved; count what rows hold after one token and after many."""
+        step, tally = Step(self.cache, self._attention, batch, self._rotary), self.cache.tally
+        asked = {"position_ids": step.position_ids, "paged_cache": step, "use_cache": False}
         with self._linear, self._stock:
-            output = self.model(
-                torch.tensor([tokens], device=device),
-                position_ids=step.position_ids,
-                paged_cache=step,
-                use_cache=False,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
-            )
+            output = self.model(tokens, logits_to_keep=logits_of, **asked)
         step.finish()
-        self._attention.finish(self._feed)
         tally.count_last(ones, self.cache.lengths, adds=True)
         tally.count_last(many, self.cache.lengths, adds=False)
-        for segment in segments:
-            sequence = segment.sequence
-            sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)
-            sequence.num_fed += len(segment.tokens)
         return output.logits[0]
 
     def _feed(self, tokens: list[int], first_position: int, paged_cache: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
@@ -16,19 +15,16 @@ class Step:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
     Args:
-        cache: storage; blocks for the worst case are reserved here, before any layer runs.
+        cache: storage; whoever makes a step has reserved blocks for the worst case.
         attention: how to attend to it.
         batch: which tokens of which sequences; their tables of RoPE are made here.
         rotary: position ids [1, n] -> cos, sin [1, n, D] with the borrowed neuron removed; None for stock models.
-    Raises:
-        OutOfBlocksError: see `PagedCache.reserve`.
     """
 
     def __init__(
         self, cache: PagedCache, attention: CacheAttention, batch: ForwardBatch, rotary: RotaryTables | None
     ) -> None:
         self.cache, self.batch = cache, batch
-        self.cache.reserve(batch.rows, batch.num_new)
         self._attention, self._rotary, self._num_attended = attention, rotary, 0
         if rotary is not None:
             positions = batch.extended(cache.layout.delay).positions
@@ -41,7 +37,7 @@ class Step:
         return self.batch.positions[None]
 
     def finish(self) -> None:
-        """Count the new tokens as seen, after the last layer.
+        """Check, after the last layer, that all have asked.
 
         Raises:
             NotImplementedError: layers of a stock model have not asked this cache.
@@ -51,7 +47,6 @@ class Step:
                 f"{self._num_attended} of the model's {self.cache.layout.num_layers} layers have asked the paged "
                 "cache; the others keep another state, or attend in a way of their own, which it does not serve"
             )
-        self.cache.tokens_seen[self.batch.rows] += torch.tensor(self.batch.num_new)
 
     def attend(
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None

@@ -10,6 +10,9 @@ from torch import Tensor
 from dmc.kernels.base import Seen
 from dmc.kernels.batch import ForwardBatch
 
+Place = slice | Tensor | None
+"""Rows of the cache."""
+
 
 @dataclass
 class Held:
@@ -87,14 +90,14 @@ class Tally:
         self.slots[layer_index].index_add_(0, rows, lengths)
         self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum(1))
 
-    def index(self, rows: list[int]) -> slice | Tensor | None:
+    def index(self, rows: list[int]) -> Place:
         """Make what `count_last` finds rows by, before the pass: from the host afterwards it would wait; None: none."""
         if not rows:
             return None
         are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
         return slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
 
-    def count_last(self, where: slice | Tensor | None, lengths: Tensor, adds: bool) -> None:
+    def count_last(self, where: Place, lengths: Tensor, adds: bool) -> None:
         """Count what rows hold after a pass.
 
         Args:

@@ -22,8 +22,8 @@ from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.runner import layout_of
 
 BLOCK = 16
-MOST_TOKENS = 6 * BLOCK  # that the memory holds, nothing merged
-EXPECTED = {"target_ratio": 1.5}  # gates are let in by this; some sequences outgrow the memory
+MOST_TOKENS = 5 * BLOCK  # that the memory holds, nothing merged
+EXPECTED = {"target_ratio": 3.0}  # gates are let in by this and come to about 2; some sequences outgrow the memory
 HALF = Budget(ratio=2)
 METHODS: dict[str, dict[str, Any] | policies.EvictionPolicy | None] = {
     "full cache": None,
@@ -422,7 +422,7 @@ def test_ten_thousand_operations_agree_with_requests_alone(
     results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "fed", "lost")
     done = {name: number for name, number in total.items() if name not in results}
     assert sum(done.values()) >= 10_000, total
-    assert all(number >= 10 for number in done.values()), total
+    assert all(number >= 20 for number in done.values()), total
     assert total["preempted"] >= 50, total
-    assert total["refused"] >= 20, total
+    assert total["refused"] >= 20 and total["outgrown"] >= 20, total
     assert total["prefix hit"] >= 20 and total["fork"] >= 50, total

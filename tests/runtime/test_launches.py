@@ -166,7 +166,7 @@ def test_a_decode_step_stays_within_its_budget(
 
 @pytest.mark.parametrize(
     ("gates", "policy", "operations", "kernels", "waits"),
-    [(None, None, 82, 1, 1), ({}, None, 195, 1, 2), ({"delay": 4}, None, 217, 1, 2)],
+    [(None, None, 82, 1, 1), ({}, None, 201, 1, 1), ({"delay": 4}, None, 223, 1, 1)],
     ids=["full cache", "gates", "delayed gates"],
 )
 def test_prompts_of_any_lengths_stay_within_one_budget(
