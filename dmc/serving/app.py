@@ -18,6 +18,7 @@ from openai.types import Model
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
+from dmc.policies.from_config import budget_name
 from dmc.runtime import Engine, Generation, GenerationStats, TokenEvent
 from dmc.serving import requests
 from dmc.serving.answers import Answer
@@ -137,7 +138,7 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
     @app.get("/v1/models")
     async def list_models() -> Response:
         told = [
-            model.model_dump() | {"max_model_len": worker.longest[model.id], "layers": _shape(worker.engines[model.id])}
+            model.model_dump() | {"max_model_len": worker.longest[model.id]} | _about(worker.engines[model.id])
             for model in models
         ]
         return JSONResponse({"object": "list", "data": told})
@@ -184,9 +185,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 """What the page may load: nothing from elsewhere."""
 
 
-def _shape(engine: Engine) -> list[int]:
-    layout = engine.cache.layout
-    return [layout.num_layers, layout.num_kv_heads * layout.ranks.size]
+def _about(engine: Engine) -> dict[str, Any]:
+    """Tell what a page shows: whether it can chat, and what holds its cache."""
+    method = "full cache" if engine.cache.layout.compression is None else "learned gates"
+    if engine.policy is not None:
+        method = f"{type(engine.policy).__name__}, budget {budget_name(engine.policy.budget)}"
+    return {"chat_template": bool(getattr(engine.tokenizer, "chat_template", None)), "about": method}
 
 
 def _bears(request: Request, keys: tuple[str, ...]) -> bool:

@@ -191,6 +191,11 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
     """
     keys = config.keys()
     worker = make_worker(config, policies)
+    for each in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # uvicorn raises them again when it is done; the first rank ends others
+        signal.signal(each, lambda *_: None)
     if worker.ranks.rank:
         worker.run()
         return
@@ -207,8 +212,6 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
     )
     server.started_at = started
     worker.start()
-    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it is done
-        signal.signal(each, lambda *_: None)
     try:
         server.run()
     finally:
