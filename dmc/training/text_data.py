@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any, Literal
@@ -30,14 +31,16 @@ from dmc.data import (
     train_tokenizer,
     write_report,
 )
+from dmc.data.sources import files_digest
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
-from dmc.target import build_targets
+from dmc.target import build_target, build_targets
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "calibration", "test")
+_TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 
 
 def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
@@ -56,6 +59,24 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
     return load_tokenizer(path)
+
+
+def text_digests(config: RunConfig) -> dict[str, str]:
+    """Tell the text that a run reads while it trains from other text, by its settings' names; reads samples of it.
+
+    Raises:
+        ValueError, OSError: a source is not there, or holds no text.
+    """
+    data = config.data
+    found = {
+        f"data.{split}.{name}": build_target(settings, f"data.{split}.{name}").digest()
+        for split in ("train", "validation")
+        for name, settings in getattr(data, split).items()
+    }
+    folder = Path(data.tokenizer.path or config.model.path or "")
+    if data.tokenizer.train_vocab_size is None and folder.is_dir():
+        found["data.tokenizer"] = files_digest(sorted(path for path in folder.iterdir() if _TOKENIZER.match(path.name)))
+    return found
 
 
 def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
