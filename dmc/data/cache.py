@@ -31,7 +31,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from dmc.checksums import file_damage, read_list, write_list
+from dmc.checksums import available_cores, file_damage, read_list, write_list
 from dmc.data.blend import Blend
 from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.megatron import MegatronSource
@@ -52,11 +52,6 @@ _CHECKED_BYTES = 2**28  # read at most to verify a folder at every opening; beyo
 
 class _TextError(ValueError):
     """Text that cannot be read, to be found in the error that `datasets` makes of all errors."""
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_packed(

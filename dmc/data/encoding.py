@@ -91,6 +91,11 @@ class DocumentEncoder:
         return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
 
     def _chat(self, messages: Chat) -> Encoded:
+        if not all(isinstance(each, dict) for each in messages):
+            return dataclasses.replace(EMPTY, refusal="a message is no mapping of role and content")
+        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        if not any(each.get("role") == "assistant" for each in messages):
+            return EMPTY
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(
@@ -98,12 +103,9 @@ class DocumentEncoder:
                 "columns of prompt, completion."
             )
         try:
-            messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
-            if not any(each.get("role") == "assistant" for each in messages):
-                return EMPTY
             marked = "{% generation" in str(template) or "{%- generation" in str(template)
             token_ids, learned = self._marked(messages) if marked else self._followed(messages)
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:  # a row may hold anything
+        except (TemplateError, TypeError, ValueError, LookupError) as error:  # a row may hold anything
             return dataclasses.replace(EMPTY, refusal=str(error) or type(error).__name__)
         begin, end = list(self.framing.begin), self.framing.end
         if token_ids[: len(begin)] != begin:

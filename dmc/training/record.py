@@ -79,9 +79,10 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
     Raises:
         ValueError: a source has changed.
     """
-    if base is None and not _has_saved(folder):
+    record = (base or folder) / CONFIG_NAME
+    if not record.is_file() or not (base or _has_saved(folder)):
         return
-    known = _recorded((base or folder) / CONFIG_NAME).get("text", {})  # earlier versions did not write it
+    known = _recorded(record).get("text", {})  # earlier versions did not write it
     if changed := [name for name, digest in text.items() if known.get(name, digest) != digest]:
         raise ValueError(
             f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other text: put "

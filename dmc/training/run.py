@@ -179,7 +179,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     text = text_digests(config)
     check_same_text(run.folder, text, Path(str(config.training.branch_from)).parents[1] if branches else None)
     seed_everything(config.seed, verbose=False)
-    tokenizer = build_tokenizer(config.data, config.model.path)
+    tokenizer = build_tokenizer(config.data, config.model)
     strategy = build_strategy(config)
     is_fresh = config.model.path is None
     model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()

@@ -13,7 +13,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
-from dmc.config import DataConfig, RunConfig
+from dmc.config import DataConfig, ModelConfig, RunConfig
 from dmc.data import (
     Blend,
     DocumentSource,
@@ -43,8 +43,8 @@ SPLITS = ("train", "validation", "calibration", "test")
 _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 
 
-def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train it on the training text.
+def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, that of the model where the data names none, or train it on the training text.
 
     Raises:
         ValueError: neither the data nor the model names one.
@@ -53,12 +53,12 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
-    path = data.tokenizer.path or model_path
+    path = data.tokenizer.path or model.path
     if path is None:
         raise ValueError(
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
-    return load_tokenizer(path)
+    return load_tokenizer(path, model.revision if path == model.path else None)
 
 
 def text_digests(config: RunConfig) -> dict[str, str]:
@@ -116,7 +116,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
     """
     data = TextData(
         config,
-        build_tokenizer(config.data, config.model.path),
+        build_tokenizer(config.data, config.model),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
     data.prepare_data()
