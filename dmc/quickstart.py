@@ -1,4 +1,7 @@
-"""The main job on the embedded default: base, control and retrofit of a tiny model, and one honest table."""
+"""The main job on the embedded default: a tiny base that retrieves, its control and its retrofit, and what they know.
+
+All of them are asked for facts of a text when it has been compressed, and predict text behind a long context.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dmc.config import RunConfig
+from dmc.config import FactsConfig, RunConfig
 from dmc.loading import load_tokenizer, load_with_tokenizer
 from dmc.models import load_model
 from dmc.results.compare import compare
@@ -20,9 +23,8 @@ from dmc.training import TrainedRun, train
 
 NUM_TOGETHER = 32
 """Sequences that are read at the same time."""
-TRAINING_FREE = ["h2o", "tova"]
-"""What the control is compared under, interpolated between these budgets to the bytes that the retrofit holds."""
-BUDGETS = [2, 4, 8]
+TRAINING_FREE = ["h2o", "tova", "snapkv"]
+"""What the control is compared under, in as many bytes as the retrofit holds."""
 PROMPT = "def read_lines(path):\n"
 CONTROL, RETROFIT = "control", "retrofit"
 
@@ -58,22 +60,23 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
 
 
 def grid_of(runs: dict[str, TrainedRun], retrofit: RunConfig, folder: Path) -> CompareConfig:
-    """Let every model read the text that reports are measured on, from the first token on."""
-    paths = {"base": runs["base"].final, CONTROL: runs[CONTROL].final}
-    paths |= {f"snapshot CR {ratio:g}": path for ratio, path in runs[RETROFIT].snapshots.items()}
-    paths |= {RETROFIT: runs[RETROFIT].final}
+    """Ask every model for facts of the text that reports are measured on, and let it predict the text itself."""
+    paths = {"base": runs["base"].final, CONTROL: runs[CONTROL].final, RETROFIT: runs[RETROFIT].final}
     models = {
         name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in paths.items()
     }
-    data, training = retrofit.data, retrofit.training
-    settings = {
-        "_target_": "dmc.results.tasks.TextLoss", "num_samples": training.validation_sequences,
-        "context_tokens": 1, "scored_tokens": training.sequence_length - 1, "cache_folder": data.cache_folder,
-    }  # fmt: skip
-    tasks = [{"name": name, "source": source} | settings for name, source in getattr(data, data.reported_split).items()]
+    data, length = retrofit.data, retrofit.training.sequence_length
+    facts, tasks = data.facts or FactsConfig(), []
+    for name, source in getattr(data, data.reported_split).items():
+        loss = {"_target_": "dmc.results.tasks.TextLoss", "source": source, "scored_tokens": length // 4}
+        loss |= {"num_samples": retrofit.training.validation_sequences, "context_tokens": length - length // 4}
+        recall = {"_target_": "dmc.results.tasks.FactRecall", "haystack": source, "lengths": [length]}
+        recall |= {"keys": facts.keys, "num_keys": facts.num_keys, "questions": min(8, facts.keys)}
+        both = {f"{name} recall": recall, f"{name} loss": loss}
+        tasks += [{"name": task, "cache_folder": data.cache_folder} | each for task, each in both.items()]
+    policies, budgets = [FULL, *TRAINING_FREE], [f"bytes:{RETROFIT}"]
     engine = EngineSettings(max_batch_size=NUM_TOGETHER)
-    policies = [FULL, *TRAINING_FREE]
-    return CompareConfig(models, policies, tasks, BUDGETS, engine, 0, reference=CONTROL, output=str(folder))
+    return CompareConfig(models, policies, tasks, budgets, engine, 0, reference=CONTROL, output=str(folder))
 
 
 def _sample(folder: Path) -> str:

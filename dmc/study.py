@@ -29,8 +29,8 @@ from dmc.target import build_target
 
 CONTROL = "control"
 """The run that every other is compared with, of the same seed."""
-METRICS = ("loss", "far_repeat_loss")
-"""Of all tokens, and of those that repeat something far back."""
+METRICS = ("loss", "far_repeat_loss", "exact_match")
+"""Of all tokens, and of those that repeat something far back; and what is answered right."""
 
 
 @dataclass(frozen=True)

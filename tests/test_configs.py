@@ -12,6 +12,7 @@ from scripts_here import run_script
 from dmc.command_line import plain_settings
 from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config, run_config
 from dmc.results.grid import CompareConfig, named_settings, plan_methods
+from dmc.study import StudyConfig, check_measurements
 from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
@@ -32,11 +33,10 @@ def opening(name: str) -> list[str]:
     return (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()[:2]
 
 
-@pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" not in opening(name)[1]])
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
 def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
-    total_steps = Plan(config.training, config.target_ratio, config.compression).total_steps
-    assert total_steps > 0 or config.training.regressed_start is not None
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
 
 
@@ -51,11 +51,24 @@ def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
     assert words == ["#", "python", "scripts/compare.py", f"experiment={name}", *overrides] and len(config.models) == 2
 
 
-def study_runs() -> list[tuple[str, list[str]]]:
+STUDIES = [name for name in names("experiment") if "study.py" in opening(name)[1]]
+
+
+def study(name: str) -> StudyConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("study")
-    runs = {**settings.bases, **settings.runs}
-    return [(name, list(arguments)) for name, arguments in runs.items()]
+        settings = compose("study", overrides=[f"experiment={name}"])
+    return build_config(StudyConfig, OmegaConf.to_container(settings, resolve=True))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_composes_and_opens_with_its_command(name):
+    assert opening(name) == ["# @package _global_", f"# python scripts/study.py experiment={name}"]
+    check_measurements(study(name), CONFIGS)
+
+
+def study_runs() -> list[tuple[str, list[str]]]:
+    runs = [each for name in STUDIES for each in {**study(name).bases, **study(name).runs}.items()]
+    return [(name, list(arguments)) for name, arguments in runs]
 
 
 @pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
@@ -77,7 +90,6 @@ def test_every_option_composes(override):
     needed = {
         "model=pretrained": ["model.path=somewhere"],
         "compression=none": ["training=pretrain"],
-        "training=regress": ["compression=dmc_hidden"],
         "training=short_measured": ["model=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
     }
     assert isinstance(composed(override, *needed.get(override, [])), RunConfig)

@@ -1,9 +1,9 @@
 """Facts and questions about them, written into text: what teaches a small model to retrieve, and what it is asked.
 
 A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Keys and values are common
-words of one token each, so that an answer is one token. A model of a million parameters finds it out by itself only
-after billions of tokens; lessons make it minutes: random tokens that come twice, then few keys close together, then
-more of them further apart.
+words of one token each, so that an answer is one token. A model of a million parameters stays at a guess among the
+values for as long as it trained here, unless lessons come first: random tokens that come twice, then few keys close
+together, then more of them further apart. So it takes minutes.
 """
 
 from __future__ import annotations
