@@ -380,7 +380,7 @@ class Engine:
 
     def score_with_stats(
         self,
-        prompts: Collection[str | list[int]],
+        prompts: Collection[str | list[int] | Session],
         continuations: Collection[str | list[int]],
         keep: Keep = of_all_tokens,
         after: Collection[list[int]] | None = None,
@@ -388,7 +388,8 @@ class Engine:
         """Do the same as `score`, and measure the memory that each sequence took at its last step.
 
         `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
-        `after` is fed between the two, as a session's next turn: behind a prompt that has been compressed.
+        `after` is fed between the two, as a session's next turn: behind a prompt that has been compressed. A session in
+        place of a prompt goes on from what it holds; it is then good for nothing but to be closed.
         """
         prompts = listed("prompts", prompts, "texts or lists of token ids")
         continuations = listed("continuations", continuations, "texts or lists of token ids")
@@ -396,10 +397,17 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         forced: dict[Sequence, Forced] = {}
         for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
-            tokens, targets = self._encode(prompt), self._encode(continuation, begins_text=False)
-            behind = len(tokens) + len(between)
-            turns = [(0, len(tokens)), *([(len(tokens), behind)] if between else [])]
-            sequence = Sequence([*tokens, *between, *targets[:-1]], wanted=behind - 1, prompts=turns)
+            targets, sequence = self._encode(continuation, begins_text=False), Sequence([], wanted=0)
+            if isinstance(prompt, Session):
+                self._check_is_free(prompt)
+                sequence = prompt.sequence
+            else:
+                sequence.add_prompt(self._encode(prompt))
+                sequence.next_prompt = len(sequence.tokens)
+            if between:
+                sequence.add_prompt(list(between))
+            sequence.wanted = len(sequence.tokens) - 1
+            sequence.tokens += targets[:-1]
             self._check_fits(len(sequence.tokens))
             forced[sequence] = Forced(targets, keep)
         self._run_forced(forced)

@@ -75,6 +75,16 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(
             assert session.tokens == context
             for fork in forks:
                 fork.close()
+            spent = sum(fed)
+            forks, right = [session.fork() for _ in questions], [request.generation.token_ids for request in requests]
+            scorings = engine.score_with_stats(forks, right, after=questions)
+            for fork in forks:
+                fork.close()
+        alone = Engine(model, policy=policy).score_with_stats([context] * 3, right, after=questions)
+        for scoring, own in zip(scorings, alone, strict=True):
+            torch.testing.assert_close(scoring.logprobs, own.logprobs, atol=1e-5, rtol=0)
+            assert torch.equal(scoring.stats.slots, own.stats.slots)
+            torch.testing.assert_close(scoring.stats.mean_slots, own.stats.mean_slots)
         for request, own in zip(requests, expected, strict=True):
             ours = request.generation
             assert ours.token_ids == own.token_ids and ours.logprobs == pytest.approx(own.logprobs, abs=1e-5)
@@ -82,7 +92,7 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(
             torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
         assert engine.blocks_in_use == 0 and not engine.cache.allocator.extra.any()
         if size == 4 and (policy is None or policy.can_fork):
-            assert sum(fed) == 50 + 5 + 9 + 6 + 3 * 3
+            assert spent == 50 + 5 + 9 + 6 + 3 * 3 and sum(fed) == 2 * spent - 50
     with pytest.raises(ValueError, match="the session is closed"):
         session.fork()
 

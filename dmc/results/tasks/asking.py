@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,6 +14,7 @@ from dmc.data.synthetic import RecallTask
 from dmc.results.tasks.base import Part, Sample, SampleResult
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
+from dmc.runtime.generation import Scoring
 
 Question = Literal["known", "hidden"]
 """What a cache is compressed with: the whole question in sight, or the context alone."""
@@ -41,11 +44,35 @@ class Asking:
             )
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; `loss` is that of the right answer."""
+        """See `Task.evaluate`; `loss` is that of the right answer. What several samples ask of is compressed once."""
+        groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.prompt)]
+        if len(groups) < len(samples):
+            return [result for group in groups for result in self._ask_forks(engine, group)]
         prompts, after = [each.prompt for each in samples], [each.after for each in samples]
         generations = engine.generate(prompts, self.params(), progress=False, after=after)
         right = [each.continuation for each in samples]
         scorings = engine.score_with_stats(prompts, right, of_given_tokens, after)
+        return self._results(engine, samples, generations, scorings)
+
+    def _ask_forks(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
+        """Answer samples of one prompt, each from a fork of the same cache."""
+        after, right = [each.after for each in samples], [each.continuation for each in samples]
+        with engine.session() as session:
+            session.feed(samples[0].prompt)
+            with ExitStack() as stack:
+                forks = [stack.enter_context(session.fork()) for _ in samples]
+                turns = zip(after, forks, strict=True)
+                requests = [engine.submit(each, self.params(), fork) for each, fork in turns]
+                engine.run(requests, progress=False)
+            with ExitStack() as stack:
+                forks = [stack.enter_context(session.fork()) for _ in samples]
+                scorings = engine.score_with_stats(forks, right, of_given_tokens, after)
+        generations = [request.generation for request in requests if request.generation is not None]
+        return self._results(engine, samples, generations, scorings)
+
+    def _results(
+        self, engine: Engine, samples: Sequence[Sample], generations: list[Generation], scorings: list[Scoring]
+    ) -> list[SampleResult]:
         results = []
         for sample, generation, scoring in zip(samples, generations, scorings, strict=True):
             metrics = self.grade(engine, sample, generation) | {"loss": -float(scoring.logprobs.double().mean())}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +12,7 @@ from dmc.bounds import Bounds, Count, Share, check_fields
 from dmc.data import DocumentSource, FactWriter
 from dmc.data.facts import weave
 from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_range, describe_text
+from dmc.results.tasks.base import Sample, check_range, describe_text
 from dmc.results.tasks.prompts import Encoder
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -108,21 +106,3 @@ class FactRecall(Asking):
     def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
         """See `Asking.grade`."""
         return {"exact_match": float(generation.token_ids == sample.continuation)}
-
-    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; a context that several samples share is compressed once."""
-        generations: list[Generation] = []
-        for prompt, asked in itertools.groupby(samples, lambda sample: sample.prompt):
-            questions = [sample.after for sample in asked]
-            with engine.session() as session, ExitStack() as stack:
-                session.feed(prompt)
-                forks = [stack.enter_context(session.fork()) for _ in questions]
-                turns = zip(questions, forks, strict=True)
-                requests = [engine.submit(question, self.params(), fork) for question, fork in turns]
-                engine.run(requests, progress=False)
-                generations += [request.generation for request in requests if request.generation is not None]
-        results = []
-        for sample, generation in zip(samples, generations, strict=True):
-            metrics = self.grade(engine, sample, generation)
-            results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
-        return results
