@@ -49,6 +49,7 @@ def score_text(
     batches: Iterable[Mapping[str, Any]],
     title: str | None = None,
     sharing: Ranks = ALONE,
+    gate_mode: GateMode | None = None,
 ) -> TextScore:
     """Score sequences of equal length, as training does.
 
@@ -58,6 +59,7 @@ def score_text(
             `documents` at which gates and attention reset.
         title: of a progress bar; None: none.
         sharing: ranks that read a part of the batches each; all of them call this, and get the score of all batches.
+        gate_mode: who decides; None: the gates, as in inference.
     Raises:
         ValueError: no token is scored.
     """
@@ -75,7 +77,7 @@ def score_text(
             input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
             gates: dict[str, Any] = {}
             if compression is not None:
-                gates = {"gate_mode": GateMode(), "gate_trace": trace, "documents": batch.get("documents")}
+                gates = {"gate_mode": gate_mode or GateMode(), "gate_trace": trace, "documents": batch.get("documents")}
             targets = next_tokens(input_ids, batch.get("loss_mask"))
             losses = model(input_ids, use_cache=False, targets=targets, **gates).cross_entropy
             scored = (targets != IGNORED).any(-1)

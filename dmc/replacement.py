@@ -69,7 +69,7 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), 
         if folder == source.resolve() or folder in source.resolve().parents:
             raise FileExistsError(f"{named} is or holds {source}, which is read: give another output")
     for place in (_beside(folder, "partial"), _beside(folder, "retired")):
-        if _occupied(place) and not (place / RECORD_NAME).is_file():
+        if place.is_symlink() or (_occupied(place) and not (place / RECORD_NAME).is_file()):
             raise FileExistsError(f"{place} is in the way of writing {named}: move it, or give another output")
     if not _occupied(folder):
         return
@@ -91,7 +91,7 @@ def _foreign(folder: Path, thoroughly: bool) -> str | None:
     try:
         listed = read_list(folder / RECORD_NAME)
     except ValueError:
-        return f"holds files but no {RECORD_NAME}, the list of its files that an export of this version writes"
+        return f"holds files but no {RECORD_NAME}, in which this version lists the files that it writes"
     for path in _files(folder):
         name = path.relative_to(folder).as_posix()
         if name not in listed or path.is_symlink():

@@ -9,6 +9,8 @@ from omegaconf import DictConfig
 from dmc.command_line import script
 from dmc.training import export_checkpoint
 
+MEASURED = ("calibrate", "calibration_sequences", "validation_sequences")
+
 
 @script("export")
 def main(settings: DictConfig) -> None:
@@ -17,6 +19,7 @@ def main(settings: DictConfig) -> None:
         Path(settings.output),
         target_ratio=settings.target_ratio,
         overwrite=settings.overwrite,
+        measured={name: settings[name] for name in MEASURED if settings[name] is not None},
         use_previous_checkpoint=settings.use_previous_checkpoint,
         trust_run=settings.trust_run,
         device=settings.device,

@@ -18,7 +18,22 @@ export_rendezvous() {
     export MASTER_ADDR MASTER_PORT
 }
 
-# train_on_all_tasks FOLDER SETTING...: one rank per task; what each prints goes to FOLDER/ranks/JOB-RANK.log.
+# requeue: ask for another turn of this job, or of this task of an array; here, for a container has no scontrol.
+requeue() {
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+}
+
+# requeue_before_the_limit: what does not end in time, such as an export, begins again from the last checkpoint.
+requeue_before_the_limit() {
+    local end
+    end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
+    end=$(($(date -d "$end" +%s) - $(date +%s) - 20))
+    sleep $((end > 0 ? end : 0))
+    requeue
+}
+
+# train_on_all_tasks FOLDER SETTING...: one rank per task; what each prints goes to FOLDER/ranks/JOB-RANK.log. SIGUSR1,
+# which Slurm sends to this shell before the limit, is passed on; then the job is requeued, unless the run is done.
 train_on_all_tasks() {
     local folder=$1
     shift
@@ -26,7 +41,17 @@ train_on_all_tasks() {
     export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST: $folder"
+    local told="" status=0
     srun --kill-on-bad-exit=1 --open-mode=append --output="$folder/ranks/%j-%t.log" "${SRUN_OPTIONS[@]}" \
         python -u scripts/train.py "$@" output_dir="$folder" \
-        trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE"
+        trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" &
+    local step=$!
+    trap 'told=yes; kill -USR1 "$step"; requeue_before_the_limit &' USR1
+    wait "$step" || status=$?
+    while [ -n "$told" ] && kill -0 "$step" 2>/dev/null; do # a signal ends a wait
+        status=0
+        wait "$step" || status=$?
+    done
+    if [ -n "$told" ] && [ "$status" -ne 0 ]; then requeue || true; fi
+    return "$status"
 }

@@ -9,7 +9,7 @@ SRUN_OPTIONS=()
 # Makes `python` the project's interpreter. Runs on the first node of a job; srun hands the environment to the others.
 activate_environment() {
     # module load cuda
-    # export HF_HUB_OFFLINE=1 NCCL_SOCKET_IFNAME=ib0
+    # export HF_HUB_OFFLINE=1 NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 # gloo: agreements, checkpoints
     if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 }

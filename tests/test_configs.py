@@ -36,7 +36,8 @@ def opening(name: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
 def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
-    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
+    total_steps = Plan(config.training, config.target_ratio, config.compression).total_steps
+    assert total_steps > 0 or config.training.regressed_start is not None
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
 
 
@@ -90,6 +91,7 @@ def test_every_option_composes(override):
     needed = {
         "model=pretrained": ["model.path=somewhere"],
         "compression=none": ["training=pretrain"],
+        "training=regress": ["compression=dmc_hidden"],
         "training=short_measured": ["model=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
     }
     assert isinstance(composed(override, *needed.get(override, [])), RunConfig)

@@ -100,6 +100,16 @@ def test_what_lies_where_an_export_is_written_aside_is_left_alone(make_compresse
         assert (place / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize("kind", ["partial", "retired"])
+def test_a_link_where_an_export_is_written_aside_leads_to_no_delete(kind, make_compressed, tmp_path):
+    other = export(make_compressed(seed=0), tmp_path / "other", tokenizer=None, card=CARD)
+    (tmp_path / f".out.{kind}").symlink_to(other)
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError, match="is in the way"):
+        export(make_compressed(), tmp_path / "out", tokenizer=None, card=CARD, overwrite=True)
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+
+
 def test_an_export_that_fails_leaves_nothing_beside_it(make_compressed, tmp_path, monkeypatch):
     monkeypatch.setattr(dmc.export, "describe", lambda *_: (_ for _ in ()).throw(OSError("no space left on device")))
     with pytest.raises(OSError, match="no space left"):

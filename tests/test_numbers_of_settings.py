@@ -34,6 +34,8 @@ TABLE: dict[str, list[Any]] = {
     "training.measured_start.sequences": COUNT,
     "training.measured_start.spread": [0, -1, 1e30],
     "training.measured_start.floor": [0, -1, 1],
+    "training.regressed_start.sequences": COUNT,
+    "training.regressed_start.ridge": [0, -1, 1e30],
     "training.delays": [[-1, 4], [1.5, 4], [True, 4], ["2", 4], 4],
     "training.head_agreement_weight": [-1, 1e30],
     "training.snapshot_ratios": [[0], [0.5], [-2], [math.nan], [math.inf], [True], ["2"], 2],
@@ -111,7 +113,7 @@ def settings_with(path: str, value: Any) -> Any:
     *folders, last = path.split(".")
     place: Any = values
     for folder in folders:
-        place = place[folder]
+        place = place.setdefault(folder, {})
     if last in ("tokens", "tokens_per_ratio"):
         del place["steps"]
     place[last] = value

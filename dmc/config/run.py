@@ -133,6 +133,19 @@ class RunConfig:
                 f"training.measured_start with trainer.tensor_parallel_size={cuts}: heads are compressed one by one "
                 "where each rank has whole layers; use tensor_parallel_size=1"
             )
+        if training.regressed_start is not None:
+            wanted = {"action": "drop", "gate_input": "hidden", "decisions": "per_head", "decided_token": "own"}
+            wrong = [f"{name}={getattr(gates, name)}" for name in wanted if getattr(gates, name) != wanted[name]]
+            if wrong:
+                yield (
+                    f"training.regressed_start with compression.{', '.join(wrong)}: a token's hidden state tells what "
+                    f"each head drops of it; set {', '.join(f'{name}={value}' for name, value in wanted.items())}"
+                )
+            if training.measured_start is not None or cuts > 1:
+                yield (
+                    "training.regressed_start sets the adapters of whole layers: leave out training.measured_start, "
+                    "and use trainer.tensor_parallel_size=1"
+                )
         if training.delays and training.delays[-1] != gates.delay:
             yield f"training.delays={training.delays} must end with compression.delay={gates.delay}"
         for delay in training.delays:

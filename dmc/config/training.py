@@ -116,6 +116,19 @@ class MeasuredStartConfig:
 
 
 @dataclass(frozen=True)
+class RegressedStartConfig:
+    """Adapters that start as a linear fit of what a second pass over the text attends to (KVzip+, as KVzap's).
+
+    A token's logit is how far its predicted log score lies below the mean of all heads, in standard deviations.
+    """
+
+    sequences: Count = 64
+    """Of the calibration text, whose first halves are read twice; no more than training.calibration_sequences."""
+    ridge: Annotated[float, Bounds(above=0, most=1e6, note="in units of the inputs' mean square")] = 1e-3
+    """Penalty on squared weights."""
+
+
+@dataclass(frozen=True)
 class MilestonesConfig:
     """Checkpoints that are kept for good, in the run's folder `milestones`: to branch from, or to look at later."""
 
@@ -130,8 +143,8 @@ class TrainingConfig:
     """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
 
     stages: dict[StageName, StageConfig]
-    """One after the other. pretrain: plain; zero_out: remove the borrowed neuron; retrofit: CR on its ramp; solidify:
-    CR at its target."""
+    """One after the other, none where gates are only fitted. pretrain: plain; zero_out: remove the borrowed neuron;
+    retrofit: CR on its ramp; solidify: CR at its target."""
     sequence_length: Annotated[int, Bounds(least=2, whole=True, note="tokens: the last has none to predict")] = 4096
     """Tokens per sequence."""
     batch_size: Count = 1024
@@ -153,6 +166,8 @@ class TrainingConfig:
     """Learn from the logits of a frozen teacher; None: from the text alone."""
     measured_start: MeasuredStartConfig | None = None
     """Start adapters from the cost of compressing each head; None: from zero."""
+    regressed_start: RegressedStartConfig | None = None
+    """Start adapters from a fit; without stages that is all of the run."""
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
     delays: list[Annotated[int, Bounds(least=0, whole=True, note="tokens")]] = field(default_factory=list)
@@ -193,8 +208,8 @@ class TrainingConfig:
     """Without a micro-batch for so long, the stacks of all threads are written down; 0: never."""
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise ValueError("training.stages is empty: give at least one stage")
+        if not self.stages and self.regressed_start is None:
+            raise ValueError("training.stages is empty: give at least one stage, or a training.regressed_start")
         for name, stage in self.stages.items():
             stage.check(name)
         if self.ratio_control is not None and self.ratio_weight == 0:

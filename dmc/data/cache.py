@@ -31,9 +31,9 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from dmc.checksums import file_damage, read_list, write_list
+from dmc.checksums import available_cores, file_damage, read_list, write_list
 from dmc.data.blend import Blend
-from dmc.data.encoding import DocumentEncoder
+from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.megatron import MegatronSource
 from dmc.data.packing import PackedTokens, TokenChunk, TokenTable
 from dmc.data.sources import Document, DocumentSource
@@ -52,11 +52,6 @@ _CHECKED_BYTES = 2**28  # read at most to verify a folder at every opening; beyo
 
 class _TextError(ValueError):
     """Text that cannot be read, to be found in the error that `datasets` makes of all errors."""
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_packed(
@@ -141,8 +136,9 @@ class _Cache:
                 write_list(self.folder / INDEX_NAME, [path for part in self._parts(num_processes) for path in part])
                 table = TokenTable(partial(_open_files, list(self._records())))
                 if table.num_skipped:
-                    counts = self.source.label, table.num_skipped, table.num_documents
-                    logger.warning("%s: skipped %d documents without text or not in utf-8, kept %d.", *counts)
+                    lacks = "an answer, or refused" if self.source.has_loss_mask else "text or not in utf-8"
+                    told = self.source.label, table.num_skipped, lacks, table.num_documents
+                    logger.warning("%s: skipped %d documents without %s, kept %d.", *told)
         return table
 
     def _parts(self, num_processes: int) -> Iterator[list[Path]]:
@@ -188,12 +184,16 @@ class _Cache:
             ) from error
 
     def _require_text(self) -> None:
-        documents = self.source.read(self.source.stream())
-        if not any(len(encoded.token_ids) for document in documents for encoded in self.encoder([document])):
-            raise ValueError(
-                f"The corpus {self.source.label!r} is empty: no document holds text (in utf-8). Check its path and "
-                "column."
-            )
+        refusal = ""
+        for document in self.source.read(self.source.stream()):
+            encoded = self.encoder([document])[0]
+            if len(encoded.token_ids):
+                return
+            refusal = refusal or encoded.refusal
+        told = f"; the chat template refuses them: {refusal}" if refusal else " (in utf-8)"
+        raise ValueError(
+            f"The corpus {self.source.label!r} is empty: no document holds text{told}. Check its path and column."
+        )
 
     def _open_whole(self) -> TokenTable | None:
         """Open the folder if it is built and passes the quick check."""
@@ -246,11 +246,13 @@ class _Part:
     def rows(self, jobs: list[int]) -> Iterator[dict[str, np.ndarray]]:
         """Yield one row for each document, empty where it holds no text."""
         _obey_parent()
+        refused = Refusals(self.source.label)
         try:
             for job in jobs:
                 rows = self.source.stream().shard(self.num_parts, self.number).shard(self.num_jobs, job)
                 for batch in _batches(self.source.read(rows)):
                     for encoded in self.encoder(batch):
+                        refused.note(encoded)
                         row = {"input_ids": encoded.token_ids}
                         yield row if encoded.scored is None else row | {"scored": encoded.scored}
         except (ValueError, TypeError, OSError) as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from datasets import IterableDataset
 
-from dmc.data.sources import DocumentSource, file_stamps, stream_texts
+from dmc.data.sources import DocumentSource, file_stamps, files_digest, stream_texts
 
 Split = Literal["train", "validation", "calibration", "test"]
 
@@ -55,6 +55,10 @@ class CodeSource(DocumentSource):
     def check(self) -> None:
         """Raise FileNotFoundError if the files are not on this machine."""
         self.files()
+
+    def digest(self) -> str:
+        """Return a hash of the files."""
+        return files_digest([path for _, path in self.files()])
 
     def num_bytes(self) -> int:
         """Return the size of the files."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dmc.data.sources import Chat, Document
 from dmc.data.tokenizer import Framing
 
+logger = logging.getLogger(__name__)
 _MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
 
 
@@ -22,6 +26,27 @@ class Encoded:
     token_ids: np.ndarray
     scored: np.ndarray | None = None
     """Whether each token is learned; None: all are."""
+    refusal: str = ""
+    """Why the tokenizer's chat template did not take a chat."""
+
+
+class Refusals:
+    """Counts chats that the template refuses, and warns whenever the count has one digit more.
+
+    Args:
+        label: of their source.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label, self.count, self.reason = label, 0, ""
+
+    def note(self, encoded: Encoded) -> None:
+        """Count a document, if it is one of them."""
+        if encoded.refusal:
+            self.count, self.reason = self.count + 1, encoded.refusal
+            if math.log10(self.count).is_integer():
+                told = self.label, self.count, self.reason
+                logger.warning("%s: skipped %d chats so far, which the chat template refuses: %s", *told)
 
 
 EMPTY = Encoded(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
@@ -39,10 +64,10 @@ class DocumentEncoder:
     framing: Framing
 
     def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encode documents in one parallel batch, each framed; those without text give no token.
+        """Encode documents in one parallel batch, each framed; those without text or refused give no token.
 
         Raises:
-            ValueError: the tokenizer cannot tell what of a chat or prompt is learned.
+            ValueError: the tokenizer has no chat template, or cannot tell where the tokens of a prompt stand.
         """
         found = [self._chat(each) if isinstance(each, list) else EMPTY for each in documents]
         texts = {number: text for number, text in enumerate(documents) if isinstance(text, str) and _is_text(text)}
@@ -66,20 +91,22 @@ class DocumentEncoder:
         return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
 
     def _chat(self, messages: Chat) -> Encoded:
+        if not all(isinstance(each, dict) for each in messages):
+            return dataclasses.replace(EMPTY, refusal="a message is no mapping of role and content")
         messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
         if not any(each.get("role") == "assistant" for each in messages):
             return EMPTY
-        name = f"The tokenizer {self.tokenizer.name_or_path!r}"
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(
-                f"{name} has no chat template: take an instruct model's, or columns of prompt, completion."
+                f"The tokenizer {self.tokenizer.name_or_path!r} has no chat template: take an instruct model's, or "
+                "columns of prompt, completion."
             )
         try:
             marked = "{% generation" in str(template) or "{%- generation" in str(template)
             token_ids, learned = self._marked(messages) if marked else self._followed(messages)
-        except TemplateError as error:
-            raise ValueError(f"{name} has a chat template that refuses a chat: {error}") from error
+        except (TemplateError, TypeError, ValueError, LookupError) as error:  # a row may hold anything
+            return dataclasses.replace(EMPTY, refusal=str(error) or type(error).__name__)
         begin, end = list(self.framing.begin), self.framing.end
         if token_ids[: len(begin)] != begin:
             token_ids, learned = begin + token_ids, [False] * len(begin) + learned
@@ -108,8 +135,8 @@ class DocumentEncoder:
             before, behind = encode(number, prompts=True) if number else [], encode(number + 1)
             if token_ids[: len(before)] != before or token_ids[: len(behind)] != behind:
                 raise ValueError(
-                    f"The tokenizer {self.tokenizer.name_or_path!r} has a chat template that writes earlier turns anew:"
-                    " mark the assistant's with {% generation %}, so that they can be told apart."
+                    "it writes earlier turns anew; mark the assistant's with {% generation %}, so that they can be "
+                    "told apart"
                 )
             learned[len(before) : len(behind)] = [True] * (len(behind) - len(before))
         return token_ids, learned

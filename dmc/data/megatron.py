@@ -13,7 +13,7 @@ import numpy as np
 from datasets import IterableDataset
 
 from dmc.data.packing import TokenChunk, TokenTable
-from dmc.data.sources import DocumentSource, file_stamps
+from dmc.data.sources import DocumentSource, file_stamps, files_digest
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = "<9sQBQQ"  # magic, version, type of the ids, number of sequences, number of document boundaries
@@ -54,6 +54,10 @@ class MegatronSource(DocumentSource):
     def description(self) -> dict[str, Any]:
         """Return the sizes and times of both files."""
         return {"megatron": file_stamps(_paths(self.prefix))}
+
+    def digest(self) -> str:
+        """Return a hash of both files."""
+        return files_digest(_paths(self.prefix))
 
     def stream(self) -> IterableDataset:
         """Refuse: there is no text.

@@ -126,8 +126,10 @@ class PackedTokens(Dataset[dict[str, Any]]):
             loss_mask: whether items have one.
             document_starts: whether items have them.
         Raises:
-            ValueError: `tokens` is shorter than one sequence.
+            ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
         """
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length={sequence_length}: expected a whole number >= 1")
         if len(tokens) < sequence_length:
             raise ValueError(
                 f"The corpus has {len(tokens)} tokens, fewer than one sequence (sequence_length={sequence_length}); "

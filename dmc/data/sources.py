@@ -6,6 +6,9 @@ behind the other in the documents' order, so that any part is read alone and a p
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,9 @@ from datasets import IterableDataset, load_dataset
 
 JSON_LINES_SHARD = 2**26
 """Bytes of a jsonl file that make up a shard."""
+DIGESTED_BYTES = 2**26
+"""Bytes up to which all of a source is read to tell it from another; of more, so many."""
+_BLOCK_BYTES = 2**16
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
@@ -47,6 +53,10 @@ class DocumentSource:
     def description(self) -> dict[str, Any]:
         """Return what identifies the documents (specification, file sizes and times), for the cache's key."""
         raise NotImplementedError
+
+    def digest(self) -> str:
+        """Return what tells the documents from others, wherever they lie: a run goes on with the same."""
+        return hashlib.sha256(json.dumps(self.description(), sort_keys=True, default=str).encode()).hexdigest()
 
     def num_bytes(self) -> int:
         """Return about how large the documents are; the same for the same description."""
@@ -85,6 +95,24 @@ def file_stamps(paths: Iterable[Path], relative_to: Path | None = None) -> list[
         name = path.relative_to(relative_to) if relative_to else path.resolve()
         stamps.append([name.as_posix(), status.st_size, status.st_mtime_ns])
     return stamps
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """Return a hash of files' sizes and content; beyond `DIGESTED_BYTES` of blocks that are spread evenly over it."""
+    sizes = [path.stat().st_size for path in paths]
+    starts = [0, *itertools.accumulate(sizes)]
+    spans = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
+    if starts[-1] > DIGESTED_BYTES:
+        num_blocks = DIGESTED_BYTES // _BLOCK_BYTES
+        places = [starts[-1] * block // num_blocks for block in range(num_blocks)]
+        numbers = [bisect.bisect_right(starts, place) - 1 for place in places]
+        spans = [(paths[n], place - starts[n], _BLOCK_BYTES) for n, place in zip(numbers, places, strict=True)]
+    digest = hashlib.sha256(str(sizes).encode())
+    for path, start, size in spans:
+        with path.open("rb") as file:
+            file.seek(start)
+            digest.update(file.read(size))
+    return digest.hexdigest()
 
 
 def read_text(path: Path) -> str | None:

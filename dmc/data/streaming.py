@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
 from dmc.data.blend import blend_schedule, integer_shares
-from dmc.data.encoding import DocumentEncoder
+from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
 
@@ -89,14 +89,21 @@ class StreamReader(Iterator[np.ndarray]):
     Args:
         source: what the stream is part of.
         stream: one of `open_lanes`.
-        encoder: frames and encodes documents; those without text are left out.
+        encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
+        refusals: counts those that are refused, over all lanes.
     """
 
     def __init__(
-        self, source: DocumentSource, stream: IterableDataset, encoder: DocumentEncoder, sequence_length: int
+        self,
+        source: DocumentSource,
+        stream: IterableDataset,
+        encoder: DocumentEncoder,
+        sequence_length: int,
+        refusals: Refusals,
     ) -> None:
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
+        self.refusals = refusals
         self.load_state_dict(
             {
                 "stream": None,  # the stream's own state before the batch of documents in work
@@ -123,15 +130,17 @@ class StreamReader(Iterator[np.ndarray]):
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
             parts = [np.array(self._state["remainder"], dtype=np.int64)]
             for encoded in self.encoder(batch):
+                self.refusals.note(encoded)
                 part = 4 * encoded.token_ids.astype(np.int64)
                 part += 2 if encoded.scored is None else 2 * encoded.scored
                 part[:1] += 1
                 parts.append(part)
             num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
             if num_without >= MOST_WITHOUT_TOKENS:
+                refused = f"; the chat template refuses chats: {self.refusals.reason}" if self.refusals.count else ""
                 raise ValueError(
                     f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
-                    "of a chat, messages of the role 'assistant'"
+                    f"of a chat, messages of the role 'assistant'{refused}"
                 )
             tokens = np.concatenate(parts)
             num_sequences = len(tokens) // self.sequence_length
@@ -232,6 +241,7 @@ class StreamLoader:
         self.sources, self.lanes = sources, open_lanes(sources, num_lanes)
         self.shares = integer_shares([source.weight for source in sources])
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+        self.refusals = [Refusals(source.label) for source in sources]
         self.sequence_length = sequence_length
         self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
@@ -289,8 +299,11 @@ class StreamLoader:
         return range(self.rank, len(self.lanes), self.world_size)
 
     def _open_lane(self, lane: int) -> Lane:
-        pairs = zip(self.sources, self.lanes[lane], strict=True)
-        readers = [StreamReader(source, stream, self.encoder, self.sequence_length) for source, stream in pairs]
+        parts = zip(self.sources, self.lanes[lane], self.refusals, strict=True)
+        readers = [
+            StreamReader(source, stream, self.encoder, self.sequence_length, refusals)
+            for source, stream, refusals in parts
+        ]
         return Lane(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:

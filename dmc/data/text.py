@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ from dmc.data.sources import (
     Document,
     DocumentSource,
     file_stamps,
+    files_digest,
     kind_of,
     stream_rows,
     stream_texts,
@@ -154,6 +157,13 @@ class TextSource(DocumentSource):
         if self.is_local:
             specification["stamps"] = file_stamps(self.local_files())
         return specification
+
+    def digest(self) -> str:
+        """Return a hash of the local files, or of the first documents on the hub."""
+        if self.is_local:
+            return files_digest(self.local_files())
+        first = list(islice(self.read(self._rows()), _CHECKED_ROWS))
+        return hashlib.sha256(json.dumps(first, sort_keys=True, default=str).encode()).hexdigest()
 
     def num_bytes(self) -> int:
         """Return the size of the local files, or of the hub dataset's rows in memory."""

@@ -145,9 +145,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         raise ValueError(f"No text to train a tokenizer on ({len(texts)} documents, all empty).")
     folder = Path(folder).absolute()
     record = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
-    refuse_occupied(folder, overwrite=True, thoroughly=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
+        try:
+            refuse_occupied(folder, overwrite=True, thoroughly=False)
+        except FileExistsError as error:
+            raise FileExistsError(f"data.tokenizer.folder: {error}") from None
         try:
             known = read_list(folder / RECORD_NAME)
             same = json.loads((folder / _TRAINING_FILE).read_text()) == record

@@ -138,6 +138,7 @@ class Repetition:
             self.scores[-1].masked_fill_(is_sink, torch.inf)
         repeated = (positions >= self.chunk.start) & (positions < self.chunk.stop)
         rivals = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
+        values = torch.cat((values, rivals[..., None]), dim=-1)  # their share of the attention comes with the output
         grouped, outputs = query[0].float().unflatten(0, (len(keys), -1)) * scaling, []
         order = torch.arange(num_new, device=query.device)
         best = torch.zeros_like(self.scores[layer_index][0])
@@ -146,11 +147,9 @@ class Repetition:
             ahead = order > order[begin : begin + block.shape[2], None]
             hidden = torch.cat((~exists[0][:, None].expand(-1, len(ahead), -1), ahead.expand(len(keys), -1, -1)), -1)
             weights = (block @ keys[:, None].transpose(-1, -2)).masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
-            outputs.append(weights @ values[:, None])
-            among = weights * rivals[:, None, None]
-            best = torch.maximum(
-                best, (among / among.sum(-1, keepdim=True).clamp_min(1e-30))[..., :num_entries].amax((1, 2))
-            )
+            output, among = (weights @ values[:, None]).split((query.shape[-1], 1), dim=-1)
+            outputs.append(output)
+            best = torch.maximum(best, (weights[..., :num_entries] / among.clamp_min(1e-30)).amax((1, 2)))
         scores = self.scores[layer_index]
         scores.copy_(torch.where(repeated & ~is_sink, best[None], scores))
         return torch.cat(outputs, dim=2).flatten(0, 1)[None].to(query.dtype)

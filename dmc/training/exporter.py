@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,7 +15,8 @@ from lightning import LightningModule, Trainer
 
 from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
-from dmc.config import RunConfig
+from dmc.checksums import available_cores
+from dmc.config import RunConfig, TrainingConfig, build_config
 from dmc.export import ModelCard, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
@@ -144,9 +144,9 @@ def roomy_device(model: Any) -> str:
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """Compute with as many threads as there are cores: launchers of several ranks leave each with one."""
+    """Compute with as many threads as this rank may use cores: launchers of several ranks leave each with one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(available_cores())
     try:
         yield
     finally:
@@ -159,6 +159,7 @@ def export_checkpoint(
     *,
     target_ratio: float | None = None,
     overwrite: bool = False,
+    measured: Mapping[str, Any] = MappingProxyType({}),
     use_previous_checkpoint: bool = False,
     trust_run: bool = False,
     device: str | None = None,
@@ -170,24 +171,27 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
+        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences.
         use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
     Raises:
-        FileNotFoundError, ValueError: there is no run, or its checkpoint is damaged.
+        FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
     refuse_occupied(output, overwrite, [run_folder])
     if device is not None:
         check_device(device)
     config = read_foreign_config(run_folder, trust_run)
+    training = build_config(TrainingConfig, dataclasses.asdict(config.training) | dict(measured))
+    config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
     checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous_checkpoint)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     step = read_header(checkpoint).global_step
     model = load_checkpoint_model(checkpoint)
-    tokenizer = build_tokenizer(config.data, config.model.path)
+    tokenizer = build_tokenizer(config.data, config.model)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
     model.to(roomy_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from dmc.provenance import git_commit
 from dmc.target import build_targets
 from dmc.training.record import is_rank_zero
 
+logger = logging.getLogger(__name__)
 WANDB_ID = Path("wandb") / "run_id"
 """The run's name at wandb, in its output folder: every start of a run goes on with the same."""
 
@@ -37,7 +39,36 @@ def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
         failed = False
     finally:
         if "wandb" in sys.modules:
-            sys.modules["wandb"].finish(exit_code=int(failed))
+            wandb: Any = sys.modules["wandb"]
+            try:
+                wandb.finish(exit_code=int(failed))
+            except OSError:  # its process is gone
+                wandb.run = None
+                with suppress(OSError):
+                    wandb.teardown()
+
+
+class SteadyWandbLogger(WandbLogger):
+    """Lets a run go on where wandb's process is gone: the signals of a job go to that one too."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """See Lightning's."""
+        self._try(super().log_metrics, metrics, step)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **options: Any) -> None:
+        """See Lightning's."""
+        self._try(super().log_image, key, images, step, **options)
+
+    def finalize(self, status: str) -> None:
+        """See Lightning's."""
+        self._try(super().finalize, status)
+
+    def _try(self, act: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        try:
+            act(*arguments, **options)
+        except OSError as error:
+            logger.warning("wandb is gone (%s): what it has not got is in the CSV files", error)
+            self._try = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "auto", **options: Any) -> WandbLogger:
@@ -45,18 +76,32 @@ def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "au
 
     Args:
         save_dir: the run's folder.
-        mode: auto: what WANDB_MODE says, else online if you are logged in, else offline; online: refused without a
-            login.
+        mode: auto: what WANDB_MODE says, else online if you are logged in and the server answers, else offline; online:
+            refused without these.
         options: of Lightning's WandbLogger.
     Raises:
-        ValueError: the mode is unknown, or online is wanted without a login.
+        ValueError: the mode is unknown, or online is wanted without a login or a network.
     """
     if is_rank_zero():
         commit = git_commit() or "unknown"
         # WandbLogger's own `offline` would set WANDB_MODE for the whole process
         options = {"notes": f"commit {commit}", "tags": [f"commit-{commit[:12]}"], **options}
         options |= {"mode": choose_wandb_mode(mode), "id": _run_id(Path(save_dir) / WANDB_ID)}
-    return WandbLogger(save_dir=save_dir, **options)
+        if options["mode"] == "online":
+            import wandb
+
+            opened = SteadyWandbLogger(save_dir=save_dir, **options)
+            try:
+                _ = opened.experiment  # asks the server
+                return opened
+            except wandb.errors.Error as error:
+                reason = str(error).splitlines()[0]
+                wandb.teardown()  # its process goes on trying, and holds the id
+                if mode == "online":
+                    raise ValueError(f"mode=online, but wandb cannot be reached ({reason}): use mode=auto") from error
+                logger.warning("wandb cannot be reached (%s): figures are kept offline, for `wandb sync`", reason)
+                options["mode"] = "offline"
+    return SteadyWandbLogger(save_dir=save_dir, **options)
 
 
 def choose_wandb_mode(mode: str) -> str:

@@ -69,6 +69,27 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         )
 
 
+def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None) -> None:
+    """Check that a run goes on with the text that it has begun with.
+
+    Args:
+        folder: the run's.
+        text: what tells it from other text, source by source.
+        base: the run that this one branches off; None: it begins by itself.
+    Raises:
+        ValueError: a source has changed.
+    """
+    record = (base or folder) / CONFIG_NAME
+    if not record.is_file() or not (base or _has_saved(folder)):
+        return
+    known = _recorded(record).get("text", {})  # earlier versions did not write it
+    if changed := [name for name, digest in text.items() if known.get(name, digest) != digest]:
+        raise ValueError(
+            f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other text: put "
+            "back what it was, or choose another output_dir"
+        )
+
+
 def changed_settings(known: RunConfig, config: RunConfig, apart_from: tuple[str, ...]) -> str:
     """Say which settings of what is computed differ from those of another run; empty: none.
 
@@ -86,8 +107,8 @@ def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[st
     return ", ".join(f"{name}: {known.get(name)!r} then, {values.get(name)!r} now" for name in changed[:5])
 
 
-def record_run(folder: Path, config: RunConfig) -> None:
-    """Write down the configuration of a run that begins; of one that goes on, what of it may have changed."""
+def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = None) -> None:
+    """Write down configuration and text of a run that begins; of one that goes on, what of it may have changed."""
     folder.mkdir(parents=True, exist_ok=True)
     record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
     content = {"config": values, **provenance()}
@@ -96,7 +117,7 @@ def record_run(folder: Path, config: RunConfig) -> None:
         for section, _, name in (key.partition(".") for key in MEASURED):
             content["config"][section][name] = values[section][name]
     partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(json.dumps(content | ({} if text is None else {"text": text}), indent=2) + "\n")
     partial.replace(record)
 
 

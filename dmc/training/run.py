@@ -34,11 +34,11 @@ from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import check_start, devices_per_node
-from dmc.training.record import check_same_run, is_rank_zero, record_run, record_start
+from dmc.training.record import check_same_run, check_same_text, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.teacher import Teacher
-from dmc.training.text_data import TextData, build_tokenizer
+from dmc.training.text_data import TextData, build_tokenizer, text_digests
 from dmc.training.trainer import build_trainer
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning's own
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
+    warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
     warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
     transformers.utils.logging.disable_progress_bar()
 
@@ -176,8 +177,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     branches = config.training.branch_from is not None and not saved_checkpoints(preemption.save_last.folder)
     if branches:
         check_branch(config, plan)
+    text = text_digests(config)
+    check_same_text(run.folder, text, Path(str(config.training.branch_from)).parents[1] if branches else None)
     seed_everything(config.seed, verbose=False)
-    tokenizer = build_tokenizer(config.data, config.model.path)
+    tokenizer = build_tokenizer(config.data, config.model)
     strategy = build_strategy(config)
     is_fresh = config.model.path is None
     model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
@@ -202,7 +205,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
     data.check()
     if is_rank_zero():
-        record_run(run.folder, config)
+        record_run(run.folder, config, text)
         record_start(run.folder, step)
     for each in loggers:
         each.log_hyperparams(dataclasses.asdict(config))

@@ -90,6 +90,8 @@ class Plan:
 
     def at(self, step: int) -> StepState:
         """Return the state of optimizer step `step` (0 is the first); steps past the end are the last."""
+        if not self._stages:  # nothing is optimized
+            return StepState("none", 0.0, self.target_ratio, None, None)
         step = min(step, self.total_steps - 1)
         planned = next(stage for stage in reversed(self._stages) if stage.start <= step)
         inside = step - planned.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
-from dmc.config import DataConfig, RunConfig
+from dmc.config import DataConfig, ModelConfig, RunConfig
 from dmc.data import (
     Blend,
     DocumentSource,
@@ -30,18 +31,20 @@ from dmc.data import (
     train_tokenizer,
     write_report,
 )
+from dmc.data.sources import files_digest
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
-from dmc.target import build_targets
+from dmc.target import build_target, build_targets
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "calibration", "test")
+_TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 
 
-def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train it on the training text.
+def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, that of the model where the data names none, or train it on the training text.
 
     Raises:
         ValueError: neither the data nor the model names one.
@@ -50,12 +53,30 @@ def build_tokenizer(data: DataConfig, model_path: str | None) -> PreTrainedToken
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
-    path = data.tokenizer.path or model_path
+    path = data.tokenizer.path or model.path
     if path is None:
         raise ValueError(
             "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         )
-    return load_tokenizer(path)
+    return load_tokenizer(path, model.revision if path == model.path else None)
+
+
+def text_digests(config: RunConfig) -> dict[str, str]:
+    """Tell the text that a run reads while it trains from other text, by its settings' names; reads samples of it.
+
+    Raises:
+        ValueError, OSError: a source is not there, or holds no text.
+    """
+    data = config.data
+    found = {
+        f"data.{split}.{name}": build_target(settings, f"data.{split}.{name}").digest()
+        for split in ("train", "validation")
+        for name, settings in getattr(data, split).items()
+    }
+    folder = Path(data.tokenizer.path or config.model.path or "")
+    if data.tokenizer.train_vocab_size is None and folder.is_dir():
+        found["data.tokenizer"] = files_digest(sorted(path for path in folder.iterdir() if _TOKENIZER.match(path.name)))
+    return found
 
 
 def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
@@ -95,7 +116,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
     """
     data = TextData(
         config,
-        build_tokenizer(config.data, config.model.path),
+        build_tokenizer(config.data, config.model),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
     data.prepare_data()

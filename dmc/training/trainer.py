@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from dmc.target import build_targets
 from dmc.training.callbacks.measured_start import MeasuredStart
 from dmc.training.callbacks.preemption import Preemption
+from dmc.training.callbacks.regressed_start import RegressedStart
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
 from dmc.training.callbacks.steps import StepProgress
 from dmc.training.callbacks.throughput import Throughput
@@ -83,10 +84,12 @@ def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: 
     training, folder = module.config.training, Path(module.config.output_dir)
     held_out = exporter.data.held_out
     start = training.measured_start if module.has_gates else None
+    fitted = training.regressed_start if module.has_gates else None
     shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
     metrics = StepMetrics(training, folder, preemption.save_last)
     return [
         *([] if start is None else [MeasuredStart(partial(held_out, "calibration"), start, folder)]),
+        *([] if fitted is None else [RegressedStart(partial(held_out, "calibration"), fitted, folder)]),
         HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
         *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
         metrics,

@@ -74,19 +74,28 @@ def test_completion_and_what_ends_it_are_learned(tokenizer: PreTrainedTokenizerF
     assert learned.endswith("every key<|endoftext|>") and len(learned) <= len(" every key<|endoftext|>")
 
 
+def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="has no chat template: take an instruct model's"):
+        DocumentEncoder(with_template(tokenizer, None), framing_of(tokenizer))([CHAT])
+
+
 @pytest.mark.parametrize(
-    ("template", "chat", "message"),
+    ("template", "chat", "reason"),
     [
-        (None, CHAT, "has no chat template: take an instruct model's"),
-        (FORGETFUL, CHAT, "writes earlier turns anew: mark the assistant's with {% generation %}"),
-        ("{{ raise_exception('no system turn') }}", CHAT, "refuses a chat: no system turn"),
+        (FORGETFUL, CHAT, "writes earlier turns anew; mark the assistant's with {% generation %}"),
+        ("{{ raise_exception('no system turn') }}", CHAT, "no system turn"),
+        ("{{ messages[0]['content'] + 1 }}", CHAT, "can only concatenate str"),
+        (MARKED, [{"role": "assistant", "content": "half a pair: \ud83d"}], "TextEncodeInput must be"),
+        (MARKED, ["not", "messages"], "no mapping of role and content"),
     ],
 )
-def test_chat_that_cannot_be_told_apart_is_refused(
-    template: str | None, chat: Any, message: str, tokenizer: PreTrainedTokenizerFast
+def test_chat_that_the_template_refuses_is_left_out_and_says_why(
+    template: str, chat: Any, reason: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        DocumentEncoder(with_template(tokenizer, template), framing_of(tokenizer))([chat])
+    instruct = with_template(tokenizer, template)
+    encoded, other = DocumentEncoder(instruct, framing_of(instruct))([chat, "text"])
+    assert reason in encoded.refusal and not len(encoded.token_ids)
+    assert len(other.token_ids) and not other.refusal
 
 
 @pytest.fixture
@@ -123,6 +132,43 @@ def test_cached_and_streamed_answers_are_masked_alike(
     for item, batch in zip(items, loader, strict=True):
         for key in flat:
             assert torch.equal(item[key], batch[key][0])
+
+
+STRICT = MARKED.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if 'refuse' in m['content'] %}{{ raise_exception('an odd turn') }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("refused", [range(0, 30, 2), range(30)], ids=["some", "all"])
+def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
+    refused: range, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: Any, monkeypatch: Any
+) -> None:
+    rows = [
+        [{"role": "user", "content": f"question {i} {'refuse' if i in refused else ''}"},
+         {"role": "assistant", "content": f"answer {i} is so"}]
+        for i in range(30)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    instruct = with_template(tokenizer, STRICT)
+    source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
+    loader = StreamLoader([source], instruct, 16, num_lanes=1, batch_size=1, num_draws=20)
+    if len(refused) == 30:
+        monkeypatch.setattr("dmc.data.streaming.MOST_WITHOUT_TOKENS", 64)
+        with pytest.raises(ValueError, match=r"is empty: no document .*the chat template refuses them: an odd turn"):
+            build_packed(source, instruct, 16, tmp_path / "cache")
+        with pytest.raises(ValueError, match=r"have nothing to learn: .*the chat template refuses chats: an odd turn"):
+            list(loader)
+        return
+    packed: Any = build_packed(source, instruct, 16, tmp_path / "cache")
+    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (15, 15)
+    assert "skipped 15 documents without an answer, or refused, kept 15" in caplog.text
+    assert caplog.text.count("which the chat template refuses: an odd turn") == 2  # after the first and the tenth
+    caplog.clear()
+    batches = list(loader)
+    assert caplog.text.count("skipped 1 chats so far") == 1
+    assert "question" in (text := tokenizer.decode(torch.cat([each["input_ids"][0] for each in batches])))
+    assert "refuse" not in text
 
 
 def test_text_beside_chats_is_learned_whole(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

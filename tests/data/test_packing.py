@@ -58,6 +58,8 @@ def test_errors_name_the_value_and_the_remedy() -> None:
     table = TokenTable(Opening([[4]]))
     with pytest.raises(ValueError, match=r"4 tokens, fewer than one sequence.*sequence_length=5"):
         PackedTokens(table, 5)
+    with pytest.raises(ValueError, match="sequence_length=0: expected a whole number >= 1"):
+        PackedTokens(table, 0)
     for index in (-1, 2):
         with pytest.raises(IndexError):
             PackedTokens(table, 2)[index]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dmc.data import StreamLoader, TextSource, framing_of
 from dmc.data.blend import blend_schedule
-from dmc.data.encoding import DocumentEncoder
+from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.streaming import Lane, StreamReader, open_lanes
 
 LENGTH = 16
@@ -152,7 +152,7 @@ def test_state_after_every_sequence_resumes_exactly(
         sources = sources_of(kind, folders)
         encoder = DocumentEncoder(tokenizer, framing_of(tokenizer))
         streams = zip(sources, open_lanes(sources, 2)[1], strict=True)
-        readers = [StreamReader(source, stream, encoder, LENGTH) for source, stream in streams]
+        readers = [StreamReader(source, stream, encoder, LENGTH, Refusals(source.label)) for source, stream in streams]
         return Lane(readers, range(1, 1 + len(sources)), 0.5, state)
 
     lane = open_lane()

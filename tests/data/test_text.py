@@ -156,3 +156,24 @@ def test_unknown_hub_name_says_what_to_do(monkeypatch: Any) -> None:
     monkeypatch.setattr("dmc.data.text.load_dataset", load_dataset)
     with pytest.raises(FileNotFoundError, match="'owner/name' is neither a local file, folder or glob nor a dataset"):
         TextSource("owner/name").check()
+
+
+@pytest.mark.parametrize("most", [2**20, 96], ids=["all of them", "samples"])
+def test_digest_tells_content_and_neither_place_nor_time(
+    most: int, folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("dmc.data.sources.DIGESTED_BYTES", most)
+    monkeypatch.setattr("dmc.data.sources._BLOCK_BYTES", 8)
+
+    def digest(name: str, **contents: str) -> str:
+        (tmp_path / name).mkdir()
+        for file, content in contents.items():
+            (tmp_path / name / f"{file}.txt").write_text(content)
+        return TextSource(str(tmp_path / name)).digest()
+
+    plain = digest("plain", a="0123456789" * 20, b="", c="end")
+    assert digest("copy", a="0123456789" * 20, b="", c="end") == plain
+    assert digest("longer", a="0123456789" * 20 + "0", b="", c="end") != plain
+    assert digest("moved", a="0123456789" * 20, b="e", c="nd") != plain
+    assert digest("changed", a="1023456789" * 20, b="", c="end") != plain
+    assert TextSource(str(folder / "rows.csv")).digest() != TextSource(str(folder / "rows.json")).digest()

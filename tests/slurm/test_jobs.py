@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,38 @@ def test_one_command_trains_a_ramp_and_every_branch_of_it(slurm, settings, tmp_p
     ]  # fmt: skip
     first = [starts(Path(place))[0]["step"] for place in jobs.values()]
     assert first[0] == 0 < first[1] < first[2]
+
+
+CONTAINED = """\
+activate_environment() { export PATH=%s:$PATH; }
+"""
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in *setting.py*) echo %s; exit ;; esac
+[ -z "${SLURM_RESTART_COUNT-}" ] || { echo finished; exit; }
+trap '%s' USR1
+echo training
+sleep 100 & wait $!; wait $!
+"""
+
+
+def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop_in_time(slurm, tmp_path):
+    jobs = {}
+    for name, on_signal in {"saves": "exit 75", "exports": "echo told"}.items():
+        project = tmp_path / name
+        shutil.copytree(ROOT / "slurm", project / "slurm")
+        with (project / "slurm" / "site.sh").open("a") as site:
+            site.write(CONTAINED % (project / "bin"))
+        (project / "bin").mkdir()
+        (project / "bin" / "python").write_text(PYTHON % (project / "run", on_signal))
+        (project / "bin" / "python").chmod(0o755)
+        options = ["--nodes=1", "--ntasks-per-node=2", "--time=1", "--signal=B:SIGUSR1@59", f"--chdir={project}"]
+        ramp = slurm.submit(*options, f"--output={project}/job.log", "slurm/train.sbatch")
+        wait = [f"--dependency=afterok:{ramp}", "--kill-on-invalid-dep=yes", f"--output={project}/branch.log"]
+        jobs[ramp], jobs[slurm.submit(*wait, "--wrap=echo branch")] = name, f"branch of {name}"
+    assert {name: slurm.wait(job) for job, name in jobs.items()} == dict.fromkeys(jobs.values(), "COMPLETED")
+    for name in ("saves", "exports"):
+        assert (tmp_path / name / "job.log").read_text().count(", restart 1,") == 1, logs(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)

@@ -1,6 +1,7 @@
 """Runs that are stopped and go on with other micro-batches or devices: every step consumes what it would have."""
 
 import os
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,30 @@ def test_run_stopped_again_before_its_next_step_keeps_both_checkpoints_as_they_a
 def test_run_stopped_before_its_first_step_is_done_begins_anew(values, train_part, tmp_path):
     train_part(values, 2, (0, 3))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_run_whose_text_has_changed_is_refused_until_it_is_put_back(
+    values, train_part, tmp_path, corpus, split, streaming
+):
+    values["data"] |= {"streaming": streaming, "tokenizer": {"train_vocab_size": 300, "folder": str(tmp_path / "bpe")}}
+    values["data"]["cache_folder"] = str(tmp_path / "cache")
+    for name, folder in (("train", "train"), ("validation", "held_out")):
+        shutil.copytree(corpus / folder, tmp_path / folder)
+        values["data"][name] = {"wiki": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / folder)}}
+    train_part(values, 2, (2, 0))
+    file = tmp_path / ("train" if split == "train" else "held_out") / "003.txt"
+    text, times = file.read_text(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    before = files_of(tmp_path / "run") | files_of(tmp_path / "bpe") | files_of(tmp_path / "cache")
+    file.write_text(text.replace("line adds", "line eats"))
+    os.utime(file, ns=times)
+    with pytest.raises(ValueError, match=f"data.{split}.wiki has changed since the run in .*run began"):
+        train(build_config(RunConfig, values))
+    assert files_of(tmp_path / "run") | files_of(tmp_path / "bpe") | files_of(tmp_path / "cache") == before
+    file.write_text(text)  # at another time, which is no other text
+    train_part(values, 2)
+    assert noted_positions(tmp_path / "positions") == WHOLE
 
 
 def test_text_that_ends_too_early_exports_nothing(values, tmp_path, monkeypatch):

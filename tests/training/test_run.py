@@ -90,6 +90,13 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
     with pytest.raises(FileExistsError, match="not empty"):
         export_checkpoint(run.folder, again)
+    with pytest.raises(ValueError, match="calibration_sequences=0: expected a whole number >= 1"):
+        export_checkpoint(run.folder, tmp_path / "none", measured={"calibration_sequences": 0})
+    plain = export_checkpoint(run.folder, tmp_path / "plain", measured={"calibrate": False, "validation_sequences": 2})
+    assert "decision_offset" not in run.metrics(plain)
+    assert (
+        run.metrics(plain)["validation_loss_nats_per_token"] != run.metrics(run.final)["validation_loss_nats_per_token"]
+    )
     run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
     run_values["data"]["calibration"] = run_values["data"]["validation"]
     train(other := build_config(RunConfig, run_values))
@@ -97,7 +104,7 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     (run.final / "retrofit.json").unlink()
     record_run(run.folder, other)
     assert read_config(run.folder) == other
-    assert {**json.loads(record.read_text()), "config": None} == {**content, "config": None}
+    assert {**json.loads(record.read_text()), "config": None, "text": None} == {**content, "config": None, "text": None}
 
 
 @pytest.mark.parametrize("place", ["final", "snapshots/cr2"])
@@ -194,7 +201,7 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     from dmc.models import retrofit
     from dmc.training.run import fresh_model
 
-    tokenizer = build_tokenizer(config.data, None)
+    tokenizer = build_tokenizer(config.data, config.model)
     plan = Plan(config.training, config.target_ratio)
     model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
@@ -249,6 +256,8 @@ def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_pat
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    run_values["compression"]["gate_input"] = "both"
+    run_values["training"]["measured_start"] = {"sequences": 4}
     with Ranks(run_values, 2, tmp_path / "ranks.log", count_scored) as ranks:
         assert ranks.join() == [0, 0], (tmp_path / "ranks.log").read_text()[-4000:]
     folder = Path(run_values["output_dir"])
@@ -261,6 +270,8 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 1, "strategy": "auto"}
     run_values["output_dir"] = str(tmp_path / "one")
     train(build_config(RunConfig, run_values))
+    costs = [(tmp_path / name / "head_costs.json").read_text() for name in ("run", "one")]
+    assert costs[0] == costs[1]
     final = [load_model(Path(folder) / "final").state_dict() for folder in (tmp_path / "run", tmp_path / "one")]
     assert two == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
     for name, value in final[0].items():
@@ -284,7 +295,7 @@ def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_p
 def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is_none(run_values, tmp_path):
     def data_of(values):
         config = build_config(RunConfig, values)
-        return TextData(config, build_tokenizer(config.data, None), 1), config
+        return TextData(config, build_tokenizer(config.data, config.model), 1), config
 
     alone, config = data_of(run_values)
     assert config.data.reported_split == "validation"
@@ -331,3 +342,14 @@ def test_a_gpu_exports_where_it_has_room_for_the_model_twice(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 4000))
     assert roomy_device(torch.nn.Linear(250, 1, bias=False)) == device  # 1,000 bytes
     assert (device == "cpu") == ("the CPU exports" in caplog.text)
+
+
+def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeypatch):
+    loaded = []
+    monkeypatch.setattr("dmc.training.text_data.load_tokenizer", lambda *arguments: loaded.append(arguments))
+    for path in (None, "hub/other"):
+        data = run_values["data"] | {"tokenizer": {"path": path}}
+        model = {"path": "hub/model", "revision": "v2"}
+        config = build_config(RunConfig, run_values | {"data": data, "model": model, "compression": None})
+        build_tokenizer(config.data, config.model)
+    assert loaded == [("hub/model", "v2"), ("hub/other", None)]

@@ -11,12 +11,13 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm.auto import trange
 
 from dmc.compression import GateMode
 from dmc.config import MeasuredStartConfig
-from dmc.measure import evaluating
-from dmc.models import CompressedCausalLM, next_tokens, sequence_means
+from dmc.measure import score_text
+from dmc.models import CompressedCausalLM
+from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.heatmap import draw_cost_heatmap
 
 COSTS_NAME = "head_costs.json"
@@ -37,14 +38,15 @@ class MeasuredStart(Callback):
         self.open_batches, self.settings, self.folder = open_batches, settings, folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and set, on all ranks, with the figures of the first."""
+        """Measure and set, on all ranks together."""
         if trainer.ckpt_path is not None:
             return
         module: Any = pl_module
         model, settings = module.model, self.settings
+        batches = self.open_batches()
+        batches = batches[: max(1, settings.sequences // len(batches[0]["input_ids"]))]
         with trainer.precision_plugin.forward_context():
-            measured = measure_head_costs(model, self._batches(), "cost of each head")
-        costs: Tensor = trainer.strategy.broadcast(measured)
+            costs = measure_head_costs(model, batches, "cost of each head", Ranks.all())
         scale = model.compression.decision_scale
         for adapter, biases in zip(
             model.adapters(), decision_biases(costs, settings.spread, settings.floor) / scale, strict=True
@@ -54,48 +56,32 @@ class MeasuredStart(Callback):
             (self.folder / COSTS_NAME).write_text(json.dumps({"nats_per_token": costs.tolist()}) + "\n")
             draw_cost_heatmap(costs, self.folder / "heatmaps" / "head_costs.png")
 
-    def _batches(self) -> list[dict[str, Any]]:
-        """Take as many whole batches as hold the sequences asked for."""
-        batches = self.open_batches()
-        size = len(batches[0]["input_ids"])
-        whole = [each for each in batches if len(each["input_ids"]) == size]
-        return whole[: max(1, self.settings.sequences // size)]
-
 
 def measure_head_costs(
     model: CompressedCausalLM,
     batches: Sequence[Mapping[str, Any]],
     title: str | None = None,
+    sharing: Ranks = ALONE,
 ) -> Tensor:
     """Measure what the loss gains when one head merges (or drops) every token it can and all others none.
 
     Args:
         model: its layers whole on this rank.
-        batches: see `score_text`, all of one size.
+        batches: see `score_text`.
         title: of a progress bar; None: none.
+        sharing: ranks that read a part of the batches each; all of them call this, and get the same.
     Returns:
         Nats per token, [L, H], on the CPU; noise makes some of them negative.
     """
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
 
     def loss(compressed: tuple[tuple[int, int], ...]) -> float:
-        mode = GateMode(compressed_heads=compressed)
-        losses = []
-        for batch in batches:
-            given = {name: each.to(model.device) for name, each in batch.items()}
-            targets = next_tokens(given["input_ids"], given.pop("loss_mask", None))
-            found = model(**given, use_cache=False, gate_mode=mode, targets=targets)
-            losses.append(sequence_means(found.cross_entropy, targets).mean())
-        return float(torch.stack(losses).mean())
+        return score_text(model, batches, sharing=sharing, gate_mode=GateMode(compressed_heads=compressed)).loss
 
-    costs = torch.zeros(layers, heads)
-    with evaluating(model), tqdm(total=1 + layers * heads, desc=title, leave=False, disable=title is None) as bar:
-        uncompressed = loss(())
-        bar.update()
-        for layer in range(layers):
-            for head in range(heads):
-                costs[layer, head] = loss(((layer, head),)) - uncompressed
-                bar.update()
+    uncompressed, costs = loss(()), torch.zeros(layers, heads)
+    for place in trange(layers * heads, desc=title, leave=False, disable=title is None or sharing.rank > 0):
+        head = divmod(place, heads)
+        costs[head] = loss((head,)) - uncompressed
     return costs
 
 

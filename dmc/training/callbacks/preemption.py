@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -112,6 +113,8 @@ def requeue_job() -> None:
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone may stand for the whole array
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     command = ["scontrol", "requeue", job]
+    if shutil.which(command[0]) is None:
+        return logger.warning("there is no scontrol in this container: the job file requeues the job")
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:

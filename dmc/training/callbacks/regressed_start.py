@@ -1,0 +1,179 @@
+"""Adapters that start as a regression of what a second pass over the text attends to; no gradient is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dmc.compression import GateMode, rotate
+from dmc.config import RegressedStartConfig
+from dmc.measure import evaluating
+from dmc.models import CompressedCausalLM
+
+FIT_NAME = "regression.json"
+QUERY_BLOCK = 128
+SMALLEST_SCORE = 1e-12
+
+
+class RegressedStart(Callback):
+    """Fits the adapters once, before the first step of a new run.
+
+    Args:
+        open_batches: called once the text is there; returns held-out text, see `score_text`.
+        settings: how much text, and how the fit is held back.
+        folder: where the share of variance explained is written, [L][H].
+    """
+
+    def __init__(
+        self, open_batches: Callable[[], list[dict[str, Any]]], settings: RegressedStartConfig, folder: Path
+    ) -> None:
+        self.open_batches, self.settings, self.folder = open_batches, settings, folder
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit and set, on all ranks, with the figures of the first."""
+        if trainer.ckpt_path is not None:
+            return
+        module: Any = pl_module
+        model, batches = module.model, self.open_batches()
+        count = max(1, self.settings.sequences // len(batches[0]["input_ids"]))
+        with trainer.precision_plugin.forward_context():
+            fits = fit_scores(model, batches[:count], self.settings.ridge, "second pass")
+        fits = trainer.strategy.broadcast(fits)
+        compression = model.compression
+        for adapter, rows in zip(model.adapters(), decision_rows(fits), strict=True):
+            rows[:, -1] += compression.decision_offset
+            rows /= compression.decision_scale
+            module.strategy.set_rows(adapter.weight, adapter.decision_rows, rows[:, :-1])
+            module.strategy.set_rows(adapter.bias, adapter.decision_rows, rows[:, -1])
+        if trainer.is_global_zero:
+            explained = {"variance_explained": [fit.explained.tolist() for fit in fits]}
+            (self.folder / FIT_NAME).write_text(json.dumps(explained) + "\n")
+
+
+@dataclass
+class ScoreFit:
+    """A layer's linear fit: of score y by the layer's input and a 1 behind it, float64 on the CPU."""
+
+    rows: Tensor
+    """[H, hidden + 1]."""
+    mean: Tensor
+    """Of the predictions, [H]."""
+    square: Tensor
+    """Mean of their squares, [H]."""
+    explained: Tensor
+    """Share of the score's variance, [H]."""
+
+
+def decision_rows(fits: Sequence[ScoreFit]) -> list[Tensor]:
+    """Turn fits into decisions, [H, hidden + 1] of each layer: how far a score lies below the mean of all heads.
+
+    In standard deviations over all heads, so that one offset is one threshold, and a logit of 0 drops about half.
+    """
+    mean = torch.stack([fit.mean for fit in fits]).mean()
+    deviation = (torch.stack([fit.square for fit in fits]).mean() - mean**2).sqrt()
+    rows = [-fit.rows / deviation for fit in fits]
+    for each in rows:
+        each[:, -1] += mean / deviation
+    return rows
+
+
+@torch.no_grad()
+def fit_scores(
+    model: CompressedCausalLM, batches: Sequence[Mapping[str, Any]], ridge: float, title: str | None = None
+) -> list[ScoreFit]:
+    """Fit, by ridge regression, what `second_pass_scores` says of each token from its layer's input.
+
+    Args:
+        model: its layers whole on this rank.
+        batches: see `score_text`; of each sequence the first half is read, twice.
+        ridge: penalty on squared weights, in units of the inputs' mean square.
+        title: of a progress bar; None: none.
+    """
+    sums: dict[int, tuple[Tensor, ...]] = {}
+    residual: dict[int, Tensor] = {}
+
+    def keep_residual(layer: Any, args: Any, kwargs: Any) -> None:
+        residual[layer.self_attn.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    def add(attention: Any, args: Any, kwargs: Any) -> None:
+        states, index = kwargs["hidden_states"], attention.layer_idx
+        scores = second_pass_scores(attention, states, kwargs["position_embeddings"], residual.pop(index))
+        half = scores.shape[-1]
+        inputs = torch.nn.functional.pad(states[:, 1:half], (0, 1), value=1.0).flatten(0, 1).double()
+        wanted = scores[..., 1:].clamp_min(SMALLEST_SCORE).log().transpose(1, 2).flatten(0, 1).double()  # [n, H]
+        new = inputs.T @ inputs, inputs.T @ wanted, wanted.square().sum(0)
+        for total, each in zip(sums.setdefault(index, tuple(map(torch.zeros_like, new))), new, strict=True):
+            total += each
+
+    hooks = []
+    for layer in model.model.layers:
+        hooks.append(layer.register_forward_pre_hook(keep_residual, with_kwargs=True))
+        hooks.append(layer.self_attn.register_forward_pre_hook(add, with_kwargs=True))
+    try:
+        with evaluating(model):
+            for batch in tqdm(batches, desc=title, leave=False, disable=title is None):
+                ids = batch["input_ids"][:, : batch["input_ids"].shape[1] // 2].to(model.device)
+                twice, mode = torch.cat((ids, ids), dim=1), GateMode(compressed_heads=())
+                model(twice, use_cache=False, gate_mode=mode, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [_solve(sums[index], ridge) for index in sorted(sums)]
+
+
+def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
+    """Solve the normal equations; the constant is not held back."""
+    inputs, wanted, squares = (each.cpu() for each in sums)
+    count = inputs[-1, -1]
+    penalty = torch.full((len(inputs),), ridge * float(inputs.diagonal()[:-1].mean()), dtype=torch.float64)
+    penalty[-1] = 0
+    rows = torch.linalg.solve(inputs + penalty.diag(), wanted).T
+    square = ((rows @ inputs) * rows).sum(-1)
+    error = squares - 2 * (rows * wanted.T).sum(-1) + square
+    explained = 1 - error / (squares - wanted[-1] ** 2 / count).clamp_min(1e-30)
+    return ScoreFit(rows, rows @ inputs[-1] / count, square / count, explained)
+
+
+def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Tensor], residual: Tensor) -> Tensor:
+    """Say what tokens of the first half of a text are worth to its second half, which repeats it (KVzip+).
+
+        s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d)) * ||W_o v_i|| / ||h_j||
+
+    after KVzap (arXiv:2601.07891), h_j the residual stream before the layer.
+
+    Args:
+        attention: the layer's.
+        states: its input, [B, 2 T, hidden].
+        rotary: cos and sin, [B or 1, 2 T, D].
+        residual: h, [B, 2 T, hidden].
+    Returns:
+        Float32 [B, H, T].
+    """
+    query, key, value = (each.float() for each in attention.project(states))
+    query, key = (rotate(each, *(table.float() for table in rotary)) for each in (query, key))
+    kv_heads, length = key.shape[1], states.shape[1]
+    half, dim = length // 2, key.shape[-1]
+    grouped = query.unflatten(1, (kv_heads, -1))  # [B, H, group, 2 T, D]
+    out = attention.o_proj.weight.float().unflatten(1, (kv_heads, -1, dim))  # [hidden, H, group, D]
+    gram = torch.einsum("ohgd,ohge->hgde", out, out)
+    old = value[:, :, None, :half]
+    norms = ((old @ gram) * old).sum(-1).clamp_min(0).sqrt()  # of W_o v, [B, H, group, T]
+    weight = residual[:, half:].float().norm(dim=-1).clamp_min(1e-12).reciprocal()  # [B, T]
+    places = torch.arange(length, device=states.device)
+    best = torch.zeros_like(norms[:, :, 0])
+    for begin in range(half, length, QUERY_BLOCK):
+        rows = slice(begin, begin + QUERY_BLOCK)
+        scores = grouped[..., rows, :] @ key[:, :, None].transpose(-1, -2) * attention.scaling
+        shares = scores.masked_fill_(places > places[rows, None], -torch.inf).softmax(-1)[..., :half]
+        shares = shares * weight[:, None, None, begin - half : begin - half + QUERY_BLOCK, None]
+        best = torch.maximum(best, (shares.amax(3) * norms).amax(2))
+    return best
