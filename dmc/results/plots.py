@@ -385,16 +385,19 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
     norm = LogNorm(min(1.0, *known), max(2.0, *known)) if logarithmic else Normalize(min(0.0, *known), max(1.0, *known))
     budgets = Counter(name for name, *_ in maps)
     columns = min(MOST_COLUMNS, max(MOST_COLUMNS - 1, *budgets.values()), len(maps))
-    maps = sorted(maps, key=lambda each: budgets[each[0]] == 1)  # those that have no others beside them come last
-    sheets = -(-len(maps) // (columns * MOST_ROWS))
-    rows = -(-len(maps) // (columns * sheets))
-    for start in range(0, len(maps), rows * columns):
-        yield _draw_sheet(title, caption, maps[start : start + rows * columns], columns, norm)
+    places: list[Heatmap | None] = []
+    for name in sorted(budgets, key=lambda each: budgets[each] == 1):  # one alone shares its line with others
+        places += [each for each in maps if each[0] == name]
+        places += [None] * (-len(places) % columns if budgets[name] > 1 else 0)
+    sheets = -(-len(places) // (columns * MOST_ROWS))
+    size = -(-len(places) // (columns * sheets)) * columns
+    for start in range(0, len(places), size):
+        yield _draw_sheet(title, caption, places[start : start + size], len(maps[0][-1]), columns, norm)
 
 
-def _draw_sheet(title: str, caption: str, maps: list[Heatmap], columns: int, norm: Normalize) -> Plot:
+def _draw_sheet(title: str, caption: str, maps: list[Heatmap | None], rows: int, columns: int, norm: Normalize) -> Plot:
     lines = -(-len(maps) // columns)
-    height = 0.75 + (0.93 + 0.06 * min(24, len(maps[0][-1]))) * lines
+    height = 0.75 + (0.93 + 0.06 * min(24, rows)) * lines
     with _plot(title, caption, height, (lines, columns)) as plot:
         for axes, heatmap in itertools.zip_longest(plot.panels, maps):
             if heatmap is None:
