@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.config import RunConfig
 from dmc.models import next_tokens, retrofit, with_token_losses
+from dmc.training.module import Teacher
 from dmc.training.strategies import build_strategy
 from dmc.training.strategies.mesh import MESH_NAMES
-from dmc.training.teacher import Teacher
 
 
 def allocated_peak(work: Callable[[], Any]) -> int:

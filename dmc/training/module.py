@@ -15,13 +15,13 @@ from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
+from dmc.models.token_losses import Taught
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
 from dmc.training.gradients import keep_rows
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies import Parallelism
-from dmc.training.teacher import Teacher
 
 
 def noise_seeds(seed: int, positions: list[int]) -> list[int]:
@@ -43,6 +43,27 @@ def compile_regions(model: Any) -> None:
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
+
+
+class Teacher:
+    """A frozen causal LM; no module, so that no optimizer and no checkpoint knows of its weights.
+
+    Args:
+        model: stock or compressed causal LM, in any mode.
+        path: where its weights are.
+        temperature: its distributions, and those of who learns from it, are softened by it.
+    """
+
+    def __init__(self, model: Any, path: str, temperature: float) -> None:
+        self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
+        self.path, self.temperature = path, temperature
+
+    def read(self, input_ids: Tensor) -> Taught:
+        """Read tokens, [B, T]; no logits are made before the loss of who learns asks for some."""
+        with torch.no_grad():
+            states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
+        # FSDP2 leaves the weights outside the layers gathered after a forward.
+        return Taught(states, self.model.lm_head.weight, self.temperature)
 
 
 class RetrofitModule(LightningModule):

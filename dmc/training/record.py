@@ -15,6 +15,8 @@ from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextS
 from dmc.json_file import flattened, read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.stages import Plan
 
 CONFIG_NAME = "run.json"
 """Configuration and provenance, in a run's output folder."""
@@ -40,6 +42,11 @@ MEASURED = (
     "training.validate_every_steps", "training.validation_sequences",
 )  # fmt: skip
 """Settings of what is measured and exported, not of what is trained: a run may go on with others, and takes note."""
+OF_A_BRANCH = (
+    "compression.target_ratio", "training.branch_from", "training.stages", "training.delays",
+    "training.snapshot_ratios", "training.checkpoint_every_steps",
+)  # fmt: skip
+"""Settings that a branch has for itself; what they say of the steps that it shares must be the same."""
 
 
 def is_rank_zero() -> bool:
@@ -90,15 +97,37 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
         )
 
 
-def changed_settings(known: RunConfig, config: RunConfig, apart_from: tuple[str, ...]) -> str:
-    """Say which settings of what is computed differ from those of another run; empty: none.
+def check_branch(config: RunConfig, plan: Plan) -> int:
+    """Check that the run would have taken the very steps that lie behind the milestone; return how many.
 
-    Args:
-        known: the other run.
-        config: this one.
-        apart_from: beginnings of names that may differ too.
+    Raises:
+        FileNotFoundError: there is no milestone, or no run around it.
+        ValueError: the two differ before it, or the milestone comes after the run's last step.
     """
-    return _changed(_plain(known), _plain(config), apart_from)
+    milestone = Path(str(config.training.branch_from))
+    steps = read_header(milestone).global_step
+    source = milestone.parent.parent
+    known = read_config(source)
+    if changed := _changed(_plain(known), _plain(config), OF_A_BRANCH):
+        raise ValueError(
+            f"training.branch_from={milestone}: its run has other settings ({changed}); a branch is what a run from "
+            "the start would have come to: give it the same"
+        )
+    if steps >= plan.total_steps:
+        raise ValueError(
+            f"training.branch_from={milestone} lies after step {steps}, this run ends after {plan.total_steps}: take "
+            "an earlier milestone, or a higher compression.target_ratio"
+        )
+    theirs = Plan(known.training, known.target_ratio, known.compression)
+    for step in range(steps):
+        if theirs.at(step) != plan.at(step):
+            raise ValueError(
+                f"training.branch_from={milestone} lies after step {steps}, and step {step} of its run was another: "
+                f"{theirs.at(step)} there, {plan.at(step)} here; give training.stages as there, and to a ramp by steps "
+                f"training.stages.retrofit.ramp_to={known.target_ratio:g} in both; compression.target_ratio is the "
+                "milestone's"
+            )
+    return steps
 
 
 def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[str, ...] = ()) -> str:

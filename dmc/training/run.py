@@ -25,19 +25,17 @@ from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
-from dmc.training.branch import check_branch
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
 from dmc.training.checkpoints.folder import check_fits, read_header
 from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint, saved_checkpoints
 from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
-from dmc.training.module import RetrofitModule
+from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import check_start, devices_per_node
-from dmc.training.record import check_same_run, check_same_text, is_rank_zero, record_run, record_start
+from dmc.training.record import check_branch, check_same_run, check_same_text, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
-from dmc.training.teacher import Teacher
 from dmc.training.text_data import TextData, build_tokenizer, text_digests
 from dmc.training.trainer import build_trainer
 
@@ -66,17 +64,10 @@ class TrainedRun:
 
 
 def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
-    """Make a model with random weights and `vocab_size` tokens.
-
-    Raises:
-        ValueError: the family is not named.
-    """
+    """Make a model with random weights and `vocab_size` tokens."""
     seed_everything(seed, verbose=False)
-    values = dict(config.fresh or {})
-    if "model_type" not in values:
-        raise ValueError("model.fresh has no model_type: name a family such as llama")
-    values.setdefault("vocab_size", vocab_size)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=getattr(torch, config.dtype))
+    shape = AutoConfig.for_model(**{"vocab_size": vocab_size, **(config.fresh or {})})
+    return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.dtype))
 
 
 def _keep_quiet() -> None:

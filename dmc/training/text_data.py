@@ -18,7 +18,6 @@ from dmc.data import (
     Blend,
     DocumentSource,
     FactSequences,
-    Framing,
     OrderedDataset,
     PackedTokens,
     ResumableOrder,
@@ -79,15 +78,6 @@ def text_digests(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def document_framing(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Framing:
-    """Find what stands around each document of a run.
-
-    Raises:
-        ValueError: the tokenizer has no such token.
-    """
-    return framing_of(tokenizer, data.tokenizer.bos, data.tokenizer.separator)
-
-
 def held_out_batches(
     packed: PackedTokens | Blend | FactSequences, num_sequences: int, batch_size: int
 ) -> list[dict[str, Any]]:
@@ -138,7 +128,7 @@ class TextData(LightningDataModule):
         super().__init__()
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
         self.num_draws = total_steps * config.training.batch_size
-        self.framing = document_framing(config.data, tokenizer)
+        self.framing = framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.separator)
         self._train: Any = None
 
     def check(self) -> None:

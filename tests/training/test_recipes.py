@@ -10,7 +10,7 @@ import torch
 from launching import Ranks, logged, logged_losses, train_ranks
 
 from dmc.config import RatioControlConfig, RunConfig, build_config
-from dmc.data import ResumableOrder, TextSource, build_packed, train_tokenizer
+from dmc.data import ResumableOrder, TextSource, build_packed, framing_of, train_tokenizer
 from dmc.models import load_model, retrofit
 from dmc.training import train
 from dmc.training.callbacks.step_metrics import RatioControl
@@ -18,7 +18,6 @@ from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.rotation import remove, saved_checkpoints
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
-from dmc.training.text_data import document_framing
 
 LED = {"gain": 0.5, "max_weight": 50.0}
 
@@ -62,7 +61,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
         tokenizer,
         32,
         config.data.cache_folder,
-        framing=document_framing(config.data, tokenizer),
+        framing=framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.separator),
     )
     order = ResumableOrder.over(packed, config.seed, num_draws=4)
     items = [packed[order.index_at(position)] for position in range(4)]

@@ -19,11 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from dmc.config import RunConfig
 from dmc.models import retrofit
 from dmc.training.callbacks.step_metrics import StepMetrics
-from dmc.training.module import RetrofitModule
+from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
-from dmc.training.teacher import Teacher
 
 
 class FakeStep:

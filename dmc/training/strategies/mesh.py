@@ -38,8 +38,7 @@ from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import local_folder, stored_shapes, weight_files
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import Header, check_whole_together
-from dmc.training.checkpoints.rotation import offer_previous
+from dmc.training.checkpoints.folder import Header
 from dmc.training.checkpoints.weights import OPTIMIZER, WEIGHTS
 from dmc.training.planning.start_checks import devices_per_node
 from dmc.training.strategies.parallelism import Parallelism
@@ -225,16 +224,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         self.saver.save(Path(filepath), header, write, self._group)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any mesh into model and optimizer.
-
-        Raises:
-            ValueError: it is damaged; on all ranks.
-        """
+        """Read a checkpoint of any mesh into model and optimizer, see `check_saved`."""
         folder = Path(checkpoint_path)
-        try:
-            check_whole_together(folder, self._group)
-        except ValueError as error:
-            raise ValueError(f"{error}{offer_previous(folder)}") from error
+        self.check_saved(folder, self._group)
         distributed_checkpoint.load(
             self._tensors(make=True),
             checkpoint_id=folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import SHARDED
+from dmc.training.checkpoints.folder import SHARDED, Header, check_whole_together
+from dmc.training.checkpoints.rotation import offer_previous
 from dmc.training.checkpoints.saving import CheckpointSaver
 from dmc.training.gradients import gradient_norm
 
@@ -78,6 +80,17 @@ class Parallelism:
     def gradient_norm(self, module: LightningModule) -> Tensor:
         """Norm over all gradients before clipping, a scalar; with `owns_gradients` that of the step just done."""
         return gradient_norm(module)
+
+    def check_saved(self, folder: Path, group: Any = None) -> Header:
+        """Read all of a checkpoint on all ranks together, and compare it with its checksums.
+
+        Raises:
+            ValueError: it is damaged; on all ranks.
+        """
+        try:
+            return check_whole_together(folder, group)
+        except ValueError as error:
+            raise ValueError(f"{error}{offer_previous(folder)}") from error
 
     def gather(self, model: Any) -> Any:
         """Return the whole model on rank 0 and None elsewhere; called by all ranks."""

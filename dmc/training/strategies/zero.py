@@ -22,8 +22,7 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, read_header, weight_files
-from dmc.training.checkpoints.folder import Header, check_whole_together
-from dmc.training.checkpoints.rotation import offer_previous
+from dmc.training.checkpoints.folder import Header
 from dmc.training.checkpoints.trust import TAG
 from dmc.training.strategies.parallelism import Parallelism
 
@@ -135,16 +134,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         self.saver.save(Path(filepath), header, lambda folder: write(checkpoint, folder))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks.
-
-        Raises:
-            ValueError: it is damaged; on all ranks.
-        """
+        """Read a checkpoint of any number of ranks, see `check_saved`."""
         folder = Path(checkpoint_path)
-        try:
-            header = check_whole_together(folder)
-        except ValueError as error:
-            raise ValueError(f"{error}{offer_previous(folder)}") from error
+        header = self.check_saved(folder)
         if header.num_ranks == self.world_size:
             checkpoint = super().load_checkpoint(folder, weights_only)
         else:
