@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,33 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
                 del loss
         optimizer.step()
     return model, optimizer
+
+
+def held_and_peak(config: RunConfig, shape: PretrainedConfig, strategy: Any) -> tuple[list[int], int]:
+    """Train, and return this rank's bytes of weights, gradients and Adam's states, and of the allocated peak."""
+    held: list[int] = []
+
+    def work() -> Any:
+        model, optimizer = kept = train_steps(config, shape, strategy=strategy)
+        parameters = list(model.parameters())
+        states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        for group in (parameters, [each.grad for each in parameters], states):
+            held.append(sum(getattr(each, "_local_tensor", each).nbytes for each in group))
+        return kept
+
+    peak = allocated_peak(work)
+    return held, peak
+
+
+def write_held_and_peak(rank: int, config: RunConfig, shape: PretrainedConfig, out: Path) -> None:
+    """Do the same on one of several gloo ranks, and write it to `out`, its suffix the rank."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    strategy: Any = build_strategy(config)
+    strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+    out.with_suffix(f".{rank}").write_text(json.dumps(held_and_peak(config, shape, strategy)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> torch.Tensor:

@@ -204,6 +204,9 @@ def _draw_quality(
             points += _along([(x, each.value) for x in axes.get_xlim()])
         if color != DIM and not each.far:
             labels.append((each.x, each.y, each.label, color))
+    for name, own in shown[~far].groupby("name", sort=False):
+        if not {text for *_, text, _ in labels} & {*own["label"]}:  # a method without a name yet, at its largest cache
+            labels.append((*own.sort_values("x")[["x", "y"]].iloc[-1], str(name), DIM))
     if far.any():
         cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[far].itertuples())
         plot.caption += f" Far outside, triangles at the edge: {cut}."
@@ -451,7 +454,10 @@ def _along(spots: Sequence[Spot], steps: int = 24) -> list[Spot]:
 
 
 def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], points: Sequence[Spot]) -> None:
-    """Label points (x, y, text, colour) of axes that are laid out, where they cover least; the first choose first."""
+    """Label points (x, y, text, colour) of axes that are laid out, where they cover least, from left to right.
+
+    Dim ones come last, and only where they touch no other.
+    """
     canvas = FigureCanvasAgg(axes.figure)  # type: ignore[arg-type]
     renderer, taken = canvas.get_renderer(), list[Bbox]()
     marks, frame = (
@@ -463,18 +469,21 @@ def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], p
         inside = Bbox.intersection(box, frame)
         outside = 1 - (inside.width * inside.height / (box.width * box.height) if inside else 0)
         covered = ((marks > numpy.array(box.min) - 3) & (marks < numpy.array(box.max) + 3)).all(axis=1).sum()
-        return 8 * outside + 6 * sum(box.padded(1).overlaps(other) for other in taken) + covered
+        return 40 * outside + 6 * sum(box.padded(1).overlaps(other) for other in taken) + covered
 
-    for x, y, text, color in labels:
+    for x, y, text, color in sorted(labels, key=lambda each: (each[3] == DIM, each[0])):
         label, found = (
             axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color),
             [],
         )
-        for number, (right, up, horizontal, vertical) in enumerate(PLACES):
+        for number, (right, up, horizontal, vertical) in enumerate(PLACES[:8] if color == DIM else PLACES):
             label.set(position=(right, up), ha=horizontal, va=vertical)
             box = label.get_window_extent(renderer)
             found.append((price(box) + 0.05 * number, number, box))
-        _, number, box = min(found, key=lambda each: each[:2])
+        cost, number, box = min(found, key=lambda each: each[:2])
+        if color == DIM and cost >= 6:
+            label.remove()
+            continue
         right, up, horizontal, vertical = PLACES[number]
         label.set(position=(right, up), ha=horizontal, va=vertical)
         taken.append(box)

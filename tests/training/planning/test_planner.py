@@ -6,6 +6,7 @@ import measured_memory
 import pytest
 import torch
 import yaml
+from launching import Processes
 from scripts_here import run_script
 from test_configs import composed
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,8 +16,8 @@ from dmc.training.planning import memory
 from dmc.training.planning.planner import GIB, plan_table, plan_training
 
 ROOT = Path(__file__).parents[3]
-STATES, PEAK = 0.02, 0.02
-"""Tolerances: of weights and optimizer states; of the peak."""
+STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.1
+"""Tolerances: of weights, gradients and optimizer states; of the peak; of a rank's of two that talk to each other."""
 STATE_NAMES = ("weights", "gradients", "optimizer states")
 TEXT = {"_target_": "dmc.data.StandardLibrarySource"}
 SHAPE = {
@@ -127,21 +128,24 @@ def test_a_teacher_is_planned_with_its_weights_its_logits_and_its_work():
 def test_planned_shards_are_what_a_rank_of_several_holds(devices, changes):
     config = run(**{"trainer__strategy": "fsdp2", "trainer__devices": devices, **changes})
     planned = plan(config).memory
-    held = []
-
-    def work():
-        model, optimizer = kept = measured_memory.train_steps(config, shape_of(config), strategy=strategy)
-        parameters = list(model.parameters())
-        states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        for group in (parameters, states):
-            held.append(sum(getattr(each, "_local_tensor", each).nbytes for each in group))
-        return kept
-
     with measured_memory.rank_of(config, devices) as strategy:
-        measured = measured_memory.allocated_peak(work)
+        held, measured = measured_memory.held_and_peak(config, shape_of(config), strategy)
     print(f"planned / measured = {planned.total / measured:.3f}")
     assert planned.total == pytest.approx(measured, rel=PEAK)
-    assert [planned.components[name] for name in ("weights", "optimizer states")] == pytest.approx(held, rel=STATES)
+    assert [planned.components[name] for name in STATE_NAMES] == pytest.approx(held, rel=STATES)
+
+
+@pytest.mark.slow
+def test_planned_shards_are_what_two_ranks_hold(tmp_path):
+    config = run(trainer__strategy="fsdp2", trainer__devices=2, training__activation_checkpointing=True)
+    planned = plan(config).memory
+    arguments = config, shape_of(config), tmp_path / "held"
+    with Processes(measured_memory.write_held_and_peak, arguments, 2, tmp_path / "log") as processes:
+        assert processes.join() == [0, 0]
+    for rank in range(2):
+        held, measured = json.loads((tmp_path / f"held.{rank}").read_text())
+        assert planned.total == pytest.approx(measured, rel=SHARDED_PEAK)  # gloo's own buffers are in it
+        assert [planned.components[name] for name in STATE_NAMES] == pytest.approx(held, rel=STATES)
 
 
 SEVEN = {**SHAPE, "num_hidden_layers": 7}
