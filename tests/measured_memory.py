@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from dmc.training.strategies.mesh import MESH_NAMES
 
 def allocated_peak(work: Callable[[], Any]) -> int:
     """Return the largest number of bytes that were allocated at once, from the profiler's log of the allocator."""
+    gc.collect()  # what others left must not be freed while this runs
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = work()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -62,16 +64,17 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
     return model, optimizer
 
 
-def held_and_peak(config: RunConfig, shape: PretrainedConfig, strategy: Any) -> tuple[list[int], int]:
+def held_and_peak(config: RunConfig, shape: PretrainedConfig, strategy: Any) -> tuple[dict[str, int], int]:
     """Train, and return this rank's bytes of weights, gradients and Adam's states, and of the allocated peak."""
-    held: list[int] = []
+    held: dict[str, int] = {}
 
     def work() -> Any:
         model, optimizer = kept = train_steps(config, shape, strategy=strategy)
         parameters = list(model.parameters())
         states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        for group in (parameters, [each.grad for each in parameters], states):
-            held.append(sum(getattr(each, "_local_tensor", each).nbytes for each in group))
+        gradients = [each.grad for each in parameters]
+        for name, group in (("weights", parameters), ("gradients", gradients), ("optimizer states", states)):
+            held[name] = sum(getattr(each, "_local_tensor", each).nbytes for each in group)
         return kept
 
     peak = allocated_peak(work)

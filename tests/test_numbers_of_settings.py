@@ -66,6 +66,17 @@ TABLE: dict[str, list[Any]] = {
     "compression.eps": [0, -1, 10],
     "compression.temperature": [0, -1, 1e30],
     "compression.target_ratio": [0, 0.5, -4],
+    "data.facts.keys": [*COUNT, 58],
+    "data.facts.num_keys": COUNT,
+    "data.facts.rebinding": [-0.1, 1.1],
+    "data.facts.answer_weight": [0, -1, 1e30],
+    "data.facts.random_forms": [-0.1, 1.1],
+    "data.facts.asked_last": [-0.1, 1.1],
+    "data.facts.asked_twice": [-0.1, 1.1],
+    "data.facts.lessons.length": COUNT,
+    "data.facts.lessons.sequences": COUNT,
+    "data.facts.lessons.keys": COUNT,
+    "data.facts.lessons.of_keys": COUNT,
     "data.streaming_lanes": COUNT,
     "data.num_workers": [-1, 1.5, 10**6],
     "data.num_processes": [*COUNT, 10**6],
@@ -113,7 +124,8 @@ def settings_with(path: str, value: Any) -> Any:
     *folders, last = path.split(".")
     place: Any = values
     for folder in folders:
-        place = place.setdefault(folder, {})
+        lesson = {"kind": "facts", "length": 64, "sequences": 2}
+        place = place.setdefault(folder, {}) if folder != "lessons" else place.setdefault(folder, [lesson])[0]
     if last in ("tokens", "tokens_per_ratio"):
         del place["steps"]
     place[last] = value

@@ -71,7 +71,7 @@ class FactsConfig:
 
     def __post_init__(self) -> None:
         if self.keys > self.num_keys:
-            raise ValueError(f"data.facts.keys={self.keys} is more than data.facts.num_keys={self.num_keys}")
+            raise ValueError(f"data.facts.keys={self.keys}: expected at most data.facts.num_keys={self.num_keys}")
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,7 @@ class ShardedOracle:
         settings = SimpleNamespace(
             action="merge",
             decisions="per_head",
+            decided_token="own",
             gate_input="neuron",
             weighting="learned",
             decision_scale=1.0,

@@ -24,6 +24,7 @@ SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -103,7 +104,10 @@ class Slurm:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """Start the cluster once for all tests and take it down by its pid files."""
+    """Start the cluster once for all tests and take it down by its pid files.
+
+    Jobs' numbers, from which their rendezvous follows, are other ones than those of another process's cluster.
+    """
     missing = [name for name in DAEMONS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs Slurm's daemons; not installed: {', '.join(missing)}")

@@ -16,7 +16,7 @@ from dmc.training.planning import memory
 from dmc.training.planning.planner import GIB, plan_table, plan_training
 
 ROOT = Path(__file__).parents[3]
-STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.1
+STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
 """Tolerances: of weights, gradients and optimizer states; of the peak; of a rank's of two that talk to each other."""
 STATE_NAMES = ("weights", "gradients", "optimizer states")
 TEXT = {"_target_": "dmc.data.StandardLibrarySource"}
@@ -132,7 +132,10 @@ def test_planned_shards_are_what_a_rank_of_several_holds(devices, changes):
         held, measured = measured_memory.held_and_peak(config, shape_of(config), strategy)
     print(f"planned / measured = {planned.total / measured:.3f}")
     assert planned.total == pytest.approx(measured, rel=PEAK)
-    assert [planned.components[name] for name in STATE_NAMES] == pytest.approx(held, rel=STATES)
+    named = {name: size for name, size in held.items() if name in planned.components}
+    sums = config.trainer.strategy == "hsdp" or config.trainer.accumulate_locally  # of whole gradients, named otherwise
+    assert len(named) == (2 if sums else 3)
+    assert {name: planned.components[name] for name in named} == pytest.approx(named, rel=STATES)
 
 
 @pytest.mark.slow
@@ -145,7 +148,7 @@ def test_planned_shards_are_what_two_ranks_hold(tmp_path):
     for rank in range(2):
         held, measured = json.loads((tmp_path / f"held.{rank}").read_text())
         assert planned.total == pytest.approx(measured, rel=SHARDED_PEAK)  # gloo's own buffers are in it
-        assert [planned.components[name] for name in STATE_NAMES] == pytest.approx(held, rel=STATES)
+        assert {name: planned.components[name] for name in held} == pytest.approx(held, rel=STATES)
 
 
 SEVEN = {**SHAPE, "num_hidden_layers": 7}
