@@ -41,17 +41,18 @@ train_on_all_tasks() {
     export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST: $folder"
-    local told="" status=0
+    local told="" timer="" status=0
     srun --kill-on-bad-exit=1 --open-mode=append --output="$folder/ranks/%j-%t.log" "${SRUN_OPTIONS[@]}" \
         python -u scripts/train.py "$@" output_dir="$folder" \
         trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" &
     local step=$!
-    trap 'told=yes; kill -USR1 "$step"; requeue_before_the_limit &' USR1
+    trap 'told=yes; kill -USR1 "$step"; [ -n "$timer" ] || { requeue_before_the_limit & timer=$!; }' USR1
     wait "$step" || status=$?
     while [ -n "$told" ] && kill -0 "$step" 2>/dev/null; do # a signal ends a wait
         status=0
         wait "$step" || status=$?
     done
+    [ -z "$timer" ] || kill "$timer" 2>/dev/null || true # or it might requeue the next turn
     if [ -n "$told" ] && [ "$status" -ne 0 ]; then requeue || true; fi
     return "$status"
 }
