@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -13,22 +13,19 @@ from dmc.runtime.request import TokenEvent
 from dmc.runtime.sampling import SamplingParams
 from dmc.runtime.sequence import Sequence
 
-if TYPE_CHECKING:
-    from dmc.runtime.engine import Engine
-
 
 class Session:
     """A conversation whose cache stays between turns: `with engine.session() as session: ...`.
 
     A further turn feeds its prompt and the last token generated before it, nothing else; `feed` takes a context without
-    generating. While the session rests, the
-    engine may take its blocks for others; the next turn then computes them again from the tokens.
+    generating. While the session rests, the engine may take its blocks for others; the next turn then computes them
+    again from the tokens.
 
     Args:
-        engine: that serves it.
+        engine: the `Engine` that serves it, which knows this class.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.sequence = Sequence([], wanted=0, kept=True)
         """All turns so far, and their place in the cache."""

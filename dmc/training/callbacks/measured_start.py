@@ -23,28 +23,37 @@ from dmc.training.callbacks.heatmap import draw_cost_heatmap
 COSTS_NAME = "head_costs.json"
 
 
-class MeasuredStart(Callback):
-    """Measures the heads once, before the first step of a new run, and sets the decision biases of the adapters.
+class InformedStart(Callback):
+    """Sets the adapters once, before the first step of a new run, by what held-out text tells.
 
     Args:
         open_batches: called once the text is there; returns held-out text, see `score_text`.
-        settings: how much text, and how costs become biases.
-        folder: where the costs are written, [L][H] nats per token.
+        settings: how much text (`sequences`), and what it decides.
+        folder: where the figures are written.
     """
 
-    def __init__(
-        self, open_batches: Callable[[], list[dict[str, Any]]], settings: MeasuredStartConfig, folder: Path
-    ) -> None:
+    def __init__(self, open_batches: Callable[[], list[dict[str, Any]]], settings: Any, folder: Path) -> None:
         self.open_batches, self.settings, self.folder = open_batches, settings, folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and set, on all ranks together."""
-        if trainer.ckpt_path is not None:
-            return
-        module: Any = pl_module
+        """Read the text on all ranks; nothing where a run goes on."""
+        if trainer.ckpt_path is None:
+            batches = self.open_batches()
+            self.start(trainer, pl_module, batches[: max(1, self.settings.sequences // len(batches[0]["input_ids"]))])
+
+    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
+        """Set the adapters; called by all ranks."""
+        raise NotImplementedError
+
+
+class MeasuredStart(InformedStart):
+    """Measures the heads and sets the decision biases of the adapters; costs are written, [L][H] nats per token."""
+
+    settings: MeasuredStartConfig
+
+    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
+        """See `InformedStart.start`."""
         model, settings = module.model, self.settings
-        batches = self.open_batches()
-        batches = batches[: max(1, settings.sequences // len(batches[0]["input_ids"]))]
         with trainer.precision_plugin.forward_context():
             costs = measure_head_costs(model, batches, "cost of each head", Ranks.all())
         scale = model.compression.decision_scale

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning import Trainer
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -18,35 +16,23 @@ from dmc.compression import GateMode, rotate
 from dmc.config import RegressedStartConfig
 from dmc.measure import evaluating
 from dmc.models import CompressedCausalLM
+from dmc.training.callbacks.measured_start import InformedStart
 
 FIT_NAME = "regression.json"
 QUERY_BLOCK = 128
 SMALLEST_SCORE = 1e-12
 
 
-class RegressedStart(Callback):
-    """Fits the adapters once, before the first step of a new run.
+class RegressedStart(InformedStart):
+    """Fits the adapters; the share of variance explained is written, [L][H]."""
 
-    Args:
-        open_batches: called once the text is there; returns held-out text, see `score_text`.
-        settings: how much text, and how the fit is held back.
-        folder: where the share of variance explained is written, [L][H].
-    """
+    settings: RegressedStartConfig
 
-    def __init__(
-        self, open_batches: Callable[[], list[dict[str, Any]]], settings: RegressedStartConfig, folder: Path
-    ) -> None:
-        self.open_batches, self.settings, self.folder = open_batches, settings, folder
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit and set, on all ranks, with the figures of the first."""
-        if trainer.ckpt_path is not None:
-            return
-        module: Any = pl_module
-        model, batches = module.model, self.open_batches()
-        count = max(1, self.settings.sequences // len(batches[0]["input_ids"]))
+    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
+        """Fit and set, on all ranks, with the figures of the first; see `InformedStart.start`."""
+        model = module.model
         with trainer.precision_plugin.forward_context():
-            fits = fit_scores(model, batches[:count], self.settings.ridge, "second pass")
+            fits = fit_scores(model, batches, self.settings.ridge, "second pass")
         fits = trainer.strategy.broadcast(fits)
         compression = model.compression
         for adapter, rows in zip(model.adapters(), decision_rows(fits), strict=True):
