@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
@@ -83,7 +83,7 @@ def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[s
     omega = torch.rand(batch * length, heads) + 0.01
     prompts = ForwardBatch(list(range(batch)), [0] * batch, [length] * batch, query.device)
 
-    def append(config: CompressionConfig | None) -> tuple[LayerCache, ForwardBatch, Seen]:
+    def append(config: CompressionConfig | None) -> tuple[LayerCache, ForwardBatch, VisibleKeys]:
         new, tokens = dataclasses.replace(prompts), NewTokens(key, value)
         if config is not None:
             tables = torch.ones(batch * (length + config.delay), dim)

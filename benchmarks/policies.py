@@ -42,7 +42,7 @@ def start_decoding(engine: Engine, batch: int, length: int, num_steps: int) -> N
     """Feed prompts, until every sequence has its first token."""
     params = SamplingParams(max_new_tokens=num_steps, temperature=0.0)
     requests = [engine.submit(random_prompt(length, seed), params) for seed in range(batch)]
-    while any(request.sequence.num_fed < length for request in requests):
+    while any(request.sequence.num_computed_tokens < length for request in requests):
         engine.step()
 
 

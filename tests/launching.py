@@ -122,7 +122,7 @@ def spoil_loss(rank: int, step: int, on_rank: int, gradient: bool = False) -> No
     def loss_at(self: Any, at: int, batch: Any) -> Any:
         loss = plain(self, at, batch)
         if at == step and rank == on_rank:
-            self.noted[-1]["train/loss"] *= float("nan")
+            self.micro_batch_metrics[-1]["train/loss"] *= float("nan")
             loss = loss * (float("nan") if gradient else 1.0)
         return loss
 

@@ -45,7 +45,7 @@ def compare_row(
     budget = None if policy == "full" else f"{ratio:g}"
     row = {
         "key": f"{model} {policy} {budget} {task}",
-        "method": f"{model}, {'own gates' if own_gates else policy}",
+        "method": f"{model}, {'learned' if own_gates else policy}",
         **{"model": model, "own_gates": own_gates, "policy": policy, "budget": budget, "task": task},
         **{"model_key": model, "policy_key": policy, "task_key": task, "requested_ratio": ratio, "samples_key": task},
         **{"main_metric": "exact_match" if higher else "loss", "higher_is_better": higher},

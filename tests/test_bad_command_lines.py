@@ -295,7 +295,7 @@ CASES = [
     ),
     Case("train", TRAINING.replace("data.train.text.name={text} ", ""), "data.train"),
     Case("prepare_data", TRAINING + "data.train.text.name={world}/nowhere.txt", "nowhere.txt"),
-    Case("prepare_data", TRAINING + "data.num_processes=0", "num_processes=0"),
+    Case("prepare_data", TRAINING + "data.tokenize_num_proc=0", "tokenize_num_proc=0"),
     # What becomes of a run.
     *(
         Case("export", f"run={{world}}/{run} output=exported {setting}", said)

@@ -81,10 +81,10 @@ def test_it_runs_on_tiny_models_and_shows_pictures(path: Path, folders: Any, tmp
         pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
         assert len(pages) == 2 and all("KV head" in page for page in pages)
     if path.stem.startswith("02"):
-        assert values[-1] == "{'full cache': 0, 'own gates': 0, 'H2O': 0, 'AdaKV': 0}"
+        assert values[-1] == "{'full cache': 0, 'learned': 0, 'H2O': 0, 'AdaKV': 0}"
     if path.stem.startswith("03"):
         tables = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
-        assert tables[0].count("| control, ") == 7 and "retrofit, own gates" in tables[0]
+        assert tables[0].count("| control, ") == 7 and "retrofit, learned" in tables[0]
         (page,) = tmp_path.glob("dmc_compare_*/report/report.html")
         assert "full one on loss" in tables[1] and page.as_uri() in tables[1]
 
@@ -109,6 +109,6 @@ def test_it_defines_nothing_and_imports_little(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path: Path) -> None:
     prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    assert prose.count("**Seen:**") == prose.count("**Not seen:**") >= 2
+    assert prose.count("**VisibleKeys:**") == prose.count("**Not seen:**") >= 2
     assert "./scripts/quickstart.sh" in prose
     assert {"text_file"} < parameters_of(path)[1]

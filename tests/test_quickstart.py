@@ -47,9 +47,9 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     )
     rivals = [f"control, {name}, bytes of retrofit" for name in ("h2o", "tova", "snapkv")]
     for lines in (recall, loss):
-        assert {*lines.index} == {"base, full", "control, full", "retrofit, own gates, CR 4", *rivals}
+        assert {*lines.index} == {"base, full", "control, full", "retrofit, learned, CR 4", *rivals}
         assert {*lines["split"]} == {"test"} and lines.loc["control, full", "achieved_ratio"] == 1
-        own = lines.loc["retrofit, own gates, CR 4", "bytes_per_token"]
+        own = lines.loc["retrofit, learned, CR 4", "bytes_per_token"]
         assert own < lines.loc["control, full", "bytes_per_token"]
         assert lines.loc[rivals, "bytes_per_token"].between(own / 1.02, own * 1.15).all()
     assert {*recall["question"]} == {"hidden"} and {*recall["samples"]} == {16 * 2} and {*loss["samples"]} == {8}
@@ -68,7 +68,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     right = [answer == each.continuation[0] for answer, each in zip(answers, asked, strict=True)]
     assert recall.loc["control, full", "value"] == pytest.approx(sum(right) / len(right))
     assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart/report/report.html" in shown
-    assert "retrofit (own gates)" in (folder / "report/report.html").read_text()
+    assert "retrofit (learned)" in (folder / "report/report.html").read_text()
     assert set(json.loads((folder / "seconds.json").read_text())) == {"base", "control", "retrofit", "measure"}
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
     assert not run_script("quickstart.py", "--base", *base, "--retrofit", *RETROFIT)

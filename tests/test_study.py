@@ -75,7 +75,7 @@ def test_every_exported_model_of_a_sweep_is_in_one_table_and_plot(sweep, capsys)
         ["cr8/cr3", 3.0, 2.875, 2.5, "test"],
         ["cr8/final", 8.0, 7.875, 2.5, "test"],
     ]
-    assert "| cr8/final, own gates | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
+    assert "| cr8/final, learned | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
     assert "nan" not in shown and (sweep / "table.md").read_text().strip() in shown
     assert (sweep / "quality.png").read_bytes().startswith(b"\x89PNG") and (sweep / "results.csv").is_file()
 

@@ -49,9 +49,9 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     for metric in ("loss", "far_repeat_loss"):
         assert f"### reading: {metric} of 2 samples" in shown
     assert (
-        "| merge, own gates |" in shown
+        "| merge, learned |" in shown
         and "| control, tova |" in shown
-        and "tova " in shown.split("| merge, own gates |")[1]
+        and "tova " in shown.split("| merge, learned |")[1]
     )
     assert (study / "compare" / "table.md").read_text().strip() in shown
     assert not run_script("study.py", *settings_file)

@@ -23,7 +23,7 @@ class TokenizerConfig:
     folder: str | None = None
     bos: bool | None = None
     """Whether the bos token stands before each document; None: where the tokenizer itself puts it before a text."""
-    separator: str | None = None
+    eod_token: str | None = None
     """Token behind each document; None: the end of a text in pretraining, which is not that of an instruct model's
     turn."""
 
@@ -88,11 +88,11 @@ class DataConfig:
     """Where tokenised text is kept."""
     streaming: bool = False
     """Tokenise the training text on the fly."""
-    streaming_lanes: Count = 16
+    stream_shards: Count = 16
     """Parts that a stream is read in, one sample of each in turn: a multiple of the ranks of all starts of the run."""
     num_workers: Annotated[int, READERS] = 0
     """Processes that read cached text for a rank, or threads that read streams; they change no sample."""
-    num_processes: Annotated[int, PROCESSES] | None = None
+    tokenize_num_proc: Annotated[int, PROCESSES] | None = None
     """Processes that tokenise; None: the cores that the process may use."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     facts: FactsConfig | None = None

@@ -87,8 +87,8 @@ class RunConfig:
                 f"training.gates_only=true with {strategy}: rows of a weight cannot be frozen in DeepSpeed's flat "
                 "gradients; use ddp, fsdp2 or hsdp"
             )
-        if (facts := self.data.facts) is not None and training.reset_at_documents:
-            yield "training.reset_at_documents with data.facts: a fact would be forgotten where a document ends"
+        if (facts := self.data.facts) is not None and training.document_masking:
+            yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
         ends = 0
         for lesson in facts.lessons if facts is not None else ():
             ends += lesson.sequences

@@ -181,7 +181,7 @@ class TrainingConfig:
     """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
     head_agreement: HeadAgreement = "mean"
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
-    reset_at_documents: bool = False
+    document_masking: bool = False
     """Decisions and attention start anew at each document of a packed sequence."""
     overfit_sequences: Count | None = None
     """Train on so many sequences again and again, to see that the loss can fall; None: on all."""

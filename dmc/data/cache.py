@@ -61,7 +61,7 @@ def build_packed(
     cache_folder: str | Path,
     *,
     seed: int = 0,
-    num_processes: int | None = None,
+    tokenize_num_proc: int | None = None,
     framing: Framing | None = None,
     document_starts: bool = False,
 ) -> PackedTokens | Blend:
@@ -76,7 +76,7 @@ def build_packed(
         sequence_length: tokens per item.
         cache_folder: folder of the token arrays, created when the first is written.
         seed: order of a blend.
-        num_processes: processes that tokenise; None: the cores that this process may use.
+        tokenize_num_proc: processes that tokenise; None: the cores that this process may use.
         framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
         document_starts: whether items say where documents start.
     Returns:
@@ -94,7 +94,7 @@ def build_packed(
         each.open()
     options = {"loss_mask": any(source.has_loss_mask for source in sources), "document_starts": document_starts}
     packed = [
-        PackedTokens(each.built(num_processes or available_cores()), sequence_length, **options) for each in cached
+        PackedTokens(each.built(tokenize_num_proc or available_cores()), sequence_length, **options) for each in cached
     ]
     return packed[0] if len(packed) == 1 else Blend(packed, [source.weight for source in sources], seed)
 
@@ -123,7 +123,7 @@ class _Cache:
         if self.table is None:
             self.source.check()
 
-    def built(self, num_processes: int) -> TokenTable:
+    def built(self, tokenize_num_proc: int) -> TokenTable:
         """Tokenise what is not there yet; one process at a time, those that come later find it done."""
         if self.table is not None:
             return self.table
@@ -133,7 +133,7 @@ class _Cache:
             table = self._open_whole()
             if table is None:
                 self._remove_damaged()
-                write_list(self.folder / INDEX_NAME, [path for part in self._parts(num_processes) for path in part])
+                write_list(self.folder / INDEX_NAME, [path for part in self._parts(tokenize_num_proc) for path in part])
                 table = TokenTable(partial(_open_files, list(self._records())))
                 if table.num_skipped:
                     lacks = "an answer, or refused" if self.source.has_loss_mask else "text or not in utf-8"
@@ -141,18 +141,18 @@ class _Cache:
                     logger.warning("%s: skipped %d documents without %s, kept %d.", *told)
         return table
 
-    def _parts(self, num_processes: int) -> Iterator[list[Path]]:
+    def _parts(self, tokenize_num_proc: int) -> Iterator[list[Path]]:
         """Yield the files of each part as it is finished."""
         num_bytes, num_shards = self.source.num_bytes(), self.source.stream().num_shards
         num_parts = max(1, min(-(-num_bytes // PART_BYTES), num_shards))
-        num_jobs = max(1, min(num_processes, num_shards // num_parts, num_bytes // num_parts // _JOB_BYTES))
+        num_jobs = max(1, min(tokenize_num_proc, num_shards // num_parts, num_bytes // num_parts // _JOB_BYTES))
         ids = datasets.List(datasets.Value("uint16" if self._vocab_size <= 2**16 else "int32"))
         features = {"input_ids": ids}
         if self.source.has_loss_mask:
             features["scored"] = datasets.List(datasets.Value("uint8"))
         for number in range(num_parts):
             work = _Part(self.source, self.encoder, number, num_parts, num_jobs)
-            with _quiet(), self._naming_failures(num_processes):
+            with _quiet(), self._naming_failures(tokenize_num_proc):
                 part = datasets.Dataset.from_generator(
                     work.rows,
                     features=datasets.Features(features),
@@ -169,7 +169,7 @@ class _Cache:
         return max(len(self.encoder.tokenizer), *(each + 1 for each in (*framing.begin, framing.end)))
 
     @contextmanager
-    def _naming_failures(self, num_processes: int) -> Iterator[None]:
+    def _naming_failures(self, tokenize_num_proc: int) -> Iterator[None]:
         try:
             yield
         except DatasetGenerationError as error:
@@ -180,7 +180,7 @@ class _Cache:
                 raise
             raise ChildProcessError(
                 f"A process that tokenised {self.source.label!r} was killed, maybe for want of memory: lower "
-                f"data.num_processes={num_processes}. Finished parts are kept in {self.folder}."
+                f"data.tokenize_num_proc={tokenize_num_proc}. Finished parts are kept in {self.folder}."
             ) from error
 
     def _require_text(self) -> None:

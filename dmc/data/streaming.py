@@ -32,20 +32,20 @@ MOST_WITHOUT_TOKENS = 2**16
 """Documents in a row that say nothing: a lane that repeats has no others."""
 
 
-def check_lanes(num_lanes: int, world_size: int) -> None:
+def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
     """Refuse lanes that `world_size` processes cannot share.
 
     Raises:
         ValueError: each would not have as many.
     """
-    if num_lanes % world_size:
+    if num_stream_shards % world_size:
         raise ValueError(
-            f"data.streaming_lanes={num_lanes} cannot be shared out evenly to {world_size} ranks; "
+            f"data.stream_shards={num_stream_shards} cannot be shared out evenly to {world_size} ranks; "
             f"set a multiple of {world_size}, when the run starts"
         )
 
 
-def open_lanes(sources: Sequence[DocumentSource], num_lanes: int) -> list[list[IterableDataset]]:
+def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int) -> list[list[IterableDataset]]:
     """Cut streams in lanes: endless parts of every source, together all of its documents.
 
     Lanes share out the shards of each stream. Of a stream with fewer of them, every lane reads all and keeps its part.
@@ -53,7 +53,7 @@ def open_lanes(sources: Sequence[DocumentSource], num_lanes: int) -> list[list[I
 
     Args:
         sources: the streams.
-        num_lanes: lanes; each that is read holds a file of every source open.
+        num_stream_shards: lanes; each that is read holds a file of every source open.
     Returns:
         The streams of each lane, in the order of `sources`.
     Raises:
@@ -64,7 +64,7 @@ def open_lanes(sources: Sequence[DocumentSource], num_lanes: int) -> list[list[I
         stream = source.stream()
         if all(document is None for document in source.read(stream)):
             raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
-        parts.append([part.repeat(None) for part in _split(stream, num_lanes)])
+        parts.append([part.repeat(None) for part in _split(stream, num_stream_shards)])
     return [list(streams) for streams in zip(*parts, strict=True)]
 
 
@@ -88,7 +88,7 @@ class StreamReader(Iterator[np.ndarray]):
 
     Args:
         source: what the stream is part of.
-        stream: one of `open_lanes`.
+        stream: one of `open_stream_shards`.
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
         refusals: counts those that are refused, over all lanes.
@@ -152,7 +152,7 @@ class StreamReader(Iterator[np.ndarray]):
             self._state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
 
 
-class Lane:
+class StreamShard:
     """Draws sequences from the streams of a lane in exact proportions, each source's in its own order.
 
     The sources are not interleaved by `datasets`: that keeps threads of its own and waits 5 s when a stream is closed.
@@ -209,7 +209,7 @@ class StreamLoader:
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
         *,
-        num_lanes: int,
+        num_stream_shards: int,
         batch_size: int,
         num_draws: int,
         draws_per_step: int = 1,
@@ -225,7 +225,7 @@ class StreamLoader:
             sources: the streams, blended in their weights.
             tokenizer: any tokenizer with an eos token, which ends each document.
             sequence_length: tokens per sample, >= 1.
-            num_lanes: lanes of the stream, the same for the whole training; a multiple of `world_size`.
+            num_stream_shards: lanes of the stream, the same for the whole training; a multiple of `world_size`.
             batch_size: samples of a batch, >= 1.
             num_draws: samples drawn over the whole training by all ranks.
             draws_per_step: samples of an optimizer step, over all ranks.
@@ -237,8 +237,8 @@ class StreamLoader:
         Raises:
             ValueError: the ranks cannot share the lanes, or a source is empty.
         """
-        check_lanes(num_lanes, world_size)
-        self.sources, self.lanes = sources, open_lanes(sources, num_lanes)
+        check_stream_shards(num_stream_shards, world_size)
+        self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
         self.shares = integer_shares([source.weight for source in sources])
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
         self.refusals = [Refusals(source.label) for source in sources]
@@ -263,7 +263,7 @@ class StreamLoader:
             states = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(states, own)
         merged = {lane: state for part in states for lane, state in part.items()}
-        return {"num_drawn": num_drawn, "num_lanes": len(self.lanes), "lanes": merged}
+        return {"num_drawn": num_drawn, "num_stream_shards": len(self.lanes), "lanes": merged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples drawn so far, at any number of ranks and workers.
@@ -271,10 +271,10 @@ class StreamLoader:
         Raises:
             ValueError: the state is of another number of lanes, or of samples that these ranks cannot have drawn.
         """
-        if state.get("num_lanes") != len(self.lanes):
+        if state.get("num_stream_shards") != len(self.lanes):
             raise ValueError(
-                f"the checkpoint holds the places of {state.get('num_lanes')} lanes of the stream, "
-                f"data.streaming_lanes is {len(self.lanes)}: it cannot change within a run"
+                f"the checkpoint holds the places of {state.get('num_stream_shards')} lanes of the stream, "
+                f"data.stream_shards is {len(self.lanes)}: it cannot change within a run"
             )
         if state["num_drawn"] % self.world_size:
             raise ValueError(
@@ -298,13 +298,13 @@ class StreamLoader:
     def _own_lanes(self) -> range:
         return range(self.rank, len(self.lanes), self.world_size)
 
-    def _open_lane(self, lane: int) -> Lane:
+    def _open_lane(self, lane: int) -> StreamShard:
         parts = zip(self.sources, self.lanes[lane], self.refusals, strict=True)
         readers = [
             StreamReader(source, stream, self.encoder, self.sequence_length, refusals)
             for source, stream, refusals in parts
         ]
-        return Lane(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
+        return StreamShard(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
         item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens // 4), "position": position}
@@ -325,7 +325,7 @@ class StreamLoader:
                 return self._item(position, lanes[lane].draw()), lanes[lane].state_dict()
             except StopIteration:
                 raise ValueError(
-                    f"Lane {lane} of {len(self.lanes)} has no text of a source; lower data.streaming_lanes."
+                    f"StreamShard {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
                 ) from None
 
         positions = iter(range(self._num_drawn + self.rank, self.num_draws, self.world_size))

@@ -87,7 +87,7 @@ class Recent:
 
 
 @dataclass
-class Top:
+class OpenSlotState:
     """The open slot as it was after each token that entered the stream: query i sees state i if it exists."""
 
     key: Tensor
@@ -99,12 +99,12 @@ class Top:
 
 
 @dataclass
-class Seen:
+class VisibleKeys:
     """What the queries of the new tokens attend to, besides nothing."""
 
     slots: Tensor
     """The first so many slots in pages, which no later token of the call changes, int32 [T, H]."""
-    top: Top | None = None
+    top: OpenSlotState | None = None
     """Merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
     recent: Recent | None = None
     """Delayed gates."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.cpu_build import load_library
 from dmc.kernels.layout import history_size
@@ -76,7 +76,7 @@ _Linear = _structure("rows inputs outputs threads x weight out")
 
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
-) -> Seen:
+) -> VisibleKeys:
     """See `reference.append_or_merge`."""
     library = _library(cache.key_pages)
     if library is None:
@@ -99,9 +99,9 @@ def append_or_merge(
     _expect_batch(batch)
     _expect("key", key, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
     _expect("value", value, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
-    seen = Seen(torch.empty(num_tokens, heads, dtype=torch.int32))
+    seen = VisibleKeys(torch.empty(num_tokens, heads, dtype=torch.int32))
     if merges and batch.most_new > 1:
-        seen.top = Top(*_raw(key, num_tokens))
+        seen.top = OpenSlotState(*_raw(key, num_tokens))
     if delay > 0:
         seen.recent = Recent(*_raw(key, num_tokens + sequences * (delay - 1)))
     arguments = _Append(
@@ -329,7 +329,7 @@ def paged_attention(
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
-    attended = _attend(library, query, *pages, Seen(lengths, recent=recent), scaling, rows, scores)
+    attended = _attend(library, query, *pages, VisibleKeys(lengths, recent=recent), scaling, rows, scores)
     return attended if scores is None else (attended, scores)
 
 
@@ -339,7 +339,7 @@ def prefill_attention(
     value_pages: Tensor,
     block_tables: Tensor,
     batch: ForwardBatch,
-    seen: Seen,
+    seen: VisibleKeys,
     scaling: float,
 ) -> Tensor:
     """See `reference.prefill_attention`."""
@@ -379,7 +379,7 @@ def _attend(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
-    seen: Seen,
+    seen: VisibleKeys,
     scaling: float,
     rows: Tensor | None,
     scores: Tensor | None = None,
@@ -556,7 +556,7 @@ def _rows_of_channels(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _contiguous(raw: Top | Recent | None) -> Top | Recent | None:
+def _contiguous(raw: OpenSlotState | Recent | None) -> OpenSlotState | Recent | None:
     if raw is None:
         return None
     return type(raw)(raw.key.contiguous(), raw.value.contiguous(), raw.exists.contiguous())
@@ -576,5 +576,5 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _addresses(raw: Top | Recent | None) -> tuple[int, int, int]:
+def _addresses(raw: OpenSlotState | Recent | None) -> tuple[int, int, int]:
     return (0, 0, 0) if raw is None else (raw.key.data_ptr(), raw.value.data_ptr(), raw.exists.data_ptr())

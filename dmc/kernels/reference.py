@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig, accumulate, rotate
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen, Top
+from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.kernels.pages import gather_pages, places, slots_below
@@ -24,7 +24,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
 
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
-) -> Seen:
+) -> VisibleKeys:
     """Let the next tokens of each sequence into the cache (DMC, algorithm 1), in place.
 
     With delay W the tokens that enter the compressed stream are the ones W positions behind the new ones. A merge
@@ -42,7 +42,7 @@ def append_or_merge(
     if config is None:
         length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
         _store(cache, batch, tokens.key, tokens.value, length, None)
-        return Seen(length)
+        return VisibleKeys(length)
     assert batch.rotary is not None
     cos, sin = batch.rotary
     size, delay = history_size(config), config.delay
@@ -63,9 +63,9 @@ def append_or_merge(
     value = value.to(tokens.value.dtype)
     _store(cache, batch, key, value, length, stays)
     _remember(cache, batch, raw, size)
-    seen = Seen(length)
+    seen = VisibleKeys(length)
     if config.action == "merge" and batch.most_new > 1:
-        seen = Seen((length - 1).clamp_min(0), Top(key, value, exists))
+        seen = VisibleKeys((length - 1).clamp_min(0), OpenSlotState(key, value, exists))
     if delay > 0:
         recent = raw.part(batch, size, size - delay + 1, delay - 1)
         turn = batch.extended(delay - 1).new_in_extended(1)
@@ -390,7 +390,7 @@ def paged_attention(
     """
     if rows is not None:
         block_tables, lengths = block_tables[rows], lengths[rows]
-    capacity, seen = block_tables.shape[-1] * key_pages.shape[1], Seen(lengths, recent=recent)
+    capacity, seen = block_tables.shape[-1] * key_pages.shape[1], VisibleKeys(lengths, recent=recent)
     most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
     attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots)
     if not return_scores:
@@ -405,7 +405,7 @@ def prefill_attention(
     value_pages: Tensor,
     block_tables: Tensor,
     batch: ForwardBatch,
-    seen: Seen,
+    seen: VisibleKeys,
     scaling: float,
 ) -> Tensor:
     """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
@@ -428,11 +428,11 @@ def prefill_attention(
         part, where = batch.part(members)
         top, recent = seen.top, seen.recent
         if top is not None:
-            top = Top(top.key[where], top.value[where], top.exists[where])
+            top = OpenSlotState(top.key[where], top.value[where], top.exists[where])
         if recent is not None:
             _, around = batch.extended(delay - 1).part(members)
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
-        own, tables = Seen(seen.slots[where], top, recent), block_tables[part.row_index]
+        own, tables = VisibleKeys(seen.slots[where], top, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(own.slots.max())
         attended[where] = part.unpad(_attend(part, query[where], *pages, own, scaling, most_slots)[0])
     return attended
@@ -444,7 +444,7 @@ def _attend(
     key_pages: Tensor,
     value_pages: Tensor,
     block_tables: Tensor,
-    seen: Seen,
+    seen: VisibleKeys,
     scaling: float,
     most_slots: int,
 ) -> tuple[Tensor, Tensor]:

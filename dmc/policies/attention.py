@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 
@@ -43,7 +43,7 @@ class Cache(Protocol):
     def layer(self, index: int) -> LayerCache:
         """Layer `index` as kernels see it; valid until the pool or the tables grow."""
 
-    def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> Seen:
+    def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
         """Let tokens into a layer; say what their queries see."""
 
 
@@ -101,11 +101,13 @@ class CacheAttention:
             attended[where] = attend(part, where)
         return attended
 
-    def append(self, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> Seen:
+    def append(self, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
         """Let tokens into a layer; say what their queries see."""
         return self.cache.append(self.backend, layer_index, batch, tokens)
 
-    def attend_to_all(self, layer_index: int, batch: ForwardBatch, query: Tensor, seen: Seen, scaling: float) -> Tensor:
+    def attend_to_all(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, seen: VisibleKeys, scaling: float
+    ) -> Tensor:
         """Attend to what the new tokens' queries see, [T, H_q, D]."""
         if batch.most_new == 1:
             num_scores = None if batch.is_known else self.cache.block_tables.shape[-1] * self.cache.block_size

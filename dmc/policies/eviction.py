@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dmc.compression import rotate
-from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch, Phase
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
@@ -193,7 +193,7 @@ class Eviction(CacheAttention):
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if part.is_prompt:
-                return self.attend_to_all(layer_index, part, query[where], Seen(seen.slots[where]), scaling)
+                return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
             return self._decode(layer_index, part, query[where], scaling)
 
         if self.policy.evicts_decoding:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dmc.budget import Budget
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, gather_slots, places, small_pages
@@ -453,7 +453,7 @@ class SparsePrefill:
                         small_pages(value_pages, 1),
                         places(table, positions[None, None], block_size).int(),
                         ForwardBatch([0], [begin], [len(chunk)], query.device),
-                        Seen(slots),
+                        VisibleKeys(slots),
                         scaling,
                     )
                 )
@@ -550,7 +550,7 @@ class OffloadedOmniKV(OmniKVAttention):
             if self._prefill is not None:
                 attended.append(self._prefill.attend(pages, one, own, scaling))
                 continue
-            seen = Seen((one.positions + 1).int()[:, None].expand(-1, len(key)))
+            seen = VisibleKeys((one.positions + 1).int()[:, None].expand(-1, len(key)))
             alone = dataclasses.replace(one, rows=[0])
             attended.append(self.backend.prefill_attention(own, *pages, alone, seen, scaling))
         return torch.cat(attended)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, small_pages
@@ -100,7 +100,7 @@ class QuestAttention(CacheAttention):
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if not part.is_prompt and (reads := self._pages_read(part)) is not None:
                 return self._attend_to_pages(layer_index, part, query[where], reads, scaling)
-            return self.attend_to_all(layer_index, part, query[where], Seen(seen.slots[where]), scaling)
+            return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
 
         return self.by_phase(batch, query, attend_part)
 

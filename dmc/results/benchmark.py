@@ -1,4 +1,4 @@
-"""How fast and how large: contestants decode in turns, so that a noisy machine slows all of them alike."""
+"""How fast and how large: decoders decode in turns, so that a noisy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BenchmarkConfig:
     """Tokens that every sequence decodes in all, after the first."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
     ratios: list[float] = field(default_factory=lambda: [1.0, 4.0])
-    """CR of the engine's contestants, 1 is the full cache; synthetic decisions above it."""
+    """CR of the engine's decoders, 1 is the full cache; synthetic decisions above it."""
     delay: int = 0
     """The gates' delay."""
     hugging_face: bool = True
@@ -90,7 +90,7 @@ class BenchmarkConfig:
             raise ValueError(f"block_size={self.block_size}: expected a whole number of slots >= 1")
 
 
-class Contestant(Protocol):
+class Decoder(Protocol):
     """Something that decodes a batch step by step."""
 
     name: str
@@ -106,7 +106,7 @@ class Contestant(Protocol):
         """Bytes that the cache takes now, and its achieved ratio."""
 
 
-class EngineContestant:
+class EngineDecoder:
     """The engine, with the full cache (ratio 1, the stock model) or synthetic decisions at a ratio."""
 
     def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
@@ -117,24 +117,24 @@ class EngineContestant:
         self._requests: list[Any] = []
 
     def prefill(self) -> None:
-        """See `Contestant`."""
+        """See `Decoder`."""
         self._requests = _submit(self._engine, self._prompts, self._max_new_tokens)
         while not all(request.logprobs for request in self._requests):
             self._engine.step()
 
     def decode(self, steps: int) -> list[float]:
-        """See `Contestant`."""
+        """See `Decoder`."""
         return [seconds(self._engine.step) for _ in range(steps)]
 
     def memory(self) -> tuple[int, float]:
-        """See `Contestant`."""
+        """See `Decoder`."""
         stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
         seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
         entries = sum(int(each.slots.sum()) for each in stats)
         return sum(each.bytes_allocated for each in stats), seen / entries
 
 
-class HuggingFaceContestant:
+class HuggingFaceDecoder:
     """`generate()` of transformers, with a static cache that is allocated before the clock starts."""
 
     name, ratio = "hugging face, static cache", 1.0
@@ -155,7 +155,7 @@ class HuggingFaceContestant:
         self._tokens = torch.cat((self._tokens, first), dim=-1)
 
     def decode(self, steps: int) -> list[float]:
-        """See `Contestant`."""
+        """See `Decoder`."""
         clock = _Clock()
         clock.marks.append(time.perf_counter())
         self._tokens = self._model.generate(
@@ -171,7 +171,7 @@ class HuggingFaceContestant:
         return [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
 
     def memory(self) -> tuple[int, float]:
-        """See `Contestant`."""
+        """See `Decoder`."""
         tensors = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors), 1.0
 
@@ -221,12 +221,10 @@ def run_benchmark(
 
     for batch_size in config.batch_sizes:
         prompts = random_prompts(models[config.ratios[0]], batch_size, config)
-        contestants: list[Contestant] = [
-            EngineContestant(models[ratio], ratio, prompts, config) for ratio in config.ratios
-        ]
+        decoders: list[Decoder] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
         if plain is not None:
-            contestants.append(HuggingFaceContestant(plain, prompts, config))
-        for row in race(contestants, batch_size, config):
+            decoders.append(HuggingFaceDecoder(plain, prompts, config))
+        for row in time_interleaved(decoders, batch_size, config):
             keep(row)
     if config.memory is not None:
         for ratio in config.ratios:
@@ -264,17 +262,17 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
     return Engine(model, **options)
 
 
-def race(contestants: list[Contestant], batch_size: int, config: BenchmarkConfig) -> list[Row]:
+def time_interleaved(decoders: list[Decoder], batch_size: int, config: BenchmarkConfig) -> list[Row]:
     """Prefill every contestant, then let them decode in turns."""
-    first = [seconds(contestant.prefill) for contestant in tqdm(contestants, desc=f"prefill, batch {batch_size}")]
-    steps: list[list[float]] = [[] for _ in contestants]
-    for contestant in contestants:
+    first = [seconds(contestant.prefill) for contestant in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
+    steps: list[list[float]] = [[] for _ in decoders]
+    for contestant in decoders:
         contestant.decode(1)  # warm-up
     for _ in tqdm(range(config.rounds), desc=f"decode, batch {batch_size}"):
-        for contestant, taken in zip(contestants, steps, strict=True):
+        for contestant, taken in zip(decoders, steps, strict=True):
             taken += contestant.decode(config.new_tokens // config.rounds)
     rows, place = [], {"batch": batch_size, "length": config.prompt_length}
-    for contestant, first_seconds, taken in zip(contestants, first, steps, strict=True):
+    for contestant, first_seconds, taken in zip(decoders, first, steps, strict=True):
         step, (allocated, achieved) = statistics.median(taken), contestant.memory()
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
         memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(taken)}

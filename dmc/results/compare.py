@@ -33,7 +33,7 @@ from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
 from dmc.results.store import FINISHED, Store
 from dmc.results.tables import CSV, MEASUREMENTS, PLOT, TABLE, write_tables
-from dmc.results.tasks import Sample, SampleResult, Task, by_place, split_of_text
+from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Load = Callable[[ComparedModel], tuple[Any, Any]]
 
 
 @dataclass
-class Subject:
+class LoadedModel:
     """A loaded model and the samples that its cells share."""
 
     model: Any
@@ -127,7 +127,7 @@ def run_cells(
     rows = []
     source = provenance()
     with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
-        subject = subjects_of(grid, load)
+        subject = models_of(grid, load)
         for cell in own:
             bar.set_description(cell.title)
             row = describe(cell, grid, config) | {"device": "", "provenance": source}
@@ -188,20 +188,20 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
         waiting = held
 
 
-def subjects_of(grid: Grid, load: Load) -> Callable[[str], Subject]:
+def models_of(grid: Grid, load: Load) -> Callable[[str], LoadedModel]:
     """Return what gives a model by its name: loaded when it is asked for first, and then the one before is given up.
 
     One that cannot be loaded is tried once, and raises the same error every time.
     """
-    known: dict[str, Subject | Exception] = {}
+    known: dict[str, LoadedModel | Exception] = {}
 
-    def get(name: str) -> Subject:
+    def get(name: str) -> LoadedModel:
         if name not in known:
-            for other in [other for other, each in known.items() if isinstance(each, Subject)]:
+            for other in [other for other, each in known.items() if isinstance(each, LoadedModel)]:
                 del known[other]
             release_memory()
             try:
-                known[name] = Subject(*load(grid.models[name]), samples={})
+                known[name] = LoadedModel(*load(grid.models[name]), samples={})
             except Exception as error:
                 known[name] = error
         found = known[name]
@@ -289,7 +289,7 @@ def measure(
     cell: Cell,
     grid: Grid,
     config: CompareConfig,
-    subject: Subject,
+    subject: LoadedModel,
     make_engine: Callable[..., Engine],
     given: Row | None = None,
 ) -> Row:
@@ -319,7 +319,7 @@ def measure(
     return at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share)
 
 
-def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: Subject) -> Row:
+def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel) -> Row:
     """Measure a cell with its engine."""
     task, size = grid.tasks[cell.task], config.engine.max_batch_size
     if isinstance(task, LMEvalTask):
@@ -342,7 +342,7 @@ def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig
         "contexts": contexts if any(each.context is not None for each in samples) else [],
         "samples": len(results),
         "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
-        **by_place(results),
+        **by_coordinates(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }
     if config.speed_tokens and checked(row)["status"] == DONE:

@@ -212,7 +212,7 @@ class Cell:
         method = self.method
         return {
             "key": self.key,
-            "method": f"{self.model}, {'own gates' if self.own_gates and method.asked is None else method.name}",
+            "method": f"{self.model}, {'learned' if self.own_gates and method.asked is None else method.name}",
             "model": self.model,
             "own_gates": self.own_gates,
             "policy": method.name,

@@ -19,7 +19,7 @@ from dmc.runtime import Engine, GenerationStats, SamplingParams
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
 
-Feed = tuple[tuple[int, ...], tuple[int, ...]]
+ScoringInput = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and all but the last token of its continuation: continuations that differ in that one share a pass."""
 FindQuestion = Callable[[str, dict[str, Any]], int]
 """See `Benchmark.question_at`."""
@@ -72,15 +72,16 @@ class EngineLM(HFLM):
             raise ValueError(
                 "question=hidden: a task that compares likelihoods has no question to hide; leave it known"
             )
-        askers: dict[Feed, list[int]] = {}
+        requests_by_input: dict[ScoringInput, list[int]] = {}
         for index, (_, prompt, continuation) in enumerate(requests):
-            askers.setdefault(self._feed(prompt, continuation), []).append(index)
-        feeds = sorted(askers, key=lambda feed: (-len(feed[0]) - len(feed[1]), feed))  # lack of memory shows at once
+            requests_by_input.setdefault(self._feed(prompt, continuation), []).append(index)
+        # Longest first: lack of memory shows at once.
+        feeds = sorted(requests_by_input, key=lambda feed: (-len(feed[0]) - len(feed[1]), feed))
         answers = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as bar:
             for begin in range(0, len(feeds), self.requests_at_once):
                 group = feeds[begin : begin + self.requests_at_once]
-                asking = [askers[feed] for feed in group]
+                asking = [requests_by_input[feed] for feed in group]
                 last = sorted({requests[index][2][-1] for indices in asking for index in indices})
                 prompts, after = self._parts([list(prompt) for prompt, _ in group])
                 continuations = [requests[indices[0]][2] for indices in asking]
@@ -98,7 +99,7 @@ class EngineLM(HFLM):
         parts = list(zip(prompts, cuts, strict=True))
         return [prompt[:cut] for prompt, cut in parts], [prompt[cut:] for prompt, cut in parts]
 
-    def _feed(self, prompt: list[int], continuation: list[int]) -> Feed:
+    def _feed(self, prompt: list[int], continuation: list[int]) -> ScoringInput:
         """Cut what is too long from the left, as HFLM does: the last token is not fed and needs no room.
 
         Raises:

@@ -132,7 +132,7 @@ def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **f
     of_task = {name: value for name, value in settings.items() if name not in ("model", "policy")}
     keys = {"model_key": settings.get("model"), "policy_key": settings.get("policy"), "task_key": of_task}
     row: Row = {"key": digest([model, policy, task, settings, place]), "status": DONE}
-    row["method"] = f"{model}, {'own gates' if figures.get('own_gates') else policy}"
+    row["method"] = f"{model}, {'learned' if figures.get('own_gates') else policy}"
     row |= {"model": model, "policy": policy, "task": task, "own_gates": False, "budget": None, "metrics": {}}
     row |= {name: digest(value) for name, value in keys.items()}
     row |= {"main_metric": None, "higher_is_better": True, "requested_ratio": 1.0, "bytes_allocated_per_token": None}

@@ -132,7 +132,7 @@ def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
 
     def name(line: Any) -> str:
         if line.own_gates and pandas.isna(line.budget):
-            return f"{line.variant} (own gates)"
+            return f"{line.variant} (learned)"
         own = "full cache" if line.is_full else str(line.policy)
         return f"{line.variant} {own}" if several or line.own_gates else own
 

@@ -215,7 +215,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)
     own = first["own_gates"] and first["budget"] is None
-    method = f"{first['variant']}, {'own gates' if own else first['policy']}"
+    method = f"{first['variant']}, {'learned' if own else first['policy']}"
     return {
         "title": method if first["is_full"] else f"{method}, {asked}",
         "method": method,

@@ -135,7 +135,7 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
             told[column] = f"{row[column]} ({label})" if label else row[column]
         if (told["model"], told["policy"]) != (row["model"], row["policy"]):
             own_gates = row["own_gates"] and row["budget"] is None
-            told["method"] = f"{told['model']}, {'own gates' if own_gates else told['policy']}"
+            told["method"] = f"{told['model']}, {'learned' if own_gates else told['policy']}"
         found.append(row | told)
     return found
 

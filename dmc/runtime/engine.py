@@ -29,7 +29,7 @@ from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
 from dmc.runtime.runner import Runner, fit_policy, layout_of
 from dmc.runtime.sampling import SamplingParams, choose_tokens
-from dmc.runtime.scheduler import Pace, Scheduler, Segment
+from dmc.runtime.scheduler import Pace, ScheduledChunk, Scheduler
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
 from dmc.runtime.tally import Held
@@ -554,7 +554,7 @@ class Engine:
         finally:
             self.abort(request)
 
-    def _advance(self, segments: list[Segment]) -> list[TokenEvent]:
+    def _advance(self, segments: list[ScheduledChunk]) -> list[TokenEvent]:
         logits = self._runner.forward(segments)
         asking: list[Request] = []
         rows: list[int] = []
@@ -565,7 +565,7 @@ class Engine:
                 self._force(segment.sequence, forced, logits[begin:end])
             elif segment.num_wanted:
                 request = self._requests[segment.sequence]
-                if segment.sequence.wanted < segment.sequence.num_fed - (not segment.sequence.num_waiting):
+                if segment.sequence.wanted < segment.sequence.num_computed_tokens - (not segment.sequence.num_waiting):
                     begin = request.take_prompt(logits[begin:end]) + begin
                 if begin == end:
                     continue
@@ -640,7 +640,7 @@ class Engine:
         return OutOfBlocksError(
             f"a sequence of {len(sequence.tokens)} tokens has outgrown the {cache.allocator.num_blocks} blocks that "
             f"memory= holds: it holds {cache.slots(sequence.row or 0).double().mean():.0f} entries per head after "
-            f"{sequence.num_fed}; give more memory, or shorten it"
+            f"{sequence.num_computed_tokens}; give more memory, or shorten it"
         )
 
     def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:

@@ -56,15 +56,17 @@ class GenerationStats:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
             return cls(0, slots, 0.0, 0, 0, 0, sequence.num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
         slots, used, allocated = cache.slots(row), cache.bytes_used(row), cache.bytes_allocated(row)
-        over, recent = sequence.held, min(sequence.num_fed, layout.delay)
+        over, recent = sequence.held, min(sequence.num_computed_tokens, layout.delay)
         entries, blocks, most = cache.tally.beyond(row, over, cache.lengths[:, row])
         if not over.positions:
-            over = Held(1, sequence.num_fed, recent)
+            over = Held(1, sequence.num_computed_tokens, recent)
         ranks, block, number = layout.ranks, cache.block_bytes, over.positions
         return cls(
-            tokens_seen=sequence.num_fed,
+            tokens_seen=sequence.num_computed_tokens,
             slots=slots,
-            achieved_ratio=achieved_ratio(sequence.num_fed, slots.shape[0], slots.shape[1], int(slots.sum())),
+            achieved_ratio=achieved_ratio(
+                sequence.num_computed_tokens, slots.shape[0], slots.shape[1], int(slots.sum())
+            ),
             bytes_used=used,
             bytes_allocated=allocated,
             bytes_fast=cache.bytes_fast(row),

@@ -10,14 +10,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.pages import gather_pages
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.arguments import index_of
 from dmc.runtime.field_store import FieldStore
-from dmc.runtime.slow_pool import Lane, SlowPool
+from dmc.runtime.slow_pool import CopyStream, SlowPool
 from dmc.runtime.tally import Tally
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -77,7 +77,7 @@ class PagedCache:
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
         if layout.offloaded:
-            shape, lane = (layout.num_kv_heads, 2, layout.head_dim), Lane(layout.device)
+            shape, lane = (layout.num_kv_heads, 2, layout.head_dim), CopyStream(layout.device)
             sizes = layout.num_layers, max_sequences, block_size
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, lane)
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
@@ -306,10 +306,10 @@ class PagedCache:
             self.fields.widen("block_tables", max(wanted, 2 * capacity))
             self._move()
 
-    def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> Seen:
+    def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
         """Let tokens into a layer, as the gates decide if there are any; say what their queries see."""
         self.make_room(batch.num_new)
-        seen: Seen = backend.append_or_merge(self.layer(layer_index), batch, tokens, self.layout.compression)
+        seen: VisibleKeys = backend.append_or_merge(self.layer(layer_index), batch, tokens, self.layout.compression)
         self.tally.count(layer_index, batch, seen)
         return seen
 
@@ -340,9 +340,11 @@ class PagedCache:
         grown = -(-(lengths + counts[None, :, None]) // self.block_size)
         return self.layout.ranks.maximum(int((grown - -(-lengths // self.block_size)).sum()))
 
-    def _most_taken(self, num_fed: Tensor) -> int:
+    def _most_taken(self, num_computed_tokens: Tensor) -> int:
         """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
-        return self.layout.num_layers * self.layout.num_kv_heads * int((-(-num_fed // self.block_size)).sum())
+        return (
+            self.layout.num_layers * self.layout.num_kv_heads * int((-(-num_computed_tokens // self.block_size)).sum())
+        )
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""

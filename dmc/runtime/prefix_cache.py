@@ -78,7 +78,7 @@ class PrefixCache:
 
     def chunk(self, sequence: Sequence, count: int) -> int:
         """Say how many of the next `count` tokens to feed so that the pass ends where a snapshot may be wanted."""
-        begin, size = sequence.num_fed, self._block_size
+        begin, size = sequence.num_computed_tokens, self._block_size
         if count == 1:
             return count
         hashes = self._hashes(sequence, begin + count)
@@ -99,18 +99,18 @@ class PrefixCache:
             common = bisect_left(range(min(len(own), len(theirs))), True, key=lambda i: own[i] != theirs[i])
             if common < LEAST_BLOCKS or not self._seen.get(own[common - 1]):
                 continue
-            if max(other.num_fed, sequence.num_fed) < common * self._block_size:
+            if max(other.num_computed_tokens, sequence.num_computed_tokens) < common * self._block_size:
                 return True
         return False
 
     def keep(self, running: list[Sequence]) -> None:
         """Take snapshots of sequences that stand where others may go on, as far as there is room."""
         for sequence in running:
-            number, rest = divmod(sequence.num_fed, self._block_size)
+            number, rest = divmod(sequence.num_computed_tokens, self._block_size)
             if rest or number < LEAST_BLOCKS:
                 continue
-            here = self._hashes(sequence, sequence.num_fed)[-1]
-            ends_chunk = sequence.num_fed % CHUNK == 0 and sequence.num_fed < sequence.wanted
+            here = self._hashes(sequence, sequence.num_computed_tokens)[-1]
+            ends_chunk = sequence.num_computed_tokens % CHUNK == 0 and sequence.num_computed_tokens < sequence.wanted
             if not (ends_chunk or self._seen.get(here)) or () in self._found.get(here, {}):
                 continue
             if self._cache.has_free(self._cache.blocks_to_share()):
@@ -119,7 +119,7 @@ class PrefixCache:
 
     def take(self, sequence: Sequence) -> bool:
         """Take over what a sequence holds that has ended, its row closed; False: it is not worth it."""
-        if sequence.row is None or sequence.num_fed < LEAST_BLOCKS * self._block_size:
+        if sequence.row is None or sequence.num_computed_tokens < LEAST_BLOCKS * self._block_size:
             return False
         self._add(sequence, self._cache.snapshot(sequence.row, moves=True))
         return True

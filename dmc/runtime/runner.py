@@ -21,10 +21,10 @@ from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import BackendLinear
 from dmc.runtime.decode_step import DecodeSteps, Record
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.scheduler import Segment
+from dmc.runtime.scheduler import ScheduledChunk
 from dmc.runtime.step import Step
 from dmc.runtime.stock_attention import StockAttention
-from dmc.runtime.tally import Place
+from dmc.runtime.tally import SlotIndex
 
 
 def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
@@ -161,7 +161,7 @@ class Runner:
         self._decode_steps = None if record is None else DecodeSteps(self._decode, record, layout.device)
 
     @torch.no_grad()
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[ScheduledChunk]) -> Tensor:
         """Feed segments; return the logits that are wanted, segment after segment, [rows, vocab].
 
         Raises:
@@ -171,7 +171,7 @@ class Runner:
         """
         self._check_place()
         rows, counts = _rows_of(segments), [len(segment.tokens) for segment in segments]
-        begins = [segment.sequence.num_fed for segment in segments]
+        begins = [segment.sequence.num_computed_tokens for segment in segments]
         self.cache.reserve(rows, counts)
         self._attention.tokens = {segment.sequence.row or 0: segment.sequence.tokens for segment in segments}
         if self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments):
@@ -183,11 +183,13 @@ class Runner:
         self._attention.finish(self._feed)
         for segment in segments:
             sequence = segment.sequence
-            sequence.held.add(sequence.num_fed + segment.first_wanted, segment.num_wanted, self.cache.layout.delay)
-            sequence.num_fed += len(segment.tokens)
+            sequence.held.add(
+                sequence.num_computed_tokens + segment.first_logit_position, segment.num_wanted, self.cache.layout.delay
+            )
+            sequence.num_computed_tokens += len(segment.tokens)
         return logits
 
-    def _pass_of(self, segments: list[Segment], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
+    def _pass_of(self, segments: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
         """Put a pass together out of what the host knows."""
         device, tally = self.cache.layout.device, self.cache.tally
         phases, prompt_ends = [each.phase for each in segments], [each.sequence.prompt_end for each in segments]
@@ -195,12 +197,14 @@ class Runner:
         tokens: list[int] = []
         wanted: list[int] = []
         for segment in segments:
-            wanted += range(len(tokens) + segment.first_wanted, len(tokens) + len(segment.tokens))
+            wanted += range(len(tokens) + segment.first_logit_position, len(tokens) + len(segment.tokens))
             tokens += segment.tokens
         several = [segment for segment in segments if segment.num_wanted > 1]
         ones = tally.index(_rows_of([segment for segment in segments if segment.num_wanted == 1]))
         many = tally.index(_rows_of(several))
-        tally.watch(_rows_of(several), [each.sequence.num_fed + each.first_wanted for each in several])
+        tally.watch(
+            _rows_of(several), [each.sequence.num_computed_tokens + each.first_logit_position for each in several]
+        )
         logits_of = torch.tensor(wanted, dtype=torch.long, device=device)
         return self._pass(torch.tensor([tokens], device=device), batch, logits_of, ones, many)
 
@@ -208,7 +212,9 @@ class Runner:
         """One token of each sequence; the host knows how many there are and nothing else, and waits for nothing."""
         return self._pass(tokens, batch, 0, batch.row_index, None)
 
-    def _pass(self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: Place, many: Place) -> Tensor:
+    def _pass(
+        self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: SlotIndex, many: SlotIndex
+    ) -> Tensor:
         """Run the model over the cache, with blocks reserved; count what rows hold after one token and after many."""
         step, tally = Step(self.cache, self._attention, batch, self._rotary), self.cache.tally
         asked = {"position_ids": step.position_ids, "paged_cache": step, "use_cache": False}
@@ -236,5 +242,5 @@ class Runner:
             )
 
 
-def _rows_of(segments: list[Segment]) -> list[int]:
+def _rows_of(segments: list[ScheduledChunk]) -> list[int]:
     return [segment.sequence.row for segment in segments if segment.sequence.row is not None]

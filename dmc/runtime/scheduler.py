@@ -20,12 +20,12 @@ So it gives way again only when new tokens have filled about as many: what is co
 
 
 @dataclass(frozen=True)
-class Segment:
+class ScheduledChunk:
     """The next tokens of one sequence."""
 
     sequence: Sequence
     tokens: list[int]
-    first_wanted: int
+    first_logit_position: int
     """Tokens before this one of the segment need no logits."""
     phase: Phase = GENERATED
     """What they are to a policy."""
@@ -33,7 +33,7 @@ class Segment:
     @property
     def num_wanted(self) -> int:
         """Tokens whose logits are of interest."""
-        return len(self.tokens) - self.first_wanted
+        return len(self.tokens) - self.first_logit_position
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Scheduler:
             self.resting.remove(sequence)
             self.resting.append(sequence)
 
-    def next_segments(self) -> list[Segment]:
+    def next_segments(self) -> list[ScheduledChunk]:
         """Choose the next step's tokens so that blocks suffice even if none is merged; admit and preempt as needed.
 
         A sequence that has all the memory to itself and not enough of it becomes `outgrown`; then there are none.
@@ -105,7 +105,7 @@ class Scheduler:
             segments = self._choose()
         return segments
 
-    def _choose(self) -> list[Segment]:
+    def _choose(self) -> list[ScheduledChunk]:
         segments = self._share_out()
         preempted = False
         while not self._fits(segments):
@@ -141,7 +141,7 @@ class Scheduler:
                     continue
                 break
             other, snapshot = waiting.popleft(), cache.snapshot(sequence.row)
-            other.row, other.num_fed = cache.open_row(snapshot), sequence.num_fed
+            other.row, other.num_computed_tokens = cache.open_row(snapshot), sequence.num_computed_tokens
             cache.drop(snapshot)
             cache.tally.open_row(other.row, other.held)
             (self.resting if rests else self.running).append(other)
@@ -175,7 +175,7 @@ class Scheduler:
         self.finish(sequence)
         self._release(sequence)
 
-    def recover(self, segments: list[Segment]) -> Sequence | None:
+    def recover(self, segments: list[ScheduledChunk]) -> Sequence | None:
         """Compute all again after a pass that has failed, in which whatever took part in it goes alone for once.
 
         Returns:
@@ -199,7 +199,7 @@ class Scheduler:
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks return."""
         for sequence in (*self.waiting, *self.running, *self.resting):
-            sequence.row, sequence.num_fed = None, 0
+            sequence.row, sequence.num_computed_tokens = None, 0
         self.waiting.clear()
         self.running.clear()
         self.resting.clear()
@@ -208,9 +208,9 @@ class Scheduler:
             self.prefixes.clear()
         self.cache.reset()
 
-    def _share_out(self, shrinks: bool = False) -> list[Segment]:
+    def _share_out(self, shrinks: bool = False) -> list[ScheduledChunk]:
         """Give running sequences their share of the budget, those with one token to feed first."""
-        segments: list[Segment] = []
+        segments: list[ScheduledChunk] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
             if self.suspects and sequence is not self.suspects[0]:
                 continue
@@ -221,7 +221,7 @@ class Scheduler:
             segments.append(self._shrunk(segment, segments) if shrinks else segment)
         return segments
 
-    def _admit(self, segments: list[Segment]) -> None:
+    def _admit(self, segments: list[ScheduledChunk]) -> None:
         for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
             left = self._budget_left(segments)
             if left == 0 or (self.suspects and (segments or sequence is not self.suspects[0])):
@@ -243,7 +243,7 @@ class Scheduler:
             self.resting.remove(sequence)
             segments.append(segment)
 
-    def _open(self, sequence: Sequence, others: list[Segment]) -> bool:
+    def _open(self, sequence: Sequence, others: list[ScheduledChunk]) -> bool:
         """Give a sequence a row and, as far as others leave room, what it goes on from; False: there is no row.
 
         It rests there until it runs; that a prefix is forgotten takes no more from it.
@@ -256,8 +256,11 @@ class Scheduler:
         prefix = self._prefix_of(sequence)
         while prefix is not None and not self._fits(others, self.cache.blocks_to_share()):
             prefix = self._prefix_of(sequence) if self._make_room(sequence, spared=1) else None
-        sequence.row, sequence.num_fed = self.cache.open_row(prefix), 0 if prefix is None else prefix.tokens_seen
-        sequence.num_reused = sequence.num_fed
+        sequence.row, sequence.num_computed_tokens = (
+            self.cache.open_row(prefix),
+            0 if prefix is None else prefix.tokens_seen,
+        )
+        sequence.num_reused = sequence.num_computed_tokens
         self.cache.tally.open_row(sequence.row, sequence.held)
         self.resting.append(sequence)
         return True
@@ -267,10 +270,10 @@ class Scheduler:
         if sequence.row is not None or self.prefixes is None:
             return None
         prefix = self.prefixes.find(sequence)
-        sequence.num_fed = 0 if prefix is None else prefix.tokens_seen
+        sequence.num_computed_tokens = 0 if prefix is None else prefix.tokens_seen
         return prefix
 
-    def _segment(self, sequence: Sequence, left: int | None) -> Segment:
+    def _segment(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
         stretch, phase = sequence.num_waiting, GENERATED
         if self.pace is not None:
             stretch, phase = sequence.stretch()
@@ -285,27 +288,27 @@ class Scheduler:
             phase |= Phase.LAST
         return self._of(sequence, count, phase)
 
-    def _of(self, sequence: Sequence, count: int, phase: Phase = GENERATED) -> Segment:
-        begin = sequence.num_fed
+    def _of(self, sequence: Sequence, count: int, phase: Phase = GENERATED) -> ScheduledChunk:
+        begin = sequence.num_computed_tokens
         wanted = min(max(sequence.wanted - begin, 0), count)
-        return Segment(sequence, sequence.tokens[begin : begin + count], wanted, phase)
+        return ScheduledChunk(sequence, sequence.tokens[begin : begin + count], wanted, phase)
 
-    def _shrunk(self, segment: Segment, others: list[Segment]) -> Segment:
+    def _shrunk(self, segment: ScheduledChunk, others: list[ScheduledChunk]) -> ScheduledChunk:
         """Cut tokens off that do not fit beside those of others; a policy's prompts stay whole."""
         if self.pace is not None or len(segment.tokens) == 1:
             return segment
         fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
         return self._of(segment.sequence, min(len(segment.tokens), fitting))
 
-    def _budget_left(self, segments: list[Segment]) -> int | None:
+    def _budget_left(self, segments: list[ScheduledChunk]) -> int | None:
         if self.token_budget is None:
             return None
         return max(self.token_budget - sum(len(segment.tokens) for segment in segments), 0)
 
-    def _fits(self, segments: list[Segment], others: int = 0) -> bool:
+    def _fits(self, segments: list[ScheduledChunk], others: int = 0) -> bool:
         return self.cache.fits(*self._rows_and_counts(segments), others)
 
-    def _rows_and_counts(self, segments: list[Segment]) -> tuple[list[int], list[int]]:
+    def _rows_and_counts(self, segments: list[ScheduledChunk]) -> tuple[list[int], list[int]]:
         held = [(each.sequence.row, len(each.tokens)) for each in segments if each.sequence.row is not None]
         return [row for row, _ in held], [count for _, count in held]
 
@@ -334,7 +337,7 @@ class Scheduler:
         youngest = self.running[-1]
         self.waiting.appendleft(youngest)
         held = 0 if youngest.row is None else self.cache.blocks_held(youngest.row)
-        youngest.blocks_to_return = RESERVE * held * len(youngest.tokens) // max(youngest.num_fed, 1)
+        youngest.blocks_to_return = RESERVE * held * len(youngest.tokens) // max(youngest.num_computed_tokens, 1)
         self._release(youngest)
         youngest.num_preemptions += 1
         self.running.pop()
@@ -343,7 +346,7 @@ class Scheduler:
         """Take the place of the one that rests and was longest unused, `sequence` apart; False: there is none."""
         others = [each for each in self.resting if each is not sequence]
         for each in others[:1]:
-            each.num_preemptions += each.num_fed > 0
+            each.num_preemptions += each.num_computed_tokens > 0
             self._release(each)
         return bool(others)
 
@@ -353,4 +356,4 @@ class Scheduler:
             self.cache.close_row(sequence.row)
         if sequence in self.resting:
             self.resting.remove(sequence)
-        sequence.row, sequence.num_fed = None, 0
+        sequence.row, sequence.num_computed_tokens = None, 0

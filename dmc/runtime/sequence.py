@@ -24,7 +24,7 @@ class Sequence:
     """Where the next turn's prompt begins: with the last token generated, which is not fed, or behind what is."""
     row: int | None = None
     """Place in the cache; None: nothing is cached."""
-    num_fed: int = 0
+    num_computed_tokens: int = 0
     """Leading tokens that are cached."""
     blocks_to_return: int = 0
     """Blocks that must be free before it goes on, since others took its own; 0: they did not."""
@@ -40,16 +40,16 @@ class Sequence:
     @property
     def num_waiting(self) -> int:
         """Tokens that are known but not yet fed."""
-        return len(self.tokens) - self.num_fed
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
     def prompt_end(self) -> int:
         """Where the prompt ends that is being fed, or was fed last; 0 before any."""
-        return max((end for begin, end in self.prompts if begin <= self.num_fed), default=0)
+        return max((end for begin, end in self.prompts if begin <= self.num_computed_tokens), default=0)
 
     def copy(self) -> Sequence:
         """Return another one with the same tokens, which has nothing in the cache."""
-        other = replace(self, held=replace(self.held), row=None, num_fed=0)
+        other = replace(self, held=replace(self.held), row=None, num_computed_tokens=0)
         other.tokens, other.prompts, other.hashes = [*self.tokens], [*self.prompts], [*self.hashes]
         return other
 
@@ -63,9 +63,9 @@ class Sequence:
     def stretch(self) -> tuple[int, Phase]:
         """Say how many of the tokens to feed next belong together, and what they are."""
         for begin, end in self.prompts:
-            if begin <= self.num_fed < end:
-                first = Phase.FIRST if self.num_fed == begin else GENERATED
-                return end - self.num_fed, Phase.PROMPT | first
-            if self.num_fed < begin:
-                return begin - self.num_fed, GENERATED
+            if begin <= self.num_computed_tokens < end:
+                first = Phase.FIRST if self.num_computed_tokens == begin else GENERATED
+                return end - self.num_computed_tokens, Phase.PROMPT | first
+            if self.num_computed_tokens < begin:
+                return begin - self.num_computed_tokens, GENERATED
         return self.num_waiting, GENERATED

@@ -14,7 +14,7 @@ FIRST_BLOCKS = 64
 
 
 @dataclass
-class Arrival:
+class PendingCopy:
     """A copy that may still be on its way."""
 
     states: Tensor
@@ -35,7 +35,7 @@ class Arrival:
         return self.states
 
 
-class Lane:
+class CopyStream:
     """Copies beside the computation, through pinned memory; where device and host are one, there is nothing to copy.
 
     Args:
@@ -50,23 +50,23 @@ class Lane:
         """Allocate what `to_device` takes, pinned where that helps."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
-    def to_host(self, states: Tensor) -> Arrival:
+    def to_host(self, states: Tensor) -> PendingCopy:
         """Send states of the device."""
         if self._stream is None:
-            return Arrival(states)
+            return PendingCopy(states)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host = self.empty_on_host(tuple(states.shape), states.dtype).copy_(states, non_blocking=True)
             states.record_stream(self._stream)
-            return Arrival(host, self._stream.record_event())
+            return PendingCopy(host, self._stream.record_event())
 
-    def to_device(self, states: Tensor) -> Arrival:
+    def to_device(self, states: Tensor) -> PendingCopy:
         """Send states of the host."""
         if self._stream is None:
-            return Arrival(states)
+            return PendingCopy(states)
         with torch.cuda.stream(self._stream):
             copied = states.to(self._device, non_blocking=True)
-            return Arrival(copied, self._stream.record_event())
+            return PendingCopy(copied, self._stream.record_event())
 
 
 class SlowPool:
@@ -92,7 +92,7 @@ class SlowPool:
         num_layers: int,
         max_sequences: int,
         block_size: int,
-        lane: Lane,
+        lane: CopyStream,
     ) -> None:
         self.tokens = torch.zeros(num_layers, max_sequences, dtype=torch.long)
         """Tokens here, the first ones of each sequence, [L, C]."""
@@ -108,7 +108,7 @@ class SlowPool:
         }
         self._allocator = BlockAllocator(FIRST_BLOCKS)
         self._tables: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(max_sequences)]
-        self._coming: list[tuple[Arrival, int, Tensor]] = []  # with layer and slots
+        self._coming: list[tuple[PendingCopy, int, Tensor]] = []  # with layer and slots
 
     @property
     def num_blocks(self) -> int:
@@ -155,7 +155,7 @@ class SlowPool:
         states = self._lane.to_device(packed).on_device()
         return states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
 
-    def fetch(self, run: int, rows: list[int], positions: list[Tensor]) -> Arrival:
+    def fetch(self, run: int, rows: list[int], positions: list[Tensor]) -> PendingCopy:
         """Send all layers of a run to the device, for the given tokens of some rows: one gather and one copy.
 
         Returns:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmc.kernels.base import Seen
+from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 
-Place = slice | Tensor | None
+SlotIndex = slice | Tensor | None
 """Rows of the cache."""
 
 
@@ -72,7 +72,7 @@ class Tally:
             begins[rows] = torch.tensor(first)
             self._first = begins.to(self._device)
 
-    def count(self, layer_index: int, batch: ForwardBatch, seen: Seen) -> None:
+    def count(self, layer_index: int, batch: ForwardBatch, seen: VisibleKeys) -> None:
         """Add what is held after each new token of a layer, where several of a sequence are watched.
 
         Args:
@@ -90,14 +90,14 @@ class Tally:
         self.slots[layer_index].index_add_(0, rows, lengths)
         self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum(1))
 
-    def index(self, rows: list[int]) -> Place:
+    def index(self, rows: list[int]) -> SlotIndex:
         """Make what `count_last` finds rows by, before the pass: from the host afterwards it would wait; None: none."""
         if not rows:
             return None
         are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
         return slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
 
-    def count_last(self, where: Place, lengths: Tensor, adds: bool) -> None:
+    def count_last(self, where: SlotIndex, lengths: Tensor, adds: bool) -> None:
         """Count what rows hold after a pass.
 
         Args:

@@ -88,7 +88,7 @@ class RetrofitModule(LightningModule):
         self.teacher: Teacher | None = None
         """Given before training where the run distils."""
         self._is_parallel = False
-        self.noted: list[dict[str, Tensor]] = []
+        self.micro_batch_metrics: list[dict[str, Tensor]] = []
         """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
             name = "activation_checkpointing_enable"  # which older versions of transformers call otherwise
@@ -174,7 +174,7 @@ class RetrofitModule(LightningModule):
         if not self.has_gates:
             losses = self.model(input_ids, use_cache=False, targets=targets)
             loss = sequence_means(losses.cross_entropy, targets, mask).mean()
-            self.noted.append({"train/loss": loss.detach()})
+            self.micro_batch_metrics.append({"train/loss": loss.detach()})
             return loss
         trace = GateTrace(ranks=self.ranks)
         losses = self.model(
@@ -187,21 +187,21 @@ class RetrofitModule(LightningModule):
             taught=None if self.teacher is None else self.teacher.read(input_ids),
         )
         loss = sequence_means(losses.cross_entropy, targets, mask).mean()
-        noted = {"train/loss": loss.detach()}
+        micro_batch_metrics = {"train/loss": loss.detach()}
         if losses.divergence is not None and self.config.training.distillation is not None:
             taught = sequence_means(losses.divergence, targets, mask).mean()
             share = self.config.training.distillation.weight
-            noted |= {"train/distillation_loss": taught.detach()}
+            micro_batch_metrics |= {"train/distillation_loss": taught.detach()}
             loss = (1 - share) * loss + share * taught
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
-            noted |= {"train/ratio_loss": ratio_loss.detach(), **held}
+            micro_batch_metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
             loss = loss + torch.as_tensor(self.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
                 agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
-                noted["train/head_agreement_loss"] = agreement_loss.detach()
+                micro_batch_metrics["train/head_agreement_loss"] = agreement_loss.detach()
                 loss = loss + self.config.training.head_agreement_weight * agreement_loss
-        self.noted.append(noted)
+        self.micro_batch_metrics.append(micro_batch_metrics)
         return loss
 
     def settings_at(self, step: int) -> dict[str, float]:
@@ -238,7 +238,7 @@ class RetrofitModule(LightningModule):
             logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
             thresholded = held_fraction(is_merged(logits).float(), delay=compression.delay).mean()
-        return loss, {"noisy_held": noisy, "thresholded_held": thresholded}
+        return loss, {"relaxed_cache_fraction": noisy, "hard_cache_fraction": thresholded}
 
     def configure_optimizers(self) -> Any:
         """AdamW with decay on matrices only; the learning rate is the plan's."""

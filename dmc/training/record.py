@@ -28,9 +28,9 @@ OWN_SOURCES = (MegatronSource, PackageSource, StandardLibrarySource, TextSource)
 """What a record may name as text without being trusted."""
 SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of what a run has saved."""
-PLACES = (
+MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
-    "data.num_processes", "model.architecture",
+    "data.tokenize_num_proc", "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
@@ -131,7 +131,7 @@ def check_branch(config: RunConfig, plan: Plan) -> int:
 
 
 def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[str, ...] = ()) -> str:
-    names = [name for name in {*known, *values} if not name.startswith((*PLACES, *MEASURED, *apart_from))]
+    names = [name for name in {*known, *values} if not name.startswith((*MUTABLE_ON_RESUME, *MEASURED, *apart_from))]
     changed = sorted(name for name in names if known.get(name) != values.get(name))
     return ", ".join(f"{name}: {known.get(name)!r} then, {values.get(name)!r} now" for name in changed[:5])
 

@@ -96,7 +96,7 @@ def _run(module: RetrofitModule, config: RunConfig, step: int, batch: dict[str, 
     with torch.autocast(module.device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed"):
         loss = module.loss_at(step, given)
     (loss / count).backward()
-    return float(module.noted[-1]["train/loss"])
+    return float(module.micro_batch_metrics[-1]["train/loss"])
 
 
 def _watch_outputs(model: Any) -> list[str]:

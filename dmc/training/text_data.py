@@ -128,7 +128,7 @@ class TextData(LightningDataModule):
         super().__init__()
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
         self.num_draws = total_steps * config.training.batch_size
-        self.framing = framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.separator)
+        self.framing = framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.eod_token)
         self._train: Any = None
 
     def check(self) -> None:
@@ -168,9 +168,9 @@ class TextData(LightningDataModule):
         options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
         rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
         if self.config.data.streaming:  # Lightning restores the loader's own state
-            options |= {"num_lanes": self.config.data.streaming_lanes, "num_draws": self.num_draws}
+            options |= {"num_stream_shards": self.config.data.stream_shards, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
-            options |= {"document_starts": training.reset_at_documents}
+            options |= {"document_starts": training.document_masking}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
@@ -220,7 +220,7 @@ class TextData(LightningDataModule):
             self.config.training.sequence_length,
             data.cache_folder,
             seed=self.config.seed,
-            num_processes=data.num_processes,
+            tokenize_num_proc=data.tokenize_num_proc,
             framing=self.framing,
-            document_starts=self.config.training.reset_at_documents,
+            document_starts=self.config.training.document_masking,
         )

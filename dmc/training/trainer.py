@@ -59,7 +59,7 @@ def build_trainer(
             precision=strategy.precision,
             max_steps=module.plan.total_steps,
             max_epochs=1,
-            gradient_clip_val=training.gradient_clip if strategy.owns_gradients else None,  # else see `StepMetrics`
+            gradient_clip_val=training.gradient_clip if strategy.clips_in_optimizer else None,  # else see `StepMetrics`
             logger=loggers,
             callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
             profiler=throughput.data_clock,

@@ -28,9 +28,9 @@ Build = Callable[..., PackedTokens]
 
 @pytest.fixture
 def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Build:
-    def run(name: str = "cache", num_processes: int = 1, **options: Any) -> PackedTokens:
+    def run(name: str = "cache", tokenize_num_proc: int = 1, **options: Any) -> PackedTokens:
         source = TextSource(str(corpus))
-        return build_packed(source, tokenizer, LENGTH, tmp_path / name, num_processes=num_processes, **options)
+        return build_packed(source, tokenizer, LENGTH, tmp_path / name, tokenize_num_proc=tokenize_num_proc, **options)
 
     return run
 
@@ -112,10 +112,10 @@ def test_tokens_do_not_depend_on_the_parts(
 def test_number_of_processes_changes_no_token_and_several_may_read_what_one_wrote(
     build: Build, expected: np.ndarray, tmp_path: Path
 ) -> None:
-    assert tokens_of(build("several", num_processes=3)) == expected.tolist()
+    assert tokens_of(build("several", tokenize_num_proc=3)) == expected.tolist()
     several = arrows(tmp_path / "several")
     assert len(several) > 2 * len({Path(name).parts[1] for name in several})
-    assert tokens_of(build("several", num_processes=1)) == expected.tolist()
+    assert tokens_of(build("several", tokenize_num_proc=1)) == expected.tolist()
     assert arrows(tmp_path / "several") == several
 
 
@@ -234,17 +234,17 @@ class SlowSource(TextSource):
             yield text
 
 
-def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, num_processes: int) -> None:
+def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, tokenize_num_proc: int) -> None:
     from dmc.data import cache
 
     cache.PART_BYTES, cache._JOB_BYTES = 1500, 100
-    build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, num_processes=num_processes)
+    build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, tokenize_num_proc=tokenize_num_proc)
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("tokenize_num_proc", [1, 2])
 def test_killed_build_goes_on_and_keeps_every_whole_part(
-    num_processes: int,
+    tokenize_num_proc: int,
     expected: np.ndarray,
     build: Build,
     corpus: Path,
@@ -252,7 +252,7 @@ def test_killed_build_goes_on_and_keeps_every_whole_part(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     folder = tmp_path / "cache"
-    process = CONTEXT.Process(target=build_slowly, args=(str(corpus), tokenizer, folder, num_processes))
+    process = CONTEXT.Process(target=build_slowly, args=(str(corpus), tokenizer, folder, tokenize_num_proc))
     process.start()
     kept: dict[str, int] = {}
     while len(kept) < 3:
@@ -263,7 +263,9 @@ def test_killed_build_goes_on_and_keeps_every_whole_part(
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not list(folder.rglob("index.json"))
-    build_packed(SlowSource(str(corpus)), tokenizer, LENGTH, folder, num_processes=1)  # waits for no lock of the dead
+    build_packed(
+        SlowSource(str(corpus)), tokenizer, LENGTH, folder, tokenize_num_proc=1
+    )  # waits for no lock of the dead
     assert kept.items() <= arrows(folder).items()
     assert not list(folder.rglob("*incomplete/*"))
 
@@ -297,13 +299,13 @@ def test_killed_worker_is_an_error_that_says_what_to_do(
     corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
-    with pytest.raises(ChildProcessError, match=r"was killed.*lower data\.num_processes=2"):
-        build_packed(DeadlySource(str(corpus)), tokenizer, LENGTH, tmp_path / "cache", num_processes=2)
+    with pytest.raises(ChildProcessError, match=r"was killed.*lower data\.tokenize_num_proc=2"):
+        build_packed(DeadlySource(str(corpus)), tokenizer, LENGTH, tmp_path / "cache", tokenize_num_proc=2)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("tokenize_num_proc", [1, 2])
 def test_text_that_breaks_off_is_told_as_it_is(
-    num_processes: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    tokenize_num_proc: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
     monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", 1000)
@@ -311,7 +313,9 @@ def test_text_that_breaks_off_is_told_as_it_is(
     for last, error in (('{"text": 3}', "holds int, expected text"), ('{"text": ', "cannot be read as json")):
         (tmp_path / "a.jsonl").write_text("\n".join([*lines, last]))
         with pytest.raises(ValueError, match=error):
-            build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path, num_processes=num_processes)
+            build_packed(
+                TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path, tokenize_num_proc=tokenize_num_proc
+            )
         assert not list(tmp_path.rglob("index.json"))
 
 

@@ -127,7 +127,7 @@ def test_cached_and_streamed_answers_are_masked_alike(
     assert all("answer" in text and "question" not in text for text in learned[:-1]) and len(learned) > 20
     assert all(flat["document_starts"][1:][flat["input_ids"][:-1] == tokenizer.eos_token_id])
     loader = StreamLoader(
-        [source], instruct, 16, num_lanes=1, batch_size=1, num_draws=len(packed), document_starts=True
+        [source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=len(packed), document_starts=True
     )
     for item, batch in zip(items, loader, strict=True):
         for key in flat:
@@ -152,7 +152,7 @@ def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     instruct = with_template(tokenizer, STRICT)
     source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
-    loader = StreamLoader([source], instruct, 16, num_lanes=1, batch_size=1, num_draws=20)
+    loader = StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=20)
     if len(refused) == 30:
         monkeypatch.setattr("dmc.data.streaming.MOST_WITHOUT_TOKENS", 64)
         with pytest.raises(ValueError, match=r"is empty: no document .*the chat template refuses them: an odd turn"):

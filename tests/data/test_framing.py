@@ -83,7 +83,12 @@ def test_cached_and_streamed_text_hold_the_same_framed_documents(
     cached = torch.cat([packed[index]["input_ids"] for index in range(len(packed))])
     assert cached.tolist() == expected[: len(cached)] and len(cached) > len(expected) - 8
     loader = StreamLoader(
-        [TextSource(str(corpus), streaming=True)], tokenizer, 8, num_lanes=1, batch_size=1, num_draws=len(packed)
+        [TextSource(str(corpus), streaming=True)],
+        tokenizer,
+        8,
+        num_stream_shards=1,
+        batch_size=1,
+        num_draws=len(packed),
     )
     assert torch.cat([batch["input_ids"][0] for batch in loader]).tolist() == cached.tolist()
     starts = torch.cat([packed[index]["document_starts"] for index in range(len(packed))]).nonzero().flatten().tolist()
@@ -102,7 +107,7 @@ def test_settings_overrule_the_convention(plain: PreTrainedTokenizerFast) -> Non
 
 
 def test_a_framing_that_the_vocabulary_does_not_have_is_refused(plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"has no token '</s>': data\.tokenizer\.separator is one of"):
+    with pytest.raises(ValueError, match=r"has no token '</s>': data\.tokenizer\.eod_token is one of"):
         framing_of(plain, separator="</s>")
     with pytest.raises(ValueError, match="has no bos token to begin documents with"):
         framing_of(plain, bos=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dmc.data import StreamLoader, TextSource, framing_of
 from dmc.data.blend import blend_schedule
 from dmc.data.encoding import DocumentEncoder, Refusals
-from dmc.data.streaming import Lane, StreamReader, open_lanes
+from dmc.data.streaming import StreamReader, StreamShard, open_stream_shards
 
 LENGTH = 16
 NUM_LANES = 12
@@ -46,7 +46,7 @@ def sources_of(kind: str, folders: dict[str, Path]) -> list[TextSource]:
 @pytest.fixture
 def make_loader(folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Any:
     def make(kind: str = "blend", **options: Any) -> StreamLoader:
-        options = {"num_lanes": NUM_LANES, "batch_size": 2, "num_draws": NUM_DRAWS, **options}
+        options = {"num_stream_shards": NUM_LANES, "batch_size": 2, "num_draws": NUM_DRAWS, **options}
         return StreamLoader(sources_of(kind, folders), tokenizer, LENGTH, **options)
 
     return make
@@ -76,22 +76,22 @@ def test_sample_is_the_next_sequence_of_its_lane_and_source(
     assert sorted(drawn) == list(range(NUM_DRAWS))
     sources = sources_of(kind, folders)
     schedule = blend_schedule([int(source.weight) for source in sources]).tolist()
-    for lane, streams in enumerate(open_lanes(sources, NUM_LANES)):
+    for lane, streams in enumerate(open_stream_shards(sources, NUM_LANES)):
         waiting = [naive_sequences(iter(stream), tokenizer) for stream in streams]
         turns = itertools.islice(itertools.cycle(schedule), lane * len(schedule) // NUM_LANES, None)
         for position in range(lane, NUM_DRAWS, NUM_LANES):
             assert drawn[position] == next(waiting[next(turns)])
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 12, 20])
+@pytest.mark.parametrize("num_stream_shards", [1, 2, 3, 12, 20])
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_lanes_share_out_the_documents(kind: str, num_lanes: int, folders: dict[str, Path]) -> None:
+def test_lanes_share_out_the_documents(kind: str, num_stream_shards: int, folders: dict[str, Path]) -> None:
     """Every lane repeats documents of its own, whether it has files, row groups or rows of the stream."""
-    lanes = open_lanes([TextSource(str(folders[kind]))], num_lanes)
+    lanes = open_stream_shards([TextSource(str(folders[kind]))], num_stream_shards)
     rounds = []
     for lane in lanes:
         (stream,) = lane
-        texts = [row["text"] for row in itertools.islice(stream, 2 + 120 // num_lanes)]
+        texts = [row["text"] for row in itertools.islice(stream, 2 + 120 // num_stream_shards)]
         once = list(dict.fromkeys(texts))
         assert texts == list(itertools.islice(itertools.cycle(once), len(texts)))
         rounds += once
@@ -148,12 +148,12 @@ def whole_keys(values: dict[str, Any]) -> dict[Any, Any]:
 def test_state_after_every_sequence_resumes_exactly(
     kind: str, folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    def open_lane(state: dict[str, Any] | None = None) -> Lane:
+    def open_lane(state: dict[str, Any] | None = None) -> StreamShard:
         sources = sources_of(kind, folders)
         encoder = DocumentEncoder(tokenizer, framing_of(tokenizer))
-        streams = zip(sources, open_lanes(sources, 2)[1], strict=True)
+        streams = zip(sources, open_stream_shards(sources, 2)[1], strict=True)
         readers = [StreamReader(source, stream, encoder, LENGTH, Refusals(source.label)) for source, stream in streams]
-        return Lane(readers, range(1, 1 + len(sources)), 0.5, state)
+        return StreamShard(readers, range(1, 1 + len(sources)), 0.5, state)
 
     lane = open_lane()
     whole, states = [], [lane.state_dict()]
@@ -184,7 +184,7 @@ def test_every_stretch_of_a_blend_holds_the_weights(tmp_path: Path, tokenizer: P
         for number in range(8):
             (tmp_path / letter / f"{number}.txt").write_text(letter * 9)
     sources = [TextSource(str(tmp_path / "a"), weight=0.7), TextSource(str(tmp_path / "y"), weight=0.3)]
-    loader = StreamLoader(sources, tokenizer, LENGTH, num_lanes=4, batch_size=1, num_draws=800)
+    loader = StreamLoader(sources, tokenizer, LENGTH, num_stream_shards=4, batch_size=1, num_draws=800)
     from_a = ["a" in tokenizer.decode(sequence) for sequence in samples_of(loader).values()]
     for start in range(0, 760, 13):
         assert abs(sum(from_a[start : start + 40]) - 28) <= 4
@@ -193,28 +193,30 @@ def test_every_stretch_of_a_blend_holds_the_weights(tmp_path: Path, tokenizer: P
 def test_errors_name_the_value_and_the_remedy(
     make_loader: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ValueError, match=r"data\.streaming_lanes=12 cannot be shared out evenly to 5 ranks"):
+    with pytest.raises(ValueError, match=r"data\.stream_shards=12 cannot be shared out evenly to 5 ranks"):
         make_loader(world_size=5)
-    with pytest.raises(ValueError, match=r"12 lanes of the stream, data\.streaming_lanes is 6"):
-        make_loader(num_lanes=6).load_state_dict(make_loader().state_dict())
+    with pytest.raises(ValueError, match=r"12 lanes of the stream, data\.stream_shards is 6"):
+        make_loader(num_stream_shards=6).load_state_dict(make_loader().state_dict())
     with pytest.raises(ValueError, match=r"14 samples are drawn, no multiple of world_size=4"):
-        make_loader(world_size=4).load_state_dict({"num_drawn": 14, "num_lanes": NUM_LANES, "lanes": {}})
+        make_loader(world_size=4).load_state_dict({"num_drawn": 14, "num_stream_shards": NUM_LANES, "lanes": {}})
     source = TextSource(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is empty: no document is text"):
-        open_lanes([source], 1)
+        open_stream_shards([source], 1)
     (tmp_path / "a.txt").write_bytes(b"one document")
-    with pytest.raises(ValueError, match=r"Lane 1 of 2 has no text of a source; lower data\.streaming_lanes"):
-        list(StreamLoader([source], tokenizer, 4, num_lanes=2, batch_size=2, num_draws=4))
+    with pytest.raises(ValueError, match=r"StreamShard 1 of 2 has no text of a source; lower data\.stream_shards"):
+        list(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4))
     (tmp_path / "a.jsonl").write_text('{"text": 1}')
     with pytest.raises(TypeError, match="holds int, expected text"):
         list(
-            StreamLoader([TextSource(str(tmp_path / "a.jsonl"))], tokenizer, 4, num_lanes=1, batch_size=1, num_draws=4)
+            StreamLoader(
+                [TextSource(str(tmp_path / "a.jsonl"))], tokenizer, 4, num_stream_shards=1, batch_size=1, num_draws=4
+            )
         )
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        StreamLoader([source], bare, 4, num_lanes=1, batch_size=1, num_draws=4)
+        StreamLoader([source], bare, 4, num_stream_shards=1, batch_size=1, num_draws=4)
 
 
 def test_a_lane_of_chats_without_an_answer_is_told(
@@ -225,4 +227,4 @@ def test_a_lane_of_chats_without_an_answer_is_told(
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
     with pytest.raises(ValueError, match="of the role 'assistant'"):
-        next(iter(StreamLoader([source], tokenizer, 4, num_lanes=2, batch_size=2, num_draws=4)))
+        next(iter(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4)))

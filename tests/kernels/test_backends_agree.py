@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
-from dmc.kernels.base import LayerCache, Recent, Seen, Top
+from dmc.kernels.base import LayerCache, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -119,10 +119,10 @@ def test_prefill_attention_agrees(
     slots = torch.randint(0, 8 * 16 + 1, (count, 2), generator=generator)
     slots = torch.cat([each.sort(0).values for each in slots.split(list(num_new))]).int()
     slots[0, 0] = 0
-    seen, place = Seen(slots), batch.positions
+    seen, place = VisibleKeys(slots), batch.positions
     if with_top:
         key, value = (noise(count, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
-        seen.top = Top(key, value, place >= torch.tensor([num_new[0] // 2, 0])[batch.sequence])
+        seen.top = OpenSlotState(key, value, place >= torch.tensor([num_new[0] // 2, 0])[batch.sequence])
     if delay:
         wide = batch.extended(delay - 1)
         key, value = (noise(wide.num_tokens, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
@@ -203,7 +203,7 @@ def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtyp
             torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
-def assert_same_seen(seen: Seen, expected: Seen, dtype: torch.dtype) -> None:
+def assert_same_seen(seen: VisibleKeys, expected: VisibleKeys, dtype: torch.dtype) -> None:
     assert torch.equal(seen.slots.long(), expected.slots.long())
     assert (seen.top is None) == (expected.top is None) and (seen.recent is None) == (expected.recent is None)
     if seen.recent is not None and expected.recent is not None:

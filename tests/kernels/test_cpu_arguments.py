@@ -11,7 +11,7 @@ from oracles.cache_layers import Stream, make_layer
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import cpu
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 
 GATES = CompressionConfig(delay=2)
@@ -124,7 +124,7 @@ def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
     with pytest.raises(ValueError, match="more slots than"):
         cpu.paged_attention(query, *pages, layer.lengths, 0.3, rows=rows, return_scores=True, num_scores=9)
     with pytest.raises(ValueError, match="more slots than"):
-        cpu.prefill_attention(torch.zeros(8, 4, 16), *pages, batch, Seen(torch.full((8, 2), 65)), 0.3)
+        cpu.prefill_attention(torch.zeros(8, 4, 16), *pages, batch, VisibleKeys(torch.full((8, 2), 65)), 0.3)
 
 
 def test_eviction_refuses_notes_and_slots_that_do_not_fit() -> None:

@@ -8,7 +8,7 @@ from oracles.step_by_step import HeadOracle
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import load_backend, reference
-from dmc.kernels.base import NewTokens, Seen
+from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.reference import append_or_merge, gather_pages, paged_attention, prefill_attention
 
@@ -102,7 +102,7 @@ class Stream:
         self.rows = [2, 0]  # of a cache with a row that nobody uses
         self.cache = make_layer(config, num_rows=3, kv_heads=heads, head_dim=HEAD_DIM, max_blocks=-(-time // BLOCK))
 
-    def feed(self, *ends: int) -> tuple[ForwardBatch, Seen]:
+    def feed(self, *ends: int) -> tuple[ForwardBatch, VisibleKeys]:
         """Feed each sequence its tokens up to here, those that it has not had."""
         members = [i for i, end in enumerate(ends) if end > self.ends[i]]
         begins, rows = [self.ends[i] for i in members], [self.rows[i] for i in members]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dmc.compression import CompressionConfig
-from dmc.kernels.base import LayerCache, NewTokens, Seen
+from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
@@ -119,7 +119,7 @@ def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float
             )
 
 
-def assert_same_view(actual: Seen, expected: Seen, tolerance: float) -> None:
+def assert_same_view(actual: VisibleKeys, expected: VisibleKeys, tolerance: float) -> None:
     """Compare what queries see; recent tokens only where they exist."""
     assert torch.equal(actual.slots.cpu().long(), expected.slots.long())
     assert (actual.recent is None) == (expected.recent is None)

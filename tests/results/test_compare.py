@@ -432,7 +432,7 @@ def test_jobs_of_a_sweep_share_a_folder(
     assert "2 cells, 1 finished before" in said.err
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.strip() in said.out
-    assert "| small, own gates | CR 2 |" in table
+    assert "| small, learned | CR 2 |" in table
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:

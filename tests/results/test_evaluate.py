@@ -336,7 +336,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
     lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
     assert table.startswith("### both: mean of 6 samples (higher is better), question known")
     assert [[cell.strip() for cell in line[:2]] for line in lines[1:]] == [
-        [str(folders.stock) + ", full", "full cache"], ["small, own gates", "CR 2"],
+        [str(folders.stock) + ", full", "full cache"], ["small, learned", "CR 2"],
         [str(folders.stock) + ", h2o", "8 tokens"],
     ]  # fmt: skip
     values = [row["metrics"][row["main_metric"]] for row in rows[:2]]

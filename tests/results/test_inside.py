@@ -20,7 +20,7 @@ from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.plots import draw_places
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
-from dmc.results.tasks import Inside, Sample, by_place
+from dmc.results.tasks import Inside, Sample, by_coordinates
 from dmc.results.tasks.inside import PLACES, decisions_of, segment_lengths
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -37,7 +37,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 
 def tables(engine: Engine, prompts: list[list[int]], new_tokens: int = 1) -> dict[str, Any]:
     task = Inside(source=TextSource("unread"), new_tokens=new_tokens)
-    return by_place(task.evaluate(engine, [Sample(prompt, []) for prompt in prompts]))
+    return by_coordinates(task.evaluate(engine, [Sample(prompt, []) for prompt in prompts]))
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)

@@ -9,7 +9,7 @@ from report_rows import PROVENANCE, benchmark_rows, compare_grid, compare_row, w
 from scripts_here import run_script
 
 from dmc.results.plots import draw_places, draw_quality
-from dmc.results.report import judge, read_folders, write_page
+from dmc.results.report import headline_of, read_folders, write_page
 
 
 def read(rows, folder):
@@ -30,25 +30,25 @@ def test_the_headline_names_the_smallest_cache_that_is_shown_to_be_as_good(tmp_p
         constant_row("large", 2.0, 3.0),
         constant_row("small_and_sure", 4.0, 3.01, noise=0.01),
     ]
-    verdict = judge(read(rows, tmp_path))
+    verdict = headline_of(read(rows, tmp_path))
     assert verdict["headline"] == (
         "small_and_sure at CR 4 is the smallest cache shown to be as good as the full one on loss: 26% of its bytes."
     )
     words = "Of 4 smaller caches 2 are as good as the full one, 1 worse; of 1 the samples cannot tell."
     assert verdict["points"] == [("loss", words)]
     none = "No smaller cache is shown to be as good as the full one on loss."
-    assert judge(read(rows[:3], tmp_path))["headline"] == none
+    assert headline_of(read(rows[:3], tmp_path))["headline"] == none
 
 
 def test_a_task_that_nobody_answers_is_passed_by_nobody(tmp_path):
     rows = [constant_row("full", 1.0, 3.0), constant_row("h2o", 4.0, 3.5), constant_row("tova", 4.0, 3.0)]
     failed = {"sample_values": [0.0] * 32, "metrics": {"exact_match": 0.0}}
     lost = [compare_row(*each, "needle", **failed) for each in (("full", 1.0), ("h2o", 4.0), ("tova", 4.0))]
-    headline = judge(read(rows + lost, tmp_path))["headline"]
+    headline = headline_of(read(rows + lost, tmp_path))["headline"]
     assert headline.startswith("tova at CR 4 is the smallest") and "on loss: 26%" in headline
     assert headline.endswith("Left out, for they tell nothing apart: needle.")
-    assert judge(read(lost, tmp_path))["headline"].startswith("No task tells methods apart")
-    assert judge(read([compare_row("h2o", 4.0), compare_row("tova", 4.0)], tmp_path))["headline"].startswith(
+    assert headline_of(read(lost, tmp_path))["headline"].startswith("No task tells methods apart")
+    assert headline_of(read([compare_row("h2o", 4.0), compare_row("tova", 4.0)], tmp_path))["headline"].startswith(
         "Without a full cache on the same samples nothing says what compression costs."
     )
 
@@ -82,7 +82,7 @@ def test_questions_known_and_hidden_stand_side_by_side(tmp_path):
 def test_failed_cells_are_counted_and_listed(tmp_path):
     findings = read(compare_grid(), tmp_path)
     assert findings.failures[["method", "asked", "task"]].to_numpy().tolist() == [["base, tova", "CR 8", "needle"]]
-    assert judge(findings)["caveats"][0] == "Failed cells: 1, see below."
+    assert headline_of(findings)["caveats"][0] == "Failed cells: 1, see below."
 
 
 def test_jobs_of_a_benchmarks_sweep_stand_apart_and_the_same_again_counts_once(tmp_path):
@@ -161,7 +161,7 @@ def test_plots_and_data_lie_beside_the_page(grid_page):
     with (folder / "results.csv").open() as file:
         assert [float(line["value"]) for line in csv.DictReader(file)] == list(findings.summary["value"])
     data = json.loads((folder / "report.json").read_text())
-    assert data["verdict"]["headline"] == judge(findings)["headline"]
+    assert data["verdict"]["headline"] == headline_of(findings)["headline"]
     assert len(data["results"]) == len(findings.summary) == 87
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text

@@ -49,9 +49,9 @@ def study(seeds: int = 3) -> pandas.DataFrame:
 def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seeds() -> None:
     summary = summarize(study()).set_index("title")
     assert list(summary.index) == [
-        "control, full", "control, h2o, CR 2", "control, h2o, CR 4", "control, snapkv, CR 4", "merge, own gates, CR 4",
+        "control, full", "control, h2o, CR 2", "control, h2o, CR 4", "control, snapkv, CR 4", "merge, learned, CR 4",
     ]  # fmt: skip
-    merge, full = summary.loc["merge, own gates, CR 4"], summary.loc["control, full"]
+    merge, full = summary.loc["merge, learned, CR 4"], summary.loc["control, full"]
     assert merge["lost"] == pytest.approx(0.051 + NOISE.mean())
     assert (merge["seeds"], merge["seeds_worse"], merge["standing"]) == (3, 3, "worse")
     assert (merge["contexts"], merge["samples"], merge["share"]) == (8, 16, 0.25)
@@ -92,7 +92,7 @@ def test_only_what_was_measured_in_as_many_bytes_is_a_rival(sizes: tuple[float, 
 
 def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds() -> None:
     table, legend = format_tables(study())
-    (merge,) = [line for line in table.splitlines() if line.startswith("| merge, own gates |")]
+    (merge,) = [line for line in table.splitlines() if line.startswith("| merge, learned |")]
     assert "worse, 3 of 3 seeds worse" in merge and "| h2o +0.2995" in merge and "3 of 3 seeds behind" in merge
     assert "nan" not in table and legend.startswith("±")
     asked = study(1).assign(question="hidden", split=None)
@@ -145,7 +145,7 @@ def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path: Path) -> None:
 
 
 def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
-    gates = {"key": "gates", "model": "small", "method": "small, own gates", "own_gates": True, "requested_ratio": 4.0}
+    gates = {"key": "gates", "model": "small", "method": "small, learned", "own_gates": True, "requested_ratio": 4.0}
     rows = [
         plain_row("tova", "4", [2.0, 2.5]),
         plain_row("h2o", "4", [1.5, 2.5]),
@@ -163,7 +163,7 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     assert [line[:2] for line in lines] == [
         ["base, full", "full cache"],
         ["base, h2o", "CR 2"],
-        ["small, own gates", "CR 4"],
+        ["small, learned", "CR 4"],
         ["base, h2o", "CR 4"],
         ["base, tova", "CR 4"],
         ["base, h2o", "256 tokens"],

@@ -34,10 +34,10 @@ from dmc.results.tasks import (
     SampleResult,
     TextLoss,
     TwoStageRetrieval,
-    by_place,
+    by_coordinates,
 )
 from dmc.results.tasks.prompts import Encoder
-from dmc.results.tasks.text_loss import far_repeats
+from dmc.results.tasks.text_loss import long_range_repeats
 from dmc.runtime import GenerationStats
 
 CHAT_TEMPLATE = (
@@ -184,7 +184,7 @@ def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Pa
     engine, held = Engine(model, prefill_chunk_size=7), []
     score = engine.score_with_stats
     engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
-    table = by_place(task.evaluate(engine, samples))["by_position"]
+    table = by_coordinates(task.evaluate(engine, samples))["by_position"]
     assert held == [(20,)] * 3  # and no whole vocabularies
     losses = torch.stack([plain_losses(model, each) for each in samples])
     assert table["position"] == [1, 9, 17] and table["samples"] == [3, 3, 3]
@@ -238,7 +238,7 @@ def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
             before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
             if before and end - before[-1] >= distance:
                 expected.append(end)
-        assert far_repeats(tokens, ngram, distance) == expected
+        assert long_range_repeats(tokens, ngram, distance) == expected
         assert expected
 
 
@@ -249,7 +249,7 @@ def test_loss_of_far_repeats_is_that_of_their_tokens(model: Any, tokenizer: Any,
     task = TextLoss(TextSource(str(tmp_path / "book.txt")), repeat_ngram=3, repeat_distance=6, **settings)
     samples = task.samples(tokenizer, 300)
     for sample, result in zip(samples, task.evaluate(Engine(model, tokenizer), samples), strict=True):
-        places = [place - 40 for place in far_repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
+        places = [place - 40 for place in long_range_repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
         expected = float(plain_losses(model, sample)[places].mean())
         assert result.metrics["far_repeat_loss"] == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="no window repeats 90 tokens"):
@@ -581,7 +581,7 @@ def test_figures_are_averaged_place_by_place() -> None:
         return SampleResult({}, stats, [Part(place, {"match": match})])
 
     results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
-    assert by_place(results) == {
+    assert by_coordinates(results) == {
         "by_length_and_depth": {
             "length": [10, 20],
             "depth": [0, 0.5],

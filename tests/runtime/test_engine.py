@@ -7,7 +7,7 @@ import torch
 
 from dmc import Engine, SamplingParams, retrofit
 from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.scheduler import Segment
+from dmc.runtime.scheduler import ScheduledChunk
 from dmc.runtime.sequence import Sequence
 
 GATES = [
@@ -212,9 +212,9 @@ def test_a_failed_reservation_leaves_the_cache_as_it_was(make_compressed: Any, m
     state = [cache.lengths, cache.block_tables, cache.key_pages, cache.fields["history_key"], cache.tokens_seen]
     before = [each.clone() for each in state]
     with pytest.raises(OutOfBlocksError):
-        engine._runner.forward([Segment(sequence, sequence.tokens[20:], first_wanted=29)])
+        engine._runner.forward([ScheduledChunk(sequence, sequence.tokens[20:], first_logit_position=29)])
     assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
-    assert sequence.num_fed == 20
+    assert sequence.num_computed_tokens == 20
     engine._scheduler.reset()
     assert engine.blocks_in_use == 0
 

@@ -132,7 +132,7 @@ class Operations(RuleBasedStateMachine):
             return forward(segments)
 
         def count_lost() -> None:
-            self.lost += 0 if self.is_forced else scheduler.running[-1].num_fed
+            self.lost += 0 if self.is_forced else scheduler.running[-1].num_computed_tokens
             preempt()
 
         def count_hits(snapshot: Any = None) -> int:

@@ -6,7 +6,7 @@ import torch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.reference import take_blocks
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.scheduler import Scheduler, Segment
+from dmc.runtime.scheduler import ScheduledChunk, Scheduler
 from dmc.runtime.sequence import Sequence
 
 HEADS = 2  # of one layer: a block each for every 16 tokens
@@ -26,7 +26,7 @@ def submit(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
     return sequences
 
 
-def feed(scheduler: Scheduler, segments: list[Segment]) -> None:
+def feed(scheduler: Scheduler, segments: list[ScheduledChunk]) -> None:
     """Do what the engine does, every token appended, one token generated where nothing waits."""
     cache = scheduler.cache
     rows = [segment.sequence.row for segment in segments]
@@ -36,13 +36,13 @@ def feed(scheduler: Scheduler, segments: list[Segment]) -> None:
         assert row is not None
         take_blocks(cache.layer(0), torch.tensor([row]), cache.lengths[0, row][None] + count)
         cache.tokens_seen[row] += count
-        segment.sequence.num_fed += count
+        segment.sequence.num_computed_tokens += count
         if not segment.sequence.num_waiting:
             segment.sequence.tokens.append(0)
             segment.sequence.wanted += 1
 
 
-def sizes(segments: list[Segment]) -> list[int]:
+def sizes(segments: list[ScheduledChunk]) -> list[int]:
     return [len(segment.tokens) for segment in segments]
 
 
@@ -94,7 +94,7 @@ def test_youngest_gives_way_and_comes_back_with_what_it_has_generated() -> None:
     feed(scheduler, segments)
     segments = scheduler.next_segments()  # the old one needs two more blocks
     assert [segment.sequence for segment in segments] == [old]
-    assert (young.num_preemptions, young.num_fed, young.row) == (1, 0, None)
+    assert (young.num_preemptions, young.num_computed_tokens, young.row) == (1, 0, None)
     assert scheduler.cache.allocator.num_in_use == 2
     feed(scheduler, segments)
     scheduler.finish(old)
@@ -116,7 +116,7 @@ def test_an_interrupted_step_leaves_no_block_in_use() -> None:
     assert cache.allocator.num_in_use == 0
     assert sorted(cache.allocator.stack.tolist()) == list(range(cache.allocator.num_blocks))
     assert cache.num_free_rows == 3
-    assert all((sequence.row, sequence.num_fed) == (None, 0) for sequence in sequences)
+    assert all((sequence.row, sequence.num_computed_tokens) == (None, 0) for sequence in sequences)
     assert scheduler.next_segments() == []
 
 
@@ -183,9 +183,9 @@ def test_only_logits_that_are_wanted_are_asked_for() -> None:
     seen = []
     for _ in range(4):
         (segment,) = scheduler.next_segments()
-        seen.append((segment.first_wanted, segment.num_wanted))
+        seen.append((segment.first_logit_position, segment.num_wanted))
         feed(scheduler, [segment])
-        sequence.wanted = max(6, sequence.num_fed)
+        sequence.wanted = max(6, sequence.num_computed_tokens)
     assert seen == [(4, 0), (2, 2), (0, 2), (0, 1)]
 
 
@@ -219,7 +219,7 @@ def test_the_longest_unused_rests_no_longer_when_others_need_its_place(lack: str
     old, recent = rest(scheduler, 16, 16)
     (sequence,) = submit(scheduler, 30)
     assert [segment.sequence for segment in scheduler.next_segments()] == [sequence]
-    assert (old.row, old.num_fed, old.num_preemptions) == (None, 0, 1)
+    assert (old.row, old.num_computed_tokens, old.num_preemptions) == (None, 0, 1)
     assert recent.row is not None
     assert scheduler.resting == [recent]
 

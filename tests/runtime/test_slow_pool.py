@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dmc.runtime.slow_pool import FIRST_BLOCKS, Lane, SlowPool
+from dmc.runtime.slow_pool import FIRST_BLOCKS, CopyStream, SlowPool
 
 RUNS = {0: [2, 3], 4: [6, 7, 8]}
 HEADS, DIM, BLOCK = 2, 3, 4
@@ -12,7 +12,7 @@ HEADS, DIM, BLOCK = 2, 3, 4
 
 def test_rows_keep_what_was_written_while_the_pool_grows():
     generator = torch.Generator().manual_seed(0)
-    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 3, BLOCK, Lane(torch.device("cpu")))
+    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 3, BLOCK, CopyStream(torch.device("cpu")))
     length = FIRST_BLOCKS * BLOCK // 2
     keys, values = torch.randn(2, 2, 9, HEADS, length, DIM, generator=generator)  # by row and layer
     for begin in range(0, length, 50):  # not a multiple of the block
@@ -35,7 +35,7 @@ def test_rows_keep_what_was_written_while_the_pool_grows():
 
 
 def test_freed_blocks_serve_others():
-    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 2, BLOCK, Lane(torch.device("cpu")))
+    pool = SlowPool(RUNS, (HEADS, 2, DIM), torch.float32, 9, 2, BLOCK, CopyStream(torch.device("cpu")))
     ones = torch.ones(HEADS, FIRST_BLOCKS * BLOCK, DIM)
     for row in (0, 1, 0, 1):
         pool.write(2, row, 0, ones * row, ones)

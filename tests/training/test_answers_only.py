@@ -40,7 +40,7 @@ def values(run_values, tmp_path, only_trained):
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     run_values["training"] |= {
         "stages": {"retrofit": {"steps": 2}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
-        "snapshot_ratios": [], "validate_every_steps": 100, "reset_at_documents": True,
+        "snapshot_ratios": [], "validate_every_steps": 100, "document_masking": True,
     }  # fmt: skip
     run_values["data"]["tokenizer"] = {"path": str(tmp_path / "tokenizer")}
     return run_values
@@ -66,7 +66,7 @@ def batches(monkeypatch):
 )
 def test_run_learns_the_answers_alone_and_is_measured_on_them(values, batches, tmp_path, name, columns, streaming):
     own = {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}}
-    values["data"] |= {"train": own, "validation": own, "test": own, "streaming": streaming, "streaming_lanes": 2}
+    values["data"] |= {"train": own, "validation": own, "test": own, "streaming": streaming, "stream_shards": 2}
     config = build_config(RunConfig, values)
     train(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -103,7 +103,7 @@ def test_lessons_are_learned_as_short_sequences_and_answers_more_than_the_rest(v
         {"kind": "facts", "length": 32, "sequences": 4, "keys": 1},
     ]
     values["compression"] = None
-    values["training"] |= {"stages": {"pretrain": {"steps": 3}}, "sequence_length": 64, "reset_at_documents": False}
+    values["training"] |= {"stages": {"pretrain": {"steps": 3}}, "sequence_length": 64, "document_masking": False}
     values["data"] |= {
         "facts": {"keys": 2, "num_keys": 2, "lessons": lessons},
         "tokenizer": {"path": str(tmp_path / "wordy")},

@@ -67,7 +67,7 @@ def batch_of(module: RetrofitModule, device: str) -> dict[str, Any]:
     with unset_fake_temporarily():
         input_ids = torch.randint(6, 80, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": input_ids, "position": torch.arange(2)}
-        if module.config.training.reset_at_documents:
+        if module.config.training.document_masking:
             batch["document_starts"] = torch.zeros(2, LENGTH, dtype=torch.bool)
             batch["document_starts"][[0, 0, 0, 1], [0, 101, 301, 0]] = True
         batch = module.on_before_batch_transfer(batch, 0)
@@ -79,8 +79,8 @@ RECIPES = [
     pytest.param("dmc_hidden", {"gates_only": True}, id="gates_only"),
     pytest.param("dmc", {"gates_only": True}, id="gates_only, borrowed neuron"),
     pytest.param("dmc", {"distillation": {"weight": 0.5}}, id="distillation"),
-    pytest.param("dmc", {"reset_at_documents": True}, id="documents"),
-    pytest.param("dms", {"reset_at_documents": True, "activation_checkpointing": True}, id="documents, checkpointing"),
+    pytest.param("dmc", {"document_masking": True}, id="documents"),
+    pytest.param("dms", {"document_masking": True, "activation_checkpointing": True}, id="documents, checkpointing"),
     pytest.param("dmc_delayed", {"activation_checkpointing": True}, id="checkpointing"),
     pytest.param("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}, id="led weight"),
 ]
@@ -121,7 +121,7 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
             with StepWatch(LENGTH) as watch:
                 loss = module.loss_at(step, batch)
             assert loss.device.type == "cuda"
-            assert {value.device.type for noted in module.noted for value in noted.values()} == {"cuda"}
+            assert {value.device.type for each in module.micro_batch_metrics for value in each.values()} == {"cuda"}
             assert watch.kernels == FUSED[precision]
             assert not watch.waits and not watch.quadratic
 

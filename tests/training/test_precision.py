@@ -195,7 +195,7 @@ def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch,
 
     for family in families().values():
         monkeypatch.setattr(family.attention_class, "forward", noted)
-    two_steps["training"]["reset_at_documents"] = resets
+    two_steps["training"]["document_masking"] = resets
     train(build_config(RunConfig, two_steps))
     assert set(given) == {resets}
 
@@ -214,7 +214,7 @@ def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
 @pytest.mark.parametrize("resets", [False, True])
 def test_an_export_is_scored_as_the_last_validation_is(two_steps, monkeypatch, resets):
     monkeypatch.undo()
-    two_steps["training"] |= {"reset_at_documents": resets, "calibrate": False}
+    two_steps["training"] |= {"document_masking": resets, "calibrate": False}
     run = train(build_config(RunConfig, two_steps))
     scored = run.metrics(run.final)["validation_loss_nats_per_token"]
     assert scored == pytest.approx(logged(run.folder, "validation/loss")[2], abs=1e-7)

@@ -61,7 +61,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
         tokenizer,
         32,
         config.data.cache_folder,
-        framing=framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.separator),
+        framing=framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.eod_token),
     )
     order = ResumableOrder.over(packed, config.seed, num_draws=4)
     items = [packed[order.index_at(position)] for position in range(4)]

@@ -176,7 +176,7 @@ def test_control_trains_the_stock_model_for_as_many_steps(run_values):
 def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
     run_values["trainer"]["precision"] = precision
     run_values["model"]["dtype"] = dtype
-    run_values["training"] |= {"activation_checkpointing": True, "reset_at_documents": True}
+    run_values["training"] |= {"activation_checkpointing": True, "document_masking": True}
     run = train(build_config(RunConfig, run_values))
     assert all(loss < 10 for loss in logged_losses(run.folder).values())
     assert load_model(run.final, dtype="auto").dtype == getattr(torch, dtype)
@@ -279,7 +279,7 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
 
 
 def test_text_prepared_ahead_is_what_the_run_reads_and_reports(run_values, tmp_path):
-    run_values["data"] |= {"cache_folder": str(tmp_path / "cache"), "num_processes": 1}
+    run_values["data"] |= {"cache_folder": str(tmp_path / "cache"), "tokenize_num_proc": 1}
     source = dict(run_values["data"]["train"]["text"])
     run_values["data"]["validation"] = {"a": source, "b": dict(source, weight=2)}  # held-out text may be a blend too
     config = build_config(RunConfig, run_values)

@@ -248,15 +248,15 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "num_cuts", "merge_kv_heads"), [("fsdp2", 2, None), ("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)]
+    ("strategy", "tp_size", "merge_kv_heads"), [("fsdp2", 2, None), ("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)]
 )
-def test_each_rank_reads_its_own_part_of_a_base(values, strategy, num_cuts, merge_kv_heads, tmp_path):
+def test_each_rank_reads_its_own_part_of_a_base(values, strategy, tp_size, merge_kv_heads, tmp_path):
     shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
     fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
     values["model"] = {"path": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
     values["training"]["stages"] = {"retrofit": {"steps": STEPS}}
     expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
-    trainer = {"strategy": strategy, "tensor_parallel_size": num_cuts}
+    trainer = {"strategy": strategy, "tensor_parallel_size": tp_size}
     folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)
     assert_same_losses(expected, folder)
     assert_same_folder(expected / "final", folder / "final")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, Recent, Seen
+from dmc.kernels.base import LayerCache, NewTokens, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
@@ -21,7 +21,7 @@ RECENT_TILE = 16
 
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
-) -> Seen:
+) -> VisibleKeys:
     """See `dmc.kernels.reference.append_or_merge`; a batch with several tokens of a sequence takes its path.
 
     With one token of each nothing waits for the device and no shape depends on data.
@@ -55,7 +55,7 @@ def append_or_merge(
         )
         cos, sin = (None, None) if config is None or batch.rotary is None else batch.rotary
         _enter_heads(cache, batch, tokens, config, targets, (cos, sin), constants)
-        return Seen(slots, recent=_recent(cache, batch, tokens, constants) if delay > 0 else None)
+        return VisibleKeys(slots, recent=_recent(cache, batch, tokens, constants) if delay > 0 else None)
 
 
 def _strides(states: Tensor | None) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmc.kernels.base import Seen
+from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, load_slots, tile_keys
 
@@ -24,7 +24,7 @@ def prefill_attention(
     value_pages: Tensor,
     block_tables: Tensor,
     batch: ForwardBatch,
-    seen: Seen,
+    seen: VisibleKeys,
     scaling: float,
 ) -> Tensor:
     """See `dmc.kernels.reference.prefill_attention`."""

@@ -44,22 +44,22 @@ class Band:
             out[heads] = self._join(torch.bmm(probabilities, self._windows(self.value[heads])))
         return out, log_sum_exp
 
-    def backward(self, grad: Tensor, drift: Tensor, gradients: Gradients) -> None:
+    def backward(self, grad: Tensor, delta: Tensor, gradients: Gradients) -> None:
         """Add the band's gradients.
 
         Args:
             grad: gradient of the output, times the band's share of each row, [heads, time, group, channels].
-            drift: output . gradient of the whole row, times the band's share of it, [heads, time, group].
+            delta: output . gradient of the whole row, times the band's share of it, [heads, time, group].
             gradients: where to add.
         """
         assert gradients.recent_key is not None and gradients.recent_value is not None
         for heads in self._slices():
             query, key, value = self._query(heads), self._keys(heads), self._windows(self.value[heads])
-            grad_rows, drift_rows = self._blocks(grad[heads]), self._blocks(drift[heads].unsqueeze(-1))
+            grad_rows, delta_rows = self._blocks(grad[heads]), self._blocks(delta[heads].unsqueeze(-1))
             scores = self._scores(query, key)
             probabilities = torch.softmax(scores, dim=-1, out=scores)
             self._add(torch.bmm(probabilities.mT, grad_rows), gradients.recent_value[heads])
-            scores = torch.baddbmm(drift_rows, grad_rows, value.mT, beta=-1).mul_(probabilities)
+            scores = torch.baddbmm(delta_rows, grad_rows, value.mT, beta=-1).mul_(probabilities)
             self._add(torch.bmm(scores.mT, query), gradients.recent_key[heads])
             gradients.query[heads] += self._join(torch.bmm(scores, key).mul_(self.operands.form.scaling))
 

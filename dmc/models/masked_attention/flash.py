@@ -85,11 +85,11 @@ class FlashAttention(torch.autograd.Function):
             gradients.stream_key[:, : time - shift] = far_key.sum(1, dtype=shares.dtype)
             gradients.stream_value[:, : time - shift] = far_value.sum(1, dtype=shares.dtype)[..., :channels]
         grad, out = (states[..., :channels].to(shares.dtype) for states in (grad, out))
-        drift = torch.linalg.vecdot(grad, out)
+        delta = torch.linalg.vecdot(grad, out)
         if operands.top is not None:
-            _top_backward(operands, grad[:, delay:], drift[:, delay:], weights[:, delay:, :, 1], gradients)
+            _top_backward(operands, grad[:, delay:], delta[:, delay:], weights[:, delay:, :, 1], gradients)
         if delay:
-            Band(operands).backward(grad * weights[..., 2:], drift * weights[..., 2], gradients)
+            Band(operands).backward(grad * weights[..., 2:], delta * weights[..., 2], gradients)
         return None, *gradients.unpack()
 
 
@@ -104,7 +104,7 @@ def _far(operands: Operands, shift: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _top_backward(operands: Operands, grad: Tensor, drift: Tensor, weight: Tensor, gradients: Gradients) -> None:
+def _top_backward(operands: Operands, grad: Tensor, delta: Tensor, weight: Tensor, gradients: Gradients) -> None:
     """Add the gradients of the rows' scores of stream entry i - delay and of that entry's value.
 
     All are [heads, time - delay, group, ...]: the gradient of the output, output . gradient, and the entry's weight.
@@ -112,7 +112,7 @@ def _top_backward(operands: Operands, grad: Tensor, drift: Tensor, weight: Tenso
     delay, channels = operands.form.delay, operands.channels
     rows, entries = slice(delay, None), slice(0, operands.time - delay)
     key, value = operands.stream_key[:, entries, None], operands.stream_value[:, entries, None]
-    score = (torch.linalg.vecdot(grad, value.to(grad.dtype)) - drift) * weight * operands.form.scaling
+    score = (torch.linalg.vecdot(grad, value.to(grad.dtype)) - delta) * weight * operands.form.scaling
     score = score.unsqueeze(-1)
     bias = gradients.stream_key[..., operands.channel].clone()
     gradients.query[:, rows, :, :channels].addcmul_(score, key[..., :channels])

@@ -150,7 +150,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     """
     for name in _plots_of(folder / JSON):
         (folder / PLOTS / name).unlink(missing_ok=True)
-    verdict, sections = judge(findings), dict[str, list[dict[str, Any]]]()
+    verdict, sections = headline_of(findings), dict[str, list[dict[str, Any]]]()
     for number, (section, plot, path) in enumerate(write_plots(findings, folder / PLOTS), start=1):
         drawn = {"title": plot.title, "caption": plot.caption, "file": path.name, "svg": Markup(plot.svg(number))}
         sections.setdefault(section, []).append(drawn)
@@ -221,7 +221,7 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
             yield SECTIONS.get(str(by), "What gates merge and policies leave"), plot
 
 
-def judge(findings: Findings) -> dict[str, Any]:
+def headline_of(findings: Findings) -> dict[str, Any]:
     """Say what `dmc.results.statistics` states: a headline, points (subject, words) and caveats."""
     summary, headline, points = findings.summary, "No methods are compared on a task: see what follows.", []
     caveats = [f"Failed cells: {len(findings.failures)}, see below."] if len(findings.failures) else []

@@ -6,7 +6,7 @@ prompt; with random tokens) -> `prompts.py` (prompts of text, conversations) -> 
 """
 
 from dmc.results.tasks.asking import Recall
-from dmc.results.tasks.base import Part, Sample, SampleResult, Task, by_place, split_of_text
+from dmc.results.tasks.base import Part, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.facts import FactRecall
 from dmc.results.tasks.inside import Inside
 from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, TwoStageRetrieval
@@ -25,6 +25,6 @@ __all__ = [
     "Task",
     "TextLoss",
     "TwoStageRetrieval",
-    "by_place",
+    "by_coordinates",
     "split_of_text",
 ]

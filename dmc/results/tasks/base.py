@@ -73,7 +73,7 @@ class Task(Protocol):
         """Run some of the samples, which the engine takes at the same time."""
 
 
-def by_place(results: Sequence[SampleResult]) -> dict[str, dict[str, list[Any]]]:
+def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[Any]]]:
     """Average metrics place by place.
 
     Returns:

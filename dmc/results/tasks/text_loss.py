@@ -20,7 +20,7 @@ class TextLoss:
     """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
 
     With `repeat_ngram` there is also `far_repeat_loss`, that of the scored tokens which end an n-gram last seen
-    `repeat_distance` or more tokens before, see `far_repeats`; windows without such a token are passed over.
+    `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are passed over.
 
     A row keeps the figures `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and
     `cumulative_loss`, that of all scored tokens up to their end. With a context of one token this is the loss along a
@@ -95,7 +95,7 @@ class TextLoss:
     def _far_repeats(self, sample: Sample) -> list[int]:
         """Return the places in the continuation of the tokens that repeat something far back."""
         assert self.repeat_ngram is not None
-        found = far_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
+        found = long_range_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
         return [position - len(sample.prompt) for position in found if position >= len(sample.prompt)]
 
     def _by_position(self, losses: Tensor, first: int) -> list[Part]:
@@ -108,7 +108,7 @@ class TextLoss:
         return parts
 
 
-def far_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list[int]:
+def long_range_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list[int]:
     """Find the tokens that end an n-gram whose last earlier occurrence is far back: those for which memory matters.
 
     Args:

@@ -19,7 +19,7 @@ from dmc.training.gradients import clip_gradients
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
-HELD = {"noisy_held": "train/noisy_ratio", "thresholded_held": "train/achieved_ratio"}
+RATIO_METRICS = {"relaxed_cache_fraction": "train/noisy_ratio", "hard_cache_fraction": "train/achieved_ratio"}
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
 SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio")
 """What the progress bar shows."""
@@ -95,7 +95,7 @@ class _Step(NamedTuple):
 
 
 class StepMetrics(AfterStep):
-    """Logs each step's figures, which the module has noted for each micro-batch, and skips bad steps.
+    """Logs each step's figures, which the module has micro_batch_metrics for each micro-batch, and skips bad steps.
 
     The figures are agreed between the ranks, in one all-reduce of a few numbers: before the optimizer's step, or after
     it where the strategy itself looks after the gradients. What depends on them happens on the device; the host reads
@@ -138,7 +138,7 @@ class StepMetrics(AfterStep):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask or clip the gradients, which are complete."""
         module: Any = pl_module
-        if not module.strategy.owns_gradients:
+        if not module.strategy.clips_in_optimizer:
             norm = self._finish(trainer, module, trainer.global_step, optimizer)
             if self.training.gradient_clip is not None:
                 clip_gradients(module, norm, self.training.gradient_clip)
@@ -146,7 +146,7 @@ class StepMetrics(AfterStep):
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Take the figures where the strategy looks after the gradients; stop a run that has skipped too many steps."""
         module: Any = pl_module
-        if module.strategy.owns_gradients:
+        if module.strategy.clips_in_optimizer:
             self._finish(trainer, module, step - 1, None)
             self._read(trainer)  # it has waited for the device already
         if self._skips_too_many:
@@ -183,8 +183,8 @@ class StepMetrics(AfterStep):
         With a loss that is not finite on any rank, the mean is not finite on any.
         """
         norm = module.strategy.gradient_norm(module)
-        names = list(module.noted[0])
-        means = [torch.stack([each[name].double() for each in module.noted]).mean() for name in names]
+        names = list(module.micro_batch_metrics[0])
+        means = [torch.stack([each[name].double() for each in module.micro_batch_metrics]).mean() for name in names]
         figures = Ranks.all().averaged(torch.stack([*means, norm.to(module.device).double()]))
         is_skipped = ~figures.isfinite().all() | (self._bad_in_a_row >= self.training.max_nonfinite_steps)
         self._bad_in_a_row = (self._bad_in_a_row + 1) * is_skipped
@@ -199,13 +199,18 @@ class StepMetrics(AfterStep):
                 added.append(control.weight)
             else:
                 settings[WEIGHT] = control.weight
-            control.update(figures[names.index("noisy_held")], module.plan.at(step).target_ratio)
+            control.update(figures[names.index("relaxed_cache_fraction")], module.plan.at(step).target_ratio)
         late = LateNumbers(torch.cat([figures, torch.stack([each.double() for each in added])]))
         finished = _Step(
-            step, [*names, NORM], late, settings, self._micro_batches, [each[LOSS] for each in module.noted]
+            step,
+            [*names, NORM],
+            late,
+            settings,
+            self._micro_batches,
+            [each[LOSS] for each in module.micro_batch_metrics],
         )
         self._micro_batches = []
-        module.noted.clear()
+        module.micro_batch_metrics.clear()
         self._read(trainer)
         self._unread = finished
         return norm
@@ -219,7 +224,10 @@ class StepMetrics(AfterStep):
         figures = dict(zip(step.names, numbers, strict=False))
         is_skipped, num_skipped, *weight = numbers[len(step.names) :]
         self._note(trainer, step, bool(is_skipped), figures)
-        metrics = {HELD.get(name, name): 1 / value if name in HELD else value for name, value in figures.items()}
+        metrics = {
+            RATIO_METRICS.get(name, name): 1 / value if name in RATIO_METRICS else value
+            for name, value in figures.items()
+        }
         metrics |= {SKIPPED: num_skipped, **step.settings, **dict(zip([WEIGHT], weight, strict=False))}
         self.shown = {name: metrics[name] for name in SHOWN if name in metrics}
         if (step.number + 1) % self.training.log_every_steps == 0:

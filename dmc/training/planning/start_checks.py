@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from dmc.config import RunConfig
 from dmc.data import DocumentSource, MegatronSource
-from dmc.data.streaming import check_lanes
+from dmc.data.streaming import check_stream_shards
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
@@ -41,7 +41,7 @@ def check_start(config: RunConfig, num_local: int) -> None:
     for split in ("train", "validation", "calibration", "test"):
         sources = build_targets(getattr(data, split) or {}, f"data.{split}", DocumentSource)
         if split == "train" and data.streaming:
-            check_lanes(data.streaming_lanes, num_ranks)
+            check_stream_shards(data.stream_shards, num_ranks)
             for name, source in zip(data.train, sources, strict=True):
                 if isinstance(source, MegatronSource):
                     raise ValueError(

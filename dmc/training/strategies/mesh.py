@@ -148,7 +148,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         """Divide a model among the ranks; one without weights reads each rank's part of those at `path`."""
         mesh = self.device_mesh
         if mesh["tensor"].size() > 1:
-            cut_heads(model, mesh["tensor"])
+            apply_tensor_parallel(model, mesh["tensor"])
         policy = MixedPrecisionPolicy()
         if self.run_config.trainer.precision == "bf16-mixed":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -270,7 +270,7 @@ def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
     set_model_state_dict(holder, {"weight": value}, options=WHOLE)
 
 
-def cut_heads(model: Any, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Divide the heads and the MLP's neurons among the ranks of `mesh`, as transformers' own plan for the model says.
 
     Raises:

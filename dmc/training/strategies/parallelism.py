@@ -31,7 +31,7 @@ class Parallelism:
     """How a checkpoint is written and read: `SHARDED`, or the name of a DeepSpeed strategy."""
     precision: Precision
     """What Lightning does about precision."""
-    owns_gradients = False
+    clips_in_optimizer = False
     """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
     holds_parts = False
     """Whether no rank ever holds the whole model."""
@@ -78,7 +78,7 @@ class Parallelism:
         parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
-        """Norm over all gradients before clipping, a scalar; with `owns_gradients` that of the step just done."""
+        """Norm over all gradients before clipping, a scalar; with `clips_in_optimizer` that of the step just done."""
         return gradient_norm(module)
 
     def check_saved(self, folder: Path, group: Any = None) -> Header:

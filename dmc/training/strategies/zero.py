@@ -34,7 +34,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     checkpoints resume at any number of ranks.
     """
 
-    owns_gradients = True
+    clips_in_optimizer = True
 
     def __init__(self, config: RunConfig, **options: Any) -> None:
         trainer = config.trainer

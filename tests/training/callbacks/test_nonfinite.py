@@ -26,11 +26,11 @@ def spoil_gradients(monkeypatch):
         seen = {}
 
         def loss_at(self, step, batch):
-            if self._trainer is not None and not self.noted:
+            if self._trainer is not None and not self.micro_batch_metrics:
                 state = self.trainer.optimizers[0].state_dict()["state"]
                 seen[step] = copy.deepcopy((self.model.state_dict(), state))
             loss = plain(self, step, batch)
-            return loss * (float("nan") if step in steps and len(self.noted) == 1 else 1.0)
+            return loss * (float("nan") if step in steps and len(self.micro_batch_metrics) == 1 else 1.0)
 
         monkeypatch.setattr(RetrofitModule, "loss_at", loss_at)
         return seen

@@ -40,7 +40,7 @@ def test_every_experiment_passes_the_checks_of_its_start_at_its_own_ranks(name, 
 def test_the_70b_experiment_is_the_papers_on_256_ranks():
     config = shipped("llama2_70b_cr2")
     assert devices_per_node(config) * config.trainer.num_nodes == 256
-    assert config.data.streaming_lanes == 256
+    assert config.data.stream_shards == 256
     assert config.training.learning_rate == 1.5e-5  # 7B and 13B: 3e-5
 
 
@@ -64,8 +64,8 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer.devices": 3}, r"batch_size=4 is not a multiple of micro_batch_size \* devices = 2 \* 3"),
     (
-        {"data.streaming": True, "data.streaming_lanes": 3, "trainer.devices": 2, "trainer.strategy": "ddp"},
-        "streaming_lanes=3 cannot be shared out evenly to 2 ranks",
+        {"data.streaming": True, "data.stream_shards": 3, "trainer.devices": 2, "trainer.strategy": "ddp"},
+        "stream_shards=3 cannot be shared out evenly to 2 ranks",
     ),
     (
         {
