@@ -146,6 +146,11 @@ class RunConfig:
                     "training.regressed_start sets the adapters of whole layers: leave out training.measured_start, "
                     "and use trainer.tensor_parallel_size=1"
                 )
+            if self.trainer.strategy == "deepspeed_zero3":
+                yield (
+                    "training.regressed_start with trainer.strategy=deepspeed_zero3: DeepSpeed gathers no weight for "
+                    "what reads it outside of the forward pass; use fsdp2"
+                )
         if training.delays and training.delays[-1] != gates.delay:
             yield f"training.delays={training.delays} must end with compression.delay={gates.delay}"
         for delay in training.delays:

@@ -39,7 +39,7 @@ from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "calibration", "test")
-_TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
+_TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 
 
 def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -74,7 +74,8 @@ def text_digests(config: RunConfig) -> dict[str, str]:
     }
     folder = Path(data.tokenizer.path or config.model.path or "")
     if data.tokenizer.train_vocab_size is None and folder.is_dir():
-        found["data.tokenizer"] = files_digest(sorted(path for path in folder.iterdir() if _TOKENIZER.match(path.name)))
+        files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
+        found["data.tokenizer"] = files_digest(sorted(files))
     return found
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from launching import train_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dmc.compression import CompressionConfig
@@ -57,8 +58,9 @@ def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge: float) -> Non
     expected, predicted = naive_fit(stock(), texts, ridge)
     model = retrofit(stock(), CompressionConfig(**GATES)).train()
     filled = torch.cat((texts, torch.zeros(6, HALF + 1).long()), 1)  # the second halves are not read
-    fits = fit_scores(model, [{"input_ids": ids} for ids in filled.split(3)], ridge)
-    assert model.training
+    parts = [fit_scores(model, [{"input_ids": ids} for ids in filled.split(3)], ridge, [layer]) for layer in (0, 1)]
+    assert model.training and [list(part) for part in parts] == [[0], [1]]  # each rank has the sums of its layers alone
+    fits = [part[layer] for layer, part in enumerate(parts)]
     np.testing.assert_allclose(np.stack([fit.rows for fit in fits]), expected, rtol=1e-3, atol=1e-3)
     rows = np.stack(decision_rows(fits))
     wanted = -expected / predicted.std()
@@ -81,19 +83,26 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     before, after = load_model(path).state_dict(), load_model(run.final).state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert all(after[name][0::2].any() and not after[name][1::2].any() for name in set(after) - set(before))
+    run_values["trainer"] |= {"devices": 2, "strategy": "fsdp2"}
+    run_values["training"]["micro_batch_size"] = 1
+    train_ranks(dict(run_values, output_dir=str(tmp_path / "two")), 2, tmp_path / "log")
+    again = load_model(tmp_path / "two" / "final").state_dict()
+    assert all(torch.allclose(again[name], weight, atol=1e-5) for name, weight in after.items())
 
 
 @pytest.mark.parametrize(
-    ("compression", "training", "told"),
+    ("compression", "training", "trainer", "told"),
     [
-        ({"action": "merge"}, {}, "regressed_start with compression.action=merge"),
-        ({"gate_input": "both"}, {}, "gate_input=hidden"),
-        ({}, {"measured_start": {}}, r"leave out training\.measured_start"),
-        ({}, {"regressed_start": {"ridge": 0.0}}, r"ridge=0\.0"),
-        ({}, {"regressed_start": None, "stages": {}}, r"stages is empty: give at least one stage, or"),
+        ({"action": "merge"}, {}, {}, "regressed_start with compression.action=merge"),
+        ({"gate_input": "both"}, {}, {}, "gate_input=hidden"),
+        ({}, {}, {"strategy": "deepspeed_zero3"}, r"regressed_start with trainer\.strategy=deepspeed_zero3"),
+        ({}, {"measured_start": {}}, {}, r"leave out training\.measured_start"),
+        ({}, {"regressed_start": {"ridge": 0.0}}, {}, r"ridge=0\.0"),
+        ({}, {"regressed_start": None, "stages": {}}, {}, r"stages is empty: give at least one stage, or"),
     ],
 )
-def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, told) -> None:
+def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, trainer, told) -> None:
+    run_values["trainer"] |= trainer
     run_values["compression"] = GATES | compression
     run_values["training"] |= {"regressed_start": {}} | training
     with pytest.raises(ValueError, match=told):

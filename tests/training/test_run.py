@@ -20,7 +20,7 @@ from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
-from dmc.training.text_data import TextData, build_tokenizer, prepare_text
+from dmc.training.text_data import TextData, build_tokenizer, prepare_text, text_digests
 
 
 def test_run_leaves_loadable_models_and_records(run_config, monkeypatch):
@@ -342,6 +342,16 @@ def test_a_gpu_exports_where_it_has_room_for_the_model_twice(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 4000))
     assert roomy_device(torch.nn.Linear(250, 1, bias=False)) == device  # 1,000 bytes
     assert (device == "cpu") == ("the CPU exports" in caplog.text)
+
+
+def test_a_model_folder_with_folders_in_it_tells_its_tokenizer(run_values, tmp_path):
+    (tmp_path / "model" / "tokenizer").mkdir(parents=True)
+    run_values["data"]["tokenizer"] = {"path": str(tmp_path / "model")}
+    found = []
+    for content in ("old", "old", "new"):
+        (tmp_path / "model" / "spiece.model").write_text(content)
+        found.append(text_digests(build_config(RunConfig, run_values))["data.tokenizer"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from dmc.compression import GateMode, rotate
 from dmc.config import RegressedStartConfig
 from dmc.measure import evaluating
 from dmc.models import CompressedCausalLM
+from dmc.ranks import Ranks
 from dmc.training.callbacks.measured_start import InformedStart
+from dmc.training.checkpoints.folder import gathered
 
 FIT_NAME = "regression.json"
 QUERY_BLOCK = 128
@@ -29,11 +31,13 @@ class RegressedStart(InformedStart):
     settings: RegressedStartConfig
 
     def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """Fit and set, on all ranks, with the figures of the first; see `InformedStart.start`."""
-        model = module.model
+        """Fit and set, each rank some of the layers, for the sums of all are large; see `InformedStart.start`."""
+        model, ranks = module.model, Ranks.all()
+        own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
         with trainer.precision_plugin.forward_context():
-            fits = fit_scores(model, batches, self.settings.ridge, "second pass")
-        fits = trainer.strategy.broadcast(fits)
+            fitted = fit_scores(model, batches, self.settings.ridge, own, None if ranks.rank else "second pass")
+        found = {index: fit for part in gathered(fitted) for index, fit in part.items()}
+        fits = [found[index] for index in sorted(found)]
         compression = model.compression
         for adapter, rows in zip(model.adapters(), decision_rows(fits), strict=True):
             rows[:, -1] += compression.decision_offset
@@ -74,15 +78,24 @@ def decision_rows(fits: Sequence[ScoreFit]) -> list[Tensor]:
 
 @torch.no_grad()
 def fit_scores(
-    model: CompressedCausalLM, batches: Sequence[Mapping[str, Any]], ridge: float, title: str | None = None
-) -> list[ScoreFit]:
+    model: CompressedCausalLM,
+    batches: Sequence[Mapping[str, Any]],
+    ridge: float,
+    layers: Collection[int],
+    title: str | None = None,
+) -> dict[int, ScoreFit]:
     """Fit, by ridge regression, what `second_pass_scores` says of each token from its layer's input.
+
+    A layer takes 8 (hidden + 1)^2 bytes on the model's device.
 
     Args:
         model: its layers whole on this rank.
         batches: see `score_text`; of each sequence the first half is read, twice.
         ridge: penalty on squared weights, in units of the inputs' mean square.
+        layers: which of them are fitted.
         title: of a progress bar; None: none.
+    Returns:
+        The fit of each of the layers.
     """
     sums: dict[int, tuple[Tensor, ...]] = {}
     residual: dict[int, Tensor] = {}
@@ -101,7 +114,8 @@ def fit_scores(
             total += each
 
     hooks = []
-    for layer in model.model.layers:
+    for index in layers:
+        layer = model.model.layers[index]
         hooks.append(layer.register_forward_pre_hook(keep_residual, with_kwargs=True))
         hooks.append(layer.self_attn.register_forward_pre_hook(add, with_kwargs=True))
     try:
@@ -113,7 +127,7 @@ def fit_scores(
     finally:
         for hook in hooks:
             hook.remove()
-    return [_solve(sums[index], ridge) for index in sorted(sums)]
+    return {index: _solve(each, ridge) for index, each in sums.items()}
 
 
 def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
