@@ -1,7 +1,10 @@
 # Sourced by the job files, in the project's root: how jobs start Python.
 . slurm/site.sh
 activate_environment
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # which srun does not take over from the job
+# srun does not take --cpus-per-task over from the job; where it was not given, a step has all CPUs of its nodes.
+[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# Of an array one task has the number of the whole array, which would stand for all its tasks.
+THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
 # run_once PROGRAM ARGUMENT...: one process on the first node.
 run_once() {
@@ -20,14 +23,15 @@ export_rendezvous() {
 
 # requeue: ask for another turn of this job, or of this task of an array; here, for a container has no scontrol.
 requeue() {
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+    scontrol requeue "$THIS_JOB"
 }
 
 # requeue_before_the_limit: what does not end in time, such as an export, begins again from the last checkpoint.
 requeue_before_the_limit() {
     local end
-    end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
-    end=$(($(date -d "$end" +%s) - $(date +%s) - 20))
+    end=$(squeue --noheader --jobs="$THIS_JOB" --format=%e)
+    end=$(date -d "$end" +%s 2>/dev/null) || return 0 # there is no limit
+    end=$((end - $(date +%s) - 20))
     sleep $((end > 0 ? end : 0))
     requeue
 }

@@ -151,14 +151,22 @@ PYTHON = """\
 case "$*" in *setting.py*) echo %s; exit ;; esac
 [ -z "${SLURM_RESTART_COUNT-}" ] || { echo finished; exit; }
 trap '%s' USR1
-echo training
+echo training with ${SLURM_CPUS_PER_TASK-all} CPUs
 sleep 100 & wait $!; wait $!
 """
+SAVES = "sleep 8; echo saved; exit 75"
 
 
 def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop_in_time(slurm, tmp_path):
     jobs = {}
-    for name, on_signal in {"saves": "exit 75", "exports": "echo told"}.items():
+    limit = ["--time=1", "--signal=B:SIGUSR1@59"]
+    turns = {
+        "saves": (SAVES, "train", limit),
+        "exports": ("echo told", "train", limit),
+        "array": (SAVES, "sweep", [*limit, "--array=2,4", "--cpus-per-task=1"]),
+        "endless": (SAVES, "train", ["--time=0"]),
+    }
+    for name, (on_signal, file, options) in turns.items():
         project = tmp_path / name
         shutil.copytree(ROOT / "slurm", project / "slurm")
         with (project / "slurm" / "site.sh").open("a") as site:
@@ -166,13 +174,22 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
         (project / "bin").mkdir()
         (project / "bin" / "python").write_text(PYTHON % (project / "run", on_signal))
         (project / "bin" / "python").chmod(0o755)
-        options = ["--nodes=1", "--ntasks-per-node=2", "--time=1", "--signal=B:SIGUSR1@59", f"--chdir={project}"]
-        ramp = slurm.submit(*options, f"--output={project}/job.log", "slurm/train.sbatch")
+        options = ["--nodes=1", "--ntasks-per-node=1", *options, f"--chdir={project}"]
+        ramp = slurm.submit(*options, f"--output={project}/job-%a.log", f"slurm/{file}.sbatch")
         wait = [f"--dependency=afterok:{ramp}", "--kill-on-invalid-dep=yes", f"--output={project}/branch.log"]
         jobs[ramp], jobs[slurm.submit(*wait, "--wrap=echo branch")] = name, f"branch of {name}"
-    assert {name: slurm.wait(job) for job, name in jobs.items()} == dict.fromkeys(jobs.values(), "COMPLETED")
-    for name in ("saves", "exports"):
-        assert (tmp_path / name / "job.log").read_text().count(", restart 1,") == 1, logs(tmp_path)
+        if name == "endless":
+            slurm.wait_until(lambda run=project: "training" in logs(run / "run"), "a first turn")
+            slurm.call("scancel", "--batch", "--signal=USR1", ramp)
+    states = {name: " ".join({*slurm.wait(job).split()}) for job, name in jobs.items()}
+    assert states == dict.fromkeys(jobs.values(), "COMPLETED")
+    for name, (on_signal, _, _) in turns.items():
+        tasks = sorted((tmp_path / name).glob("job-*.log"))
+        ranks = [path.read_text() for path in (tmp_path / name / "run").rglob("ranks/*.log")]
+        assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(tmp_path)
+        assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(tmp_path)
+        assert all(f"training with {1 if name == 'array' else 'all'} CPUs" in text for text in ranks)
+        assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
