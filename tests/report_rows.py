@@ -1,4 +1,4 @@
-"""Rows as compare.py, evaluate.py and benchmark.py write them, of a grid that nobody has to wait for."""
+"""Rows as compare.py and benchmark.py write them, of a grid that nobody has to wait for."""
 
 from __future__ import annotations
 

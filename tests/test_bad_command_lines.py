@@ -346,6 +346,9 @@ CASES = [
             ("budgets=none", "none"),
             ("tasks=nonesuch", "nonesuch"),
             ("tasks=[]", "tasks"),
+            ("lm_eval.tasks_folder={world}/nowhere", "nowhere"),
+            ("lm_eval.limit=0", "limit=0"),
+            ("lm_eval.limit=some", "limit"),
             ("tasks=[{{like:copy}}]", "name"),
             ("tasks=[{{name:a,like:copy,num_samples:0}}]", "num_samples=0"),
             ("tasks=[{{name:a,like:copy,num_smples:1}}]", "num_smples"),
@@ -361,21 +364,6 @@ CASES = [
     ),
     Case("compare", "policies=full", "models"),
     Case("compare", "models={{}}", "models"),
-    *(
-        Case("evaluate", f"model={{stock}} tasks=nonesuch {setting}", said)
-        for setting, said in (
-            ("", "nonesuch"),
-            ("tasks=[]", "tasks"),
-            ("tasks_folder={world}/nowhere", "nowhere"),
-            ("limit=0", "limit=0"),
-            ("limit=some", "limit"),
-            ("policy=h2o", "budget"),
-            ("budget.ratio=4", "budget"),
-            ("policy=h2o budget.ratio=4 budget.tokens=9", "tokens"),
-        )
-    ),
-    Case("evaluate", "tasks=piqa", "model.path"),
-    Case("evaluate", "model={stock}", "tasks"),
     *(
         Case("benchmark", f"prompt_length=8 new_tokens=2 batch_sizes=1 ratios=1 rounds=1 {setting}", said)
         for setting, said in (

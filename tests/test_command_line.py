@@ -24,12 +24,13 @@ def composed(name: str, *arguments: str) -> Any:
 
 
 def test_a_model_and_tasks_are_given_by_name() -> None:
-    settings = composed("evaluate", "model=some/DIR", "policy=h2o", "budget.ratio=4", "tasks=mmlu,cs_qa")
-    assert (settings["model"]["path"], settings["tasks"]) == ("some/DIR", ["mmlu", "cs_qa"])
-    assert (settings["policy"]["_target_"], settings["budget"]["ratio"]) == ("dmc.policies.H2O", 4)
+    assert composed("generate", "model=some/DIR")["model"]["path"] == "some/DIR"
+    settings = composed("compare", "models={base: DIR}", "policies=h2o", "budgets=4,tokens:9", "tasks=mmlu,cs_qa")
+    assert (settings["policies"], settings["tasks"]) == (["h2o"], ["mmlu", "cs_qa"])
+    assert (settings["models"], settings["budgets"]) == ({"base": "DIR"}, [4, "tokens:9"])
 
 
-@pytest.mark.parametrize("name", ["evaluate", "generate", "benchmark", "train", "prepare_data"])
+@pytest.mark.parametrize("name", ["generate", "benchmark", "train", "prepare_data"])
 @pytest.mark.parametrize("model", ["folder", "meta-llama/Llama-2-7b-hf", "./llama2_7b"])
 def test_every_script_takes_a_folder_or_a_hub_name(
     name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +68,7 @@ def test_a_choice_of_settings_stays_one(name: str, tmp_path: Path, monkeypatch: 
     ],
 )
 def test_lists_and_sweeps(arguments: str, expected: str) -> None:
-    assert plain_settings("evaluate", arguments.split("|"), CONFIGS) == expected.split("|")
+    assert plain_settings("generate", arguments.split("|"), CONFIGS) == expected.split("|")
 
 
 def test_no_thread_computes_with_denormal_numbers() -> None:
@@ -83,7 +84,6 @@ def test_no_thread_computes_with_denormal_numbers() -> None:
     [
         "benchmark.py|model=model|output={file}",
         "compare.py|models={{base: model}}|output={file}",
-        "evaluate.py|model=model|tasks=piqa|output={file}",
         "export.py|run=model|output={file}",
         "report.py|folders=model|output={file}",
         "study.py|output={file}",

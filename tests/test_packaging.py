@@ -47,7 +47,7 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
         kept = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*") if path.suffix in KINDS}
         assert {path.relative_to(installed / folder) for path in (installed / folder).rglob("*.*")} >= kept
     binaries = tmp_path / "site" / "bin"
-    assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-evaluate", "dmc-compare", "dmc-export"}
+    assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
     modules = [f"dmc.scripts.{name}" for name in SCRIPTS]
     code = f"import importlib; print(*[importlib.import_module(each).main.__name__ for each in {modules}])"
     assert run(sys.executable, "-c", code).split() == ["main"] * len(modules)

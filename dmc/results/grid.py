@@ -122,32 +122,6 @@ class CompareConfig:
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
 
 
-def grid_of_one(values: dict[str, Any], policy: str) -> CompareConfig:
-    """Read the settings of `configs/evaluate.yaml`: one model, one method.
-
-    Args:
-        values: the settings, with the policy's own under `policy`.
-        policy: its name.
-    Raises:
-        ValueError: a value is missing or out of range.
-    """
-    values = dict(values)
-    options, asked, model, name = (values.pop(key) for key in ("policy", "budget", "model", "name"))
-    if options and options.get("name", policy) == FULL:
-        raise ValueError(f"{options['_target_']} is not the full cache: give it a name, +policy.name=mine")
-    budget = None if asked["ratio"] is None and asked["tokens"] is None else Budget(**asked)
-    target = {key: value for key, value in options.items() if key != "name"}
-    policy_from_config(target, budget)  # refuses a budget that is missing or given in vain
-    name = name or (model["path"] if isinstance(model, dict) else model)
-    own = {key: values.pop(key) for key in LMEvalSettings.__dataclass_fields__ if key in values}
-    return build_config(
-        CompareConfig,
-        values
-        | {"models": {name: model}, "policies": [{"name": policy, **options} if options else policy]}
-        | {"budgets": [] if budget is None else [budget_name(budget)], "speed_tokens": 0, "lm_eval": own},
-    )
-
-
 @dataclass(frozen=True)
 class Method:
     """What decides about the cache of a model."""

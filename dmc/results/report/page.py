@@ -36,8 +36,7 @@ from dmc.results.tables import (
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, JSON, PLOTS = "report.html", "results.csv", "report.json", "plots"
 EXPECTED = (
-    "expected a folder with cells.jsonl, as compare.py, evaluate.py, benchmark.py, collect.py, study.py "
-    "and the quickstart write it"
+    "expected a folder with cells.jsonl, as compare.py, benchmark.py, collect.py, study.py and the quickstart write it"
 )
 GATES_CAVEAT = "A model with gates of its own has other weights than the full cache it is compared with."
 SECTIONS = {

@@ -1,4 +1,4 @@
-"""lm-eval's tasks as tasks of a grid: what a row keeps, the front of one model, and what is refused."""
+"""lm-eval's tasks as tasks of a grid: what a row keeps, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
 from dmc.policies import H2O
 from dmc.results.compare import run_cells, unfinished
-from dmc.results.grid import CompareConfig, grid_of_one, plan_grid
-from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, check_tasks, read_benchmarks
+from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, LMEvalSettings, check_tasks, read_benchmarks
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-POLICIES = {"h2o": "H2O", "tova": "TOVA", "snapkv": "SnapKV"}
 BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
@@ -44,16 +43,11 @@ pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 @pytest.fixture
 def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
     def build(policy: Any = "full", budget: Any = None, **changes: Any) -> CompareConfig:
-        values = {"model": str(folders.stock), "tasks": [BOTH], "tasks_folder": str(tasks_folder), "limit": 3}
-        values |= {
-            "name": None,
-            "output": str(tmp_path / "out"),
-            "budget": {"ratio": None, "tokens": None} | (budget or {}),
-        }
-        name = policy if isinstance(policy, str) else policy["name"]
-        if isinstance(policy, str):
-            policy = {} if policy == "full" else {"_target_": f"dmc.policies.{POLICIES[policy]}"}
-        return grid_of_one(values | {"policy": policy} | changes, name)
+        values = {"models": {"base": str(folders.stock)}, "tasks": [BOTH], "output": str(tmp_path / "out")}
+        values |= {"policies": [policy], "budgets": [] if budget is None else [budget], "speed_tokens": 0}
+        own = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
+        lm_eval = {"tasks_folder": str(tasks_folder), "limit": 3} | own
+        return build_config(CompareConfig, values | {"lm_eval": lm_eval} | changes)
 
     return build
 
@@ -65,7 +59,8 @@ def run(config: CompareConfig) -> list[dict[str, Any]]:
 
 
 def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> None:
-    choice, generation = run(make_config(policy="h2o", budget={"ratio": 2.0}, save_samples=True))
+    config = make_config("h2o", 2, save_samples=True)
+    choice, generation = run(config)
     assert [row["status"] for row in (choice, generation)] == ["done"] * 2
     assert (choice["main_metric"], generation["main_metric"]) == ("acc", "exact_match")
     assert set(choice["metrics"]) == {"acc", "acc_norm"}
@@ -76,14 +71,9 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> 
         assert statistics.fmean(row["sample_values"]) == pytest.approx(row["metrics"][row["main_metric"]])
     assert choice["settings"]["policy"]["_target_"] == "dmc.policies.H2O"
     assert {"lm-eval", "torch"} <= set(choice["provenance"]["versions"])
-
-
-def test_samples_are_written_on_request(make_config: Any) -> None:
-    config = make_config(save_samples=True)
-    row = run(config)[0]
-    lines = (Path(config.output) / "samples" / row["key"] / "local_choice.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
-    assert statistics.fmean(sample["acc"] for sample in samples) == row["metrics"]["acc"]
+    file = Path(config.output) / "samples" / choice["key"] / "local_choice.jsonl"
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert statistics.fmean(sample["acc"] for sample in samples) == choice["metrics"]["acc"]
     assert all(len(sample["resps"]) == 4 for sample in samples)
 
 
@@ -135,7 +125,7 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(
     text = MADE_TASK.replace("custom_dataset: !function make.documents", data).replace("task: made", "task: asked")
     text = text.replace("doc_to_text: prompt", 'doc_to_text: "{{context}}\\n\\nQuestion: gamma?\\nIt is"')
     (folder / "asked.yaml").write_text(text)
-    budget = {"ratio": 4.0} if policy != "full" else None
+    budget = 4 if policy != "full" else None
     asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "both"}
     config = make_config(policy, budget, **asked, save_samples=True)
     known, row = run(config)
@@ -193,30 +183,22 @@ def keys(config: CompareConfig) -> list[str]:
     return [cell.key for cell in plan_grid(config, CONFIGS).cells]
 
 
-def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, tasks_folder: Path) -> None:
+def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, tasks_folder: Path) -> None:
     task = {"name": "local_choice"}
-    base = {"tasks": [task], "policy": "h2o", "budget": {"ratio": 2.0}}
-    (key,) = keys(make_config(**base))
-    assert keys(make_config(**base, output="elsewhere", save_samples=True)) == [key]
+    (key,) = keys(make_config(tasks=[task]))
+    assert keys(make_config(tasks=[task], output="elsewhere", save_samples=True)) == [key]
     changes: list[dict[str, Any]] = [
-        {"budget": {"tokens": 8}},
-        {"policy": "tova"},
-        {"policy": {"name": "h2o", "_target_": "dmc.policies.H2O", "recent": 4}},
-        {"policy": "full", "budget": {}},
         {"tasks": [{**task, "num_fewshot": 2}]},
         {"tasks": [{**task, "metric": "acc_norm"}]},
         {"limit": None},
         {"seed": 1},
         {"chat_template": True},
         {"engine": {"block_size": 32}},
-        {"model": {"path": str(folders.stock), "dtype": "bfloat16"}},
-        {"model": str(folders.compressed), "policy": "full", "budget": {}},
     ]
-    found = {key, *(keys(make_config(**{**base, **change}))[0] for change in changes)}
+    found = {key, *(keys(make_config(**{"tasks": [task], **change}))[0] for change in changes)}
     assert len(found) == 1 + len(changes)
-    file = tasks_folder / "choice.jsonl"
-    os.utime(file, ns=(1, 1))
-    assert keys(make_config(**base)) != [key]
+    os.utime(tasks_folder / "choice.jsonl", ns=(1, 1))
+    assert keys(make_config(tasks=[task])) != [key]
 
 
 @pytest.mark.parametrize(
@@ -224,15 +206,9 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, folders: Any, t
     [
         ({"tasks": [{"name": "a", "member": []}]}, "did you mean 'members'"),
         ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
-        ({"tasks": []}, "tasks is empty"),
         ({"question": "hidden"}, "where questions of 'both' begin is not known; give it a context_field"),
         ({"question": "both"}, "question=both: where questions of 'both' begin is not known"),
         ({"limit": 0}, "limit=0: expected a whole number >= 1"),
-        ({"policy": "h2o"}, "H2O needs a budget"),
-        ({"policy": {"name": "full", "_target_": "dmc.policies.H2O"}, "budget": {"ratio": 4.0}}, r"\+policy.name=mine"),
-        ({"budget": {"ratio": 4.0}}, "the full cache has no budget"),
-        ({"policy": "h2o", "budget": {"ratio": 0.5}}, "ratio=0.5 is not a compression ratio"),
-        ({"model": "/nowhere"}, "there is no folder /nowhere"),
         ({"tasks_folder": "/nowhere"}, "tasks_folder=/nowhere: there is no such folder"),
     ],
 )
@@ -326,18 +302,16 @@ def test_a_task_that_cannot_be_run_is_refused(name: str, message: str, everythin
 
 
 def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: Any, folders: Any) -> None:
-    config = make_config()
-    run(config)
-    run(make_config(policy="h2o", budget={"tokens": 8}))
-    rows = run(make_config(model=str(folders.compressed), name="small"))
+    models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    config = make_config(models=models, policies=["full", "h2o"], budgets=["tokens:8"])
+    rows = run(config)
     folder = Path(config.output)
     table = write_tables(Store(folder / "cells.jsonl"), folder)
     assert table == (folder / "table.md").read_text().strip()
     lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
     assert table.startswith("### both: mean of 6 samples (higher is better), question known")
     assert [[cell.strip() for cell in line[:2]] for line in lines[1:]] == [
-        [str(folders.stock) + ", full", "full cache"], ["small, learned", "CR 2"],
-        [str(folders.stock) + ", h2o", "8 tokens"],
+        ["base, full", "full cache"], ["small, learned", "CR 2"], ["base, h2o", "8 tokens"],
     ]  # fmt: skip
     values = [row["metrics"][row["main_metric"]] for row in rows[:2]]
     assert f"| {statistics.fmean(values):.4f} |" in table
@@ -363,29 +337,6 @@ def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_le
     assert "### ours: exact_match" in table and "### local_choice: acc" in table and "### All tasks" in table
 
 
-def test_the_script_evaluates_and_sweeps_into_one_table(
-    folders: Any, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [
-        "evaluate.py",
-        f"model={folders.stock}",
-        "policy=h2o",
-        "budget.ratio=4",
-        "limit=2",
-    ]
-    command += [f"tasks_folder={tasks_folder}", f"output={tmp_path / 'out'}"]
-    assert run_script(*command, "tasks=local_choice") == ""
-    assert "### local_choice: acc" in capsys.readouterr().out
-    assert run_script(*command, "tasks=local_choice", "policy=h2o,tova", "-m") == ""
-    said = capsys.readouterr().err
-    assert [f"1 cells, {count} finished before" in said for count in (0, 1)] == [True, True]
-    table = (tmp_path / "out" / "table.md").read_text()
-    assert ["h2o" in table, "tova" in table] == [True, True]
-    rows = Store(tmp_path / "out" / "cells.jsonl").rows()
-    assert [row["policy"] for row in rows] == ["h2o", "tova"]
-    assert "scripts/evaluate.py" in rows[0]["provenance"]["command"]
-
-
 def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
     rows = run(make_config(chat_template=True))
     assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
@@ -393,7 +344,7 @@ def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
 
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
-    command = [sys.executable, "scripts/evaluate.py", f"model={folders.stock}", "tasks=piqa"]
+    command = [sys.executable, "scripts/compare.py", f"models={{base: {folders.stock}}}", "tasks=piqa"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1
