@@ -254,7 +254,7 @@ class Engine:
             segments = self._scheduler.next_segments()
             if (outgrown := self._scheduler.outgrown) is not None:
                 self._scheduler.outgrown = None
-                self._fail(outgrown, self._outgrown_error(outgrown))
+                self._fail(outgrown, self._outgrown_error(outgrown), sound=True)
             try:
                 return self._advance(segments) if segments else []
             except Exception as error:
@@ -569,9 +569,10 @@ class Engine:
                     begin = request.take_prompt(logits[begin:end]) + begin
                 if begin == end:
                     continue
-                if request.params.n > 1 and not request.logprobs and request.root is None:
+                is_first = not request.logprobs
+                if request.params.n > 1 and is_first and request.root is None and not request.alternatives:
                     self._branch(request)
-                asking += request.branches if not request.logprobs else [request]
+                asking += [each for each in request.branches if not each.logprobs] if is_first else [request]
                 rows += [begin] * (len(asking) - len(rows))
             begin = end
         return self._sample(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
@@ -613,27 +614,28 @@ class Engine:
         drawn, events = self.cache.layout.ranks.of_first(choice.as_rows()).tolist(), []
         for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=True)):
             if index in choice.errors or not math.isfinite(logprob):
-                self._fail(request.sequence, choice.errors.get(index) or _not_finite(request))
+                is_number = bool(logits[index].amax().isfinite())  # else it is the model's fault, not the request's
+                self._fail(request.sequence, choice.errors.get(index) or _not_finite(request), sound=is_number)
                 continue
             top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
             try:
                 events.append(request.accept(int(token), logprob, top_logprobs))
             except Exception as error:  # of its tokenizer
-                self._fail(request.sequence, error)
+                self._fail(request.sequence, error, sound=True)
                 continue
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
         return events
 
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End what cannot go on, with what it has come to."""
+    def _fail(self, sequence: Sequence, error: Exception, sound: bool = False) -> None:
+        """End what cannot go on, with what it has come to; `sound`: others may go on from what it holds."""
         if (forced := self._forced.get(sequence)) is not None:
             forced.error = error
             self._scheduler.finish(sequence)
             return
         request = self._requests[sequence]
         (request.root or request).error = error
-        self._finish(request, "error", sound=isinstance(error, OutOfBlocksError))
+        self._finish(request, "error", sound=sound)
 
     def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache

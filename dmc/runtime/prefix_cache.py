@@ -163,8 +163,9 @@ class PrefixCache:
                 if not self._keys[old]:
                     self._forget(old)
         most = MOST_STATES * self._cache.allocator.num_blocks * self._cache.block_bytes
-        while sum(each.num_bytes for each in self) > most:
-            self.reclaim()
+        ranks = self._cache.layout.ranks  # what a state takes differs between ranks, and all must keep the same
+        while ranks.maximum(int(sum(each.num_bytes for each in self) > most)) and self.reclaim():
+            pass
 
     def _forget(self, snapshot: Snapshot) -> None:
         for here, tail in self._keys.pop(snapshot):

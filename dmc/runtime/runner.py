@@ -180,7 +180,6 @@ class Runner:
         else:
             logits = self._pass_of(segments, rows, begins, counts)
         self.cache.tokens_seen[rows] += torch.tensor(counts)
-        self._attention.finish(self._feed)
         for segment in segments:
             sequence = segment.sequence
             sequence.held.add(
@@ -221,6 +220,7 @@ class Runner:
         with self._linear, self._stock:
             output = self.model(tokens, logits_to_keep=logits_of, **asked)
         step.finish()
+        self._attention.finish(self._feed)
         tally.count_last(ones, self.cache.lengths, adds=True)
         tally.count_last(many, self.cache.lengths, adds=False)
         return output.logits[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmc import Engine, policies
+from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.policies import KVzip, Marked, Random
 
@@ -82,3 +82,13 @@ def test_lots_are_drawn_for_each_head_and_differ_with_the_seed(make_stock, make_
 def test_options_out_of_range_are_refused(method, options, error):
     with pytest.raises(ValueError, match=error):
         getattr(policies, method)(budget=Budget(ratio=2), **options)
+
+
+@pytest.mark.parametrize("name", ["AdaKV", "ExpectedAttention", "KVzip", "LAVa", "PyramidKV", "SnapKV"])
+@pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
+def test_memory_is_counted_when_the_prompt_has_been_compressed(name, make_stock, make_prompts):
+    engine = Engine(make_stock(), policy=getattr(policies, name)(budget=Budget(ratio=8)))
+    (generation,) = engine.generate(make_prompts(120), SamplingParams(max_new_tokens=1, temperature=0))
+    stats = generation.stats
+    torch.testing.assert_close(stats.mean_slots, stats.slots.double())
+    assert stats.mean_bytes_allocated == stats.peak_bytes_allocated == stats.bytes_allocated

@@ -9,6 +9,7 @@ import torch
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
+from dmc.runtime import engine as engine_module
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 POISON = 7
@@ -118,6 +119,29 @@ def test_a_small_memory_and_a_fault_end_all_requests(make_compressed: Any, make_
     finish(engine, requests)
     assert [request.generation.token_ids for request in requests[:4]] == expected
     assert str(requests[4].error) == "the kernel cannot read this"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str)
+def test_sampling_that_fails_once_after_a_fork_costs_nothing_but_time(
+    options: dict[str, Any], make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts, sampled = make_compressed(), make_prompts(20, 40), SamplingParams(max_new_tokens=9, n=3, seed=5)
+    expected = Engine(model).generate(prompts, sampled)
+    engine, choose, failures = Engine(model, **options), engine_module.choose_tokens, [ValueError("once")]
+
+    def stumble(logits: torch.Tensor, *arguments: Any) -> Any:
+        if failures and len(logits) > 1:
+            raise failures.pop()
+        return choose(logits, *arguments)
+
+    monkeypatch.setattr(engine_module, "choose_tokens", stumble)
+    requests = [engine.submit(prompt, sampled) for prompt in prompts]
+    finish(engine, requests)
+    assert not failures and engine.blocks_in_use == 0
+    for request, theirs in zip(requests, expected, strict=True):
+        assert request.error is None
+        ours = [request.generation, *request.generation.alternatives]
+        assert [each.token_ids for each in ours] == [each.token_ids for each in (theirs, *theirs.alternatives)]
 
 
 class Stumbling:

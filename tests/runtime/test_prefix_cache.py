@@ -1,5 +1,6 @@
 """What requests share is computed once, and each brings what it would alone."""
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
+from dmc.ranks import Ranks
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -145,6 +147,29 @@ def test_what_was_no_number_is_kept_for_nobody(scores: bool, model: Any, make_pr
     assert_same(engine.generate([prefix + more, prefix + other], GREEDY), expected)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 1e-300},
+        {"logits_processor": lambda tokens, scores: scores[0]},
+        {"logits_processor": lambda tokens, scores: scores - torch.inf},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(
+    own: dict[str, Any], make_stock: Any, make_prompts: Any
+) -> None:
+    (prompt,) = make_prompts(100)
+    engine = Engine(make_stock(), prefix_cache=True)
+    engine.generate([prompt], GREEDY)
+    held = engine.prefix_cache_bytes
+    request = engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, **own))
+    while request.generation is None:
+        engine.step()
+    assert request.error is not None
+    assert engine.prefix_cache_bytes >= held > 0
+
+
 @pytest.mark.parametrize("holder", ["a session that rests", "its own rest"])
 def test_a_request_does_not_give_up_the_prefix_that_it_goes_on_from(
     holder: str, make_stock: Any, make_prompts: Any
@@ -196,6 +221,21 @@ def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed: Any
     for prompt in make_prompts(*[80] * 40):
         engine.generate([prompt], SamplingParams(max_new_tokens=1))
     assert 0 < sum(each.num_bytes for each in engine._prefixes) <= 2**20 / 4
+
+
+class BesideAFullRank(Ranks):
+    """One of two ranks, the other of which has taken all that it may for states."""
+
+    def maximum(self, number: int) -> int:
+        return max(number, 1)
+
+
+def test_ranks_drop_the_same_prefixes(make_compressed: Any, make_prompts: Any) -> None:
+    engine = Engine(make_compressed(), prefix_cache=True)
+    engine.cache.layout = dataclasses.replace(engine.cache.layout, ranks=BesideAFullRank())
+    for prompt in make_prompts(100, 120):
+        engine.generate([prompt], GREEDY)
+    assert engine.prefix_cache_bytes == 0
 
 
 def test_an_engine_with_a_prefix_cache_goes_with_its_last_reference(make_stock: Any, make_prompts: Any) -> None:
