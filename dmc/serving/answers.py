@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -19,7 +20,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 
 from dmc.runtime import Engine, Generation, GenerationStats, TokenEvent
-from dmc.serving.requests import Asked, ChatAsked, CompletionAsked
+from dmc.serving.requests import APIError, Asked, ChatAsked, CompletionAsked, out_of_range
 from dmc.serving.worker import Job
 
 LEAST_LOGPROB = -9999.0
@@ -29,129 +30,150 @@ Told = tuple[int, float | None, dict[int, float]]
 
 
 class Answer:
-    """What one request is answered.
+    """What one request is answered, as JSON.
 
     Args:
         asked: the request.
         jobs: one for each prompt.
         engine: that continues them.
+        news: where the jobs' events, stats and ends come from.
     """
 
-    def __init__(self, asked: Asked, jobs: list[Job], engine: Engine) -> None:
-        self.asked, self.jobs, self._engine = asked, jobs, engine
+    def __init__(self, asked: Asked, jobs: list[Job], engine: Engine, news: asyncio.Queue[tuple[Job, Any]]) -> None:
+        self._asked, self._jobs, self._engine, self._news = asked, jobs, engine, news
         self._is_chat = isinstance(asked, ChatAsked)
         self._echoes = isinstance(asked, CompletionAsked) and asked.echo
         self._offsets: dict[int, int] = {}
-        self._same = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+        self._num_generated = 0
+        self._held: dict[int, GenerationStats] = {}
+        self._ends: dict[int, Generation] = {}
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
 
-    def whole(self, generations: list[Generation]) -> dict[str, Any]:
-        """Put the answer together, of one generation for each prompt."""
-        choices: list[Any] = []
-        for job, generation in zip(self.jobs, generations, strict=True):
-            for each in (generation, *generation.alternatives):
-                text, reason = each.text or "", each.finish_reason
-                tokens: list[Told] = list(
-                    zip(each.token_ids, each.logprobs, each.top_logprobs or [{}] * len(each.token_ids), strict=True)
-                )
-                if self.asked.max_tokens == 0:
-                    text, reason, tokens = "", "length", []
-                if self._echoes:
-                    text, tokens = self.prompt_text(job) + text, self._of_prompt(job) + tokens
-                choices.append(self._choice(len(choices), text, tokens, reason))
-        lengths = [len(each.token_ids) for one in generations for each in (one, *one.alternatives)]
-        usage = self.usage(lengths, generations)
-        build: Any = ChatCompletion if self._is_chat else Completion
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        return build.construct(**self._same, object=kind, choices=choices, usage=usage).model_dump(mode="json")
+    async def whole(self) -> str:
+        """Wait for all continuations.
 
-    def piece(self, job: Job, event: TokenEvent, usage: CompletionUsage | None) -> dict[str, Any]:
-        """Write what one token brings to a stream."""
-        index = job.index * self.asked.n + event.number
-        tokens: list[Told] = [(event.token_id, event.logprob, event.top_logprobs or {})]
-        return self._chunk([self._choice(index, event.text, tokens, event.finish_reason, streams=True)], usage)
-
-    def beginning(self, job: Job) -> list[dict[str, Any]]:
-        """Write what comes before the first token: a chat's role, or the prompt that is echoed."""
-        found = []
-        for index in range(job.index * self.asked.n, (job.index + 1) * self.asked.n):
-            if self._is_chat:
-                delta = ChoiceDelta(role="assistant", content="")
-                found.append(self._chunk([ChunkChoice(index=index, delta=delta, finish_reason=None)], None))
-            elif self._echoes:
-                choice = self._choice(index, self.prompt_text(job), self._of_prompt(job), None, streams=True)
-                found.append(self._chunk([choice], None))
-        return found
-
-    def last(self, usage: CompletionUsage) -> dict[str, Any]:
-        """Write the piece with the usage alone."""
-        return self._chunk([], usage)
-
-    def usage(
-        self, lengths: list[int], held: Iterable[Generation | GenerationStats], slots: bool = False
-    ) -> CompletionUsage:
-        """Count tokens, and what the cache holds of them.
-
-        Args:
-            lengths: of the continuations so far.
-            held: one for each prompt, maybe with further continuations.
-            slots: whether to tell the entries of every layer and KV head.
+        Raises:
+            APIError: one of the prompts could not be continued to its end.
         """
-        every: list[GenerationStats] = []
-        for each in held:
-            found = [each, *each.alternatives] if isinstance(each, Generation) else [each]
-            every += [one.stats if isinstance(one, Generation) else one for one in found]
-        entries = sum(int(stats.slots.sum()) for stats in every)
-        seen = sum(stats.tokens_seen * stats.slots.numel() for stats in every)
+        async for _ in self._events():
+            self._num_generated += 1
+        return await asyncio.to_thread(self._whole)
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Tell every token as it comes.
+
+        Raises:
+            APIError: see `whole`.
+        """
+        options, n = self._asked.stream_options, self._asked.n
+        begun: set[int] = set()
+        async for job, event in self._events():
+            if job.index not in begun and (self._is_chat or self._echoes):
+                begun.add(job.index)
+                opening = self._prompt(job) if self._echoes else ("", [])
+                for index in range(job.index * n, (job.index + 1) * n):
+                    yield self._piece([self._choice(index, *opening, None, ChoiceDelta(role="assistant"))])
+            self._num_generated += 1
+            usage = self._usage([*self._held.values()], slots=True) if options.continuous_usage_stats else None
+            tokens: list[Told] = [(event.token_id, event.logprob, event.top_logprobs or {})]
+            told = self._ending(event.text, tokens, event.finish_reason)
+            yield self._piece([self._choice(job.index * n + event.number, *told, ChoiceDelta())], usage)
+        if options.include_usage:
+            stats = [each.stats for one in self._generations() for each in one]
+            yield self._piece([], self._usage(stats, slots=options.continuous_usage_stats))
+
+    async def _events(self) -> AsyncIterator[tuple[Job, TokenEvent]]:
+        while len(self._ends) < len(self._jobs):
+            job, each = await self._news.get()
+            if isinstance(each, TokenEvent):
+                yield job, each
+            elif isinstance(each, GenerationStats):
+                self._held[job.index] = each
+            elif isinstance(each, ValueError):
+                raise out_of_range(each)
+            elif isinstance(each, Exception):
+                raise APIError(500, f"the request could not go on: {each}", None, "generation_failed")
+            elif each.finish_reason == "abort":
+                raise APIError(500, "the request was taken off", None, "generation_failed")
+            else:
+                self._ends[job.index] = each
+
+    def _generations(self) -> list[list[Generation]]:
+        return [[self._ends[job.index], *self._ends[job.index].alternatives] for job in self._jobs]
+
+    def _whole(self) -> str:
+        choices: list[Any] = []
+        for job, generations in zip(self._jobs, self._generations(), strict=True):
+            for each in generations:
+                top = each.top_logprobs or [{}] * len(each.token_ids)
+                told: list[Told] = list(zip(each.token_ids, each.logprobs, top, strict=True))
+                text, tokens, reason = self._ending(each.text or "", told, each.finish_reason)
+                if self._echoes:
+                    prompt, tokens_of_prompt = self._prompt(job)
+                    text, tokens = prompt + text, tokens_of_prompt + tokens
+                choices.append(self._choice(len(choices), text, tokens, reason))
+        usage = self._usage([each.stats for one in self._generations() for each in one])
+        if self._is_chat:
+            return self._written(ChatCompletion, "chat.completion", choices, usage)
+        return self._written(Completion, "text_completion", choices, usage)
+
+    def _piece(self, choices: list[Any], usage: CompletionUsage | None = None) -> str:
+        if self._is_chat:
+            return self._written(ChatCompletionChunk, "chat.completion.chunk", choices, usage)
+        return self._written(Completion, "text_completion", choices, usage)
+
+    def _written(self, build: Any, kind: str, choices: list[Any], usage: CompletionUsage | None) -> str:
+        same = {"id": self._id, "created": self._created, "model": self._asked.model}
+        return str(build.construct(**same, object=kind, choices=choices, usage=usage).model_dump_json())
+
+    def _ending(self, text: str, tokens: list[Told], reason: str | None) -> tuple[str, list[Told], str | None]:
+        """Hide the one token that is generated where none was asked for."""
+        return ("", [], "length") if self._asked.max_tokens == 0 else (text, tokens, reason)
+
+    def _choice(
+        self, index: int, text: str, tokens: list[Told], reason: str | None, delta: ChoiceDelta | None = None
+    ) -> Any:
+        told: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        if self._asked.num_logprobs is not None:
+            told["logprobs"] = self._chat_logprobs(tokens) if self._is_chat else self._logprobs(index, tokens)
+        if not self._is_chat:
+            return CompletionChoice.construct(text=text, **told)
+        if delta is not None:
+            return ChunkChoice.construct(delta=delta.model_copy(update={"content": text}), **told)
+        return ChatChoice.construct(message=ChatCompletionMessage(role="assistant", content=text), **told)
+
+    def _usage(self, stats: list[GenerationStats], slots: bool = False) -> CompletionUsage:
+        """Count tokens, and what the cache holds of them; `slots`: of every layer and KV head."""
+        entries = sum(int(each.slots.sum()) for each in stats)
+        seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
         told: dict[str, Any] = {
             "achieved_ratio": round(seen / entries, 4) if entries else None,
             "slots": entries,
-            "bytes_used": sum(stats.bytes_used for stats in every),
-            "bytes_allocated": sum(stats.bytes_allocated for stats in every),
+            "bytes_used": sum(each.bytes_used for each in stats),
+            "bytes_allocated": sum(each.bytes_allocated for each in stats),
         }
-        if slots and every:
-            told |= {"slots_by_head": every[0].slots.tolist(), "tokens_seen": every[0].tokens_seen}
-        prompt = sum(len(job.prompt) for job in self.jobs)
-        generated = 0 if self.asked.max_tokens == 0 else sum(lengths)
-        requests = [job.request for job in self.jobs if job.request is not None]
-        reused = PromptTokensDetails(cached_tokens=sum(each.sequence.num_reused for each in requests))
+        if slots and stats:
+            told |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
+        prompt = sum(len(job.prompt) for job in self._jobs)
+        generated = 0 if self._asked.max_tokens == 0 else self._num_generated
+        reused = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
         return CompletionUsage(
             prompt_tokens=prompt,
             completion_tokens=generated,
             total_tokens=prompt + generated,
-            prompt_tokens_details=reused,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=reused),
             **{"x-dmc-stats": told},  # type: ignore[arg-type]
         )
 
-    def prompt_text(self, job: Job) -> str:
-        """Write a prompt as the tokenizer reads it."""
-        return str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True))
-
-    def _chunk(self, choices: list[Any], usage: CompletionUsage | None) -> dict[str, Any]:
-        build: Any = ChatCompletionChunk if self._is_chat else Completion
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return build.construct(**self._same, object=kind, choices=choices, usage=usage).model_dump(mode="json")
-
-    def _choice(self, index: int, text: str, tokens: list[Told], reason: str | None, streams: bool = False) -> Any:
-        logprobs = None
-        if self.asked.num_logprobs is not None:
-            logprobs = self._chat_logprobs(tokens) if self._is_chat else self._logprobs(index, tokens)
-        if not self._is_chat:
-            return CompletionChoice.construct(index=index, text=text, logprobs=logprobs, finish_reason=reason)
-        if streams:
-            delta = ChoiceDelta(content=text)
-            return ChunkChoice.construct(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
-        message = ChatCompletionMessage(role="assistant", content=text)
-        return ChatChoice.construct(index=index, message=message, logprobs=logprobs, finish_reason=reason)
-
-    def _of_prompt(self, job: Job) -> list[Told]:
-        request = job.request
+    def _prompt(self, job: Job) -> tuple[str, list[Told]]:
+        """Tell a prompt as the tokenizer reads it, and how likely its tokens are if that was asked."""
+        text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
         assert request is not None
-        first: Told = (job.prompt[0], None, {})
-        return [first, *zip(job.prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=False)]
+        if self._asked.num_logprobs is None:
+            return text, []
+        likely = zip(job.prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True)
+        return text, [(job.prompt[0], None, {}), *likely]
 
     def _logprobs(self, index: int, tokens: list[Told]) -> Logprobs:
         texts = [self._text(token) for token, _, _ in tokens]
@@ -172,14 +194,13 @@ class Answer:
     def _chat_logprobs(self, tokens: list[Told]) -> ChoiceLogprobs:
         content = []
         for token, logprob, likely in tokens:
-            top = [TopLogprob(**self._named(each), logprob=_finite(value)) for each, value in likely.items()]
-            value = _finite(logprob or 0.0)
-            content.append(ChatCompletionTokenLogprob(**self._named(token), logprob=value, top_logprobs=top))
+            top = [TopLogprob(**self._named(each, value)) for each, value in likely.items()]
+            content.append(ChatCompletionTokenLogprob(**self._named(token, logprob or 0.0), top_logprobs=top))
         return ChoiceLogprobs(content=content, refusal=None)
 
-    def _named(self, token: int) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": _finite(logprob)}
 
     def _text(self, token: int) -> str:
         return str(self._engine.tokenizer.decode([token]))

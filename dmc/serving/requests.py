@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.prompt import encode
 
 MOST_PROMPTS, MOST_CONTINUATIONS, MOST_STOPS, MOST_LOGPROBS, MOST_BIASES = 128, 32, 32, 20, 1024
+Kind = TypeVar("Kind", bound="Body")
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """Fields about a request that change nothing of its answer."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -34,14 +45,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
 }
 """Fields of OpenAI's that are not served, and the values that ask for what is done anyway."""
-
-
-UNIONS = {
-    "prompt": "expected a text, a list of texts, token ids, or a list of lists of them",
-    "stop": "expected a text or a list of texts",
-    "content": "expected a text or a list of parts",
-}
-"""What may be given where there is a choice."""
 
 
 class APIError(Exception):
@@ -67,117 +70,183 @@ class APIError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
+    def event(self) -> str:
+        """Write it into a stream whose status has been sent."""
+        return f"data: {json.dumps(self.body())}\n\n"
 
-class StreamOptions(BaseModel):
+
+def _wrong(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "expected {expected}", {"expected": expected})
+
+
+class Body(BaseModel):
+    """A JSON object; a field that is not served is refused, unless it is null, or asks for what is done anyway."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if value is not None and name not in METADATA}
+        for name in [name for name in values if name not in cls.model_fields]:
+            value, usual = values.pop(name), NOT_SERVED.get(name, ())
+            if not any(type(value) is type(each) and value == each for each in usual):
+                allowed = f"; leave it out, or give {usual[0]!r}" if usual else ""
+                told = {"name": name[:100], "allowed": allowed}
+                raise PydanticCustomError("not_served", "{name} is not served here{allowed}", told)
+        return values
+
+
+def _prompt(value: Any) -> Any:
+    def is_tokens(each: Any) -> bool:
+        return isinstance(each, list) and all(type(token) is int for token in each)
+
+    # a wrong one is told at once: errors of 80,000 items and of each alternative would take seconds
+    texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if isinstance(value, str) or texts or is_tokens(value) or (isinstance(value, list) and all(map(is_tokens, value))):
+        return value
+    raise _wrong("a text, a list of texts, token ids, or a list of lists of them")
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(text, str) and 0 < len(text) <= 1000 for text in given):
+        raise _wrong("a text or a list of texts of 1 to 1000 characters")
+    if len(given) > MOST_STOPS:
+        raise _wrong(f"at most {MOST_STOPS} texts")
+    return tuple(given)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise _wrong(f"at most {MOST_BIASES} token ids, each with a number")
+    for token, bias in value.items():
+        if not (token.isdecimal() and len(token) < 20 and type(bias) in (int, float) and -100 <= bias <= 100):
+            raise _wrong("token ids, each with a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+class StreamOptions(Body):
     """What comes with the pieces of a stream."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Usage, and with it what the cache holds, with every piece, as vLLM has it."""
     include_obfuscation: bool = False
 
 
-class Asked(BaseModel):
+class Asked(Body):
     """What both kinds of completions have; names that OpenAI does not know are the engine's."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     model: str
     max_tokens: int | None = Field(None, ge=0)
     temperature: float = 1.0
     top_p: float = 1.0
     n: int = Field(1, ge=1, le=MOST_CONTINUATIONS)
     seed: int | None = None
-    stop: str | list[str] = Field([], max_length=MOST_STOPS * 256)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = 0.0
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=MOST_BIASES)
+    logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] = {}
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     question_tokens: int = Field(0, ge=0)
     """Last tokens of each prompt that are fed when a policy has compressed those before."""
-    stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MOST_STOPS)
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens are told with each; None: nothing is."""
-        raise NotImplementedError
+    num_logprobs: ClassVar[property]
+    """How many of the most likely tokens are told with each; None: nothing is."""
 
 
 class CompletionAsked(Asked):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Any, PlainValidator(_prompt)]
+    max_tokens: int | None = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """See `Asked`."""
-        return self.logprobs
+    num_logprobs = property(lambda self: self.logprobs)
 
 
-class Part(BaseModel):
+class Part(Body):
     """A piece of a message."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Body):
     """One of a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: Annotated[
+        list[Part],
+        FailFast(),
+        BeforeValidator(lambda given: [Part(type="text", text=given)] if isinstance(given, str) else given),
+    ]
     name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Write it as templates read it."""
+        return {"role": self.role, "content": "".join(part.text for part in self.content)} | (
+            {"name": self.name} if self.name else {}
+        )
 
 
 class ChatAsked(Asked):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """See `Asked`."""
-        return self.top_logprobs if self.logprobs else None
+    num_logprobs = property(lambda self: self.top_logprobs if self.logprobs else None)
 
 
-def read(body: Any, kind: type[Asked]) -> Any:
+class ToTokenize(Body):
+    """Body of /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class ToDetokenize(Body):
+    """Body of /detokenize."""
+
+    tokens: Annotated[list[int], FailFast()]
+    model: str | None = None
+
+
+def read(body: bytes, kind: type[Kind]) -> Kind:
     """Check a body.
 
     Raises:
         APIError: 422 for what is not served, 400 for all else that is wrong; it names the field.
     """
-    if not isinstance(body, dict):
-        raise APIError(400, f"the body is a {type(body).__name__}: expected a JSON object")
-    values = {name: value for name, value in body.items() if value is not None and name not in METADATA}
-    for name in [name for name in values if name not in kind.model_fields]:
-        usual = NOT_SERVED.get(name, ())
-        if not any(type(values[name]) is type(each) and values[name] == each for each in usual):
-            allowed = f"; leave it out, or give {usual[0]!r}" if usual else ""
-            raise APIError(422, f"{name!r:.100} is not served here{allowed}", name[:100], "unsupported_parameter")
-        del values[name]
     try:
+        values = json.loads(body.decode("utf-8"))
+        if not isinstance(values, dict):
+            raise APIError(400, f"the body is a {type(values).__name__}: expected a JSON object")
         return kind.model_validate(values)
     except ValidationError as error:
-        first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))  # of a union's, the closest
-        place = [str(each) for each in first["loc"] if each != "str" and "[" not in str(each)]
-        shown = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
-        is_served = first["type"] not in ("extra_forbidden", "literal_error") or place[-1] == "role"
-        told, name = UNIONS.get(place[-1]) or first["msg"].lower(), ".".join(place)
-        raise APIError(400 if is_served else 422, f"{name}{shown}: {told}", name) from error
+        first = error.errors(include_url=False)[0]
+        place = [str(each) for each in first["loc"]]
+        shown = "" if first["type"] in ("missing", "not_served") else f"={first['input']!r:.80}"
+        is_served = first["type"] != "not_served" and (first["type"] != "literal_error" or place[-1] == "role")
+        name = ".".join([*place, *([first["ctx"]["name"]] if first["type"] == "not_served" else [])])
+        told = f"{name}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        raise APIError(*((400, told, name) if is_served else (422, told, name, "unsupported_parameter"))) from error
     except RecursionError as error:
         raise APIError(400, "the body is nested too deeply") from error
+    except ValueError as error:
+        raise APIError(400, f"the body is no JSON in UTF-8: {str(error)[:200]}") from error
 
 
 @dataclass(frozen=True)
@@ -204,24 +273,18 @@ def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
     Raises:
         APIError: there is nothing, too much, no chat template, or what the tokenizer or the template refuses.
     """
-    tokenizer = engine.tokenizer
     if isinstance(asked, ChatAsked):
-        if not getattr(tokenizer, "chat_template", None):
+        if not getattr(engine.tokenizer, "chat_template", None):
             raise APIError(400, f"{asked.model!r} has no chat template: use /v1/completions", "messages")
-        messages = [_plain(message) for message in asked.messages]
-        template = functools.partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
-        return [encoded(lambda: template(return_dict=False), engine, "messages")]
+        messages = [message.plain() for message in asked.messages]
+        template = functools.partial(engine.tokenizer.apply_chat_template, messages, return_dict=False)
+        return [encoded(lambda: template(add_generation_prompt=True), engine, "messages")]
     assert isinstance(asked, CompletionAsked)
     prompt: Any = asked.prompt
     given = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     if len(given) > MOST_PROMPTS:
         raise APIError(400, f"{len(given)} prompts: expected at most {MOST_PROMPTS} in one request", "prompt")
-    return [encoded(functools.partial(copy.copy, each), engine, "prompt") for each in given]
-
-
-def _plain(message: Message) -> dict[str, str]:
-    text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
-    return {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})
+    return [encoded(functools.partial(lambda each: each, each), engine, "prompt") for each in given]
 
 
 def encoded(make: Callable[[], Any], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
@@ -252,8 +315,9 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
     Raises:
         APIError: a value is out of range, or the prompt and its continuation are too long.
     """
-    wanted = asked.max_completion_tokens if isinstance(asked, ChatAsked) else 16
-    wanted = asked.max_tokens if asked.max_tokens is not None else wanted
+    wanted = asked.max_tokens
+    if isinstance(asked, ChatAsked) and wanted is None:
+        wanted = asked.max_completion_tokens
     room = longest - num_prompt_tokens
     if room < (wanted or 1):
         raise APIError(
@@ -263,28 +327,21 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
             "messages" if isinstance(asked, ChatAsked) else "prompt",
             "context_length_exceeded",
         )
-    vocab_size = vocab_size_of(engine)
-    bias = {int(token): value for token, value in asked.logit_bias.items() if token.isdecimal()}
-    if len(bias) < len(asked.logit_bias) or not all(
-        token < vocab_size and -100 <= value <= 100 for token, value in bias.items()
-    ):
-        raise APIError(400, f"logit_bias: expected token ids below {vocab_size}, from -100 to 100", "logit_bias")
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
-    if len(stop) > MOST_STOPS or any(not 0 < len(text) <= 1000 for text in stop):
-        raise APIError(400, f"stop: expected at most {MOST_STOPS} texts of 1 to 1000 characters", "stop")
+    if asked.logit_bias and max(asked.logit_bias) >= vocab_size_of(engine):
+        raise APIError(400, f"logit_bias: expected token ids below {vocab_size_of(engine)}", "logit_bias")
     tokenizer = engine.tokenizer  # text has no special tokens in it: they stop by themselves
-    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in stop if text in tokenizer.all_special_tokens}
+    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in asked.stop if text in tokenizer.all_special_tokens}
     echoes = isinstance(asked, CompletionAsked) and asked.echo
-    adjusts = bias or asked.frequency_penalty
+    adjustment = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
     try:
         return SamplingParams(
             max_new_tokens=room if wanted is None else max(wanted, 1),
             **{name: getattr(asked, name) for name in _SAME},
-            stop=tuple(text for text in stop if text not in ends),
+            stop=tuple(text for text in asked.stop if text not in ends),
             stop_token_ids=(*asked.stop_token_ids, *ends.values()),
             top_logprobs=asked.num_logprobs or 0,
             prompt_logprobs=asked.num_logprobs if echoes else None,
-            logits_processor=Adjustment(bias, asked.frequency_penalty, num_prompt_tokens) if adjusts else None,
+            logits_processor=adjustment if asked.logit_bias or asked.frequency_penalty else None,
         )
     except ValueError as error:
         raise out_of_range(error) from error

@@ -35,9 +35,9 @@ class Command(NamedTuple):
     """What every rank does before the next pass; None as parameters takes the request off."""
 
     number: int
-    name: str
-    prompt: list[int]
-    params: SamplingParams | None
+    name: str = ""
+    prompt: Sequence[int] = ()
+    params: SamplingParams | None = None
     question_tokens: int = 0
 
 
@@ -82,11 +82,13 @@ class Worker:
         self.failure: BaseException | None = None
         """Why the thread has ended."""
         self._most = {name: engine.cache.num_free_rows + max_waiting for name, engine in engines.items()}
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Of what clients' threads and this one change: the two above, and who may put into the inbox."""
+        self._inbox: queue.SimpleQueue[Job | int | None] = queue.SimpleQueue()
+        """New jobs, numbers of those to take off, or None: the end."""
         self._jobs: dict[int, Job] = {}
         self._requests: dict[int, tuple[str, Request]] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     def start(self) -> None:
@@ -105,26 +107,25 @@ class Worker:
             Busy: too many wait already.
             RuntimeError: the thread has ended.
         """
-        if self.failure is not None:
-            raise RuntimeError(f"the engines have stopped: {self.failure}")
         with self._lock:
+            if self.failure is not None:
+                raise RuntimeError(f"the engines have stopped: {self.failure}")
             name = jobs[0].name
             if self.num_unfinished[name] + len(jobs) > max(self._most[name], len(jobs)):
                 raise Busy(f"{self.num_unfinished[name]} requests run or wait for {name!r}: try again later")
             self.num_unfinished[name] += len(jobs)
-        for job in jobs:
-            job.number = next(self._numbers)
-            self._jobs[job.number] = job
-            self._inbox.put(Command(job.number, job.name, job.prompt, job.params, job.question_tokens))
+            for job in jobs:
+                job.number = next(self._numbers)
+                self._inbox.put(job)
 
     def abort(self, jobs: Sequence[Job]) -> None:
         """Take prompts off whose client has gone; nothing if they have ended."""
         for job in jobs:
-            if job.number in self._jobs:
-                self._inbox.put(Command(job.number, job.name, [], None))
+            self._inbox.put(job.number)
 
     def run(self) -> None:
         """Obey commands and step while anything runs, until told to stop."""
+        end: BaseException = RuntimeError("the server stops")
         try:
             while self._obey(self._next_commands()):
                 for name, engine in self.engines.items():
@@ -133,10 +134,15 @@ class Worker:
                     self.metrics.look_at(name, engine, is_idle=not self._requests)
                 self._end_finished()
         except BaseException as error:
-            self.failure = error
             logger.exception("the engines have stopped")
-            for job in [*self._jobs.values()]:
-                self._close(job, RuntimeError("the engines have stopped"))
+            end = error
+        with self._lock:  # nobody puts another job in after that
+            self.failure = end
+        while not self._inbox.empty():
+            if isinstance(job := self._inbox.get(), Job):
+                self._jobs[job.number] = job
+        for job in [*self._jobs.values()]:
+            self._close(job, RuntimeError("the engines have stopped"))
 
     def _next_commands(self) -> list[Command | None]:
         commands: list[Command | None] = []
@@ -145,10 +151,15 @@ class Worker:
             timeout = HEARTBEAT_SECONDS if self.ranks.size > 1 else None
             while True:
                 try:
-                    commands.append(self._inbox.get(block=wait, timeout=timeout))
+                    each = self._inbox.get(block=wait, timeout=timeout)
                 except queue.Empty:
                     break
                 wait = False
+                if isinstance(each, Job):
+                    self._jobs[each.number] = each
+                    commands.append(Command(each.number, each.name, each.prompt, each.params, each.question_tokens))
+                else:
+                    commands.append(None if each is None else Command(each))
         if self.ranks.size > 1:
             told = [commands]
             dist.broadcast_object_list(told, src=0, group=self.ranks.group)
@@ -163,15 +174,16 @@ class Worker:
                     self.engines[name].abort(request)
                 self._end_finished()
                 return False
-            job, known = self._jobs.get(command.number), self._requests.get(command.number)
             if command.params is None:
-                if known is not None:
-                    self.engines[command.name].abort(known[1])
+                if command.number in self._requests:
+                    name, request = self._requests[command.number]
+                    self.engines[name].abort(request)
                 continue
+            engine, job, cut = self.engines[command.name], self._jobs.get(command.number), len(command.prompt)
+            if engine.policy is not None:  # nothing else acts at a prompt's end
+                cut -= min(command.question_tokens, cut - 1)
             try:
-                cut = len(command.prompt) - min(command.question_tokens, len(command.prompt) - 1)
-                context, question = command.prompt[:cut], command.prompt[cut:]
-                request = self.engines[command.name].submit(context, command.params, after=question)
+                request = engine.submit([*command.prompt[:cut]], command.params, after=[*command.prompt[cut:]])
             except Exception as error:  # every rank refuses it alike
                 if job is not None:
                     self._close(job, error)
@@ -200,14 +212,11 @@ class Worker:
             job.last = now
             if job.watched and self.ranks.size == 1 and now - job.told > SNAPSHOT_SECONDS:
                 job.told = now
-                news.setdefault(job.loop, []).append((job, self._stats(job)))
+                held = GenerationStats.of(event.request.sequence, self.engines[name].cache)
+                news.setdefault(job.loop, []).append((job, held))
             news.setdefault(job.loop, []).append((job, event))
         for loop, each in news.items():
             _put(loop, each)
-
-    def _stats(self, job: Job) -> GenerationStats:
-        assert job.request is not None
-        return GenerationStats.of(job.request.sequence, self.engines[job.name].cache)
 
     def _end_finished(self) -> None:
         for number, (name, request) in [*self._requests.items()]:
@@ -219,8 +228,7 @@ class Worker:
                 self._close(job, request.error or request.generation)
 
     def _close(self, job: Job, end: Exception | Generation) -> None:
-        if self._jobs.pop(job.number, None) is None:
-            return
+        del self._jobs[job.number]
         with self._lock:
             self.num_unfinished[job.name] -= 1
         _put(job.loop, [(job, end)])

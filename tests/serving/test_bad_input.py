@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
+import tracemalloc
 from typing import Any
 
 import httpx
 import pytest
+
+from dmc.serving.requests import APIError, ChatAsked, CompletionAsked, read
 
 COMPLETION = {"model": "own", "prompt": "line 1", "max_tokens": 2}
 CHAT = {"model": "own", "messages": [{"role": "user", "content": "line 1"}], "max_tokens": 2}
@@ -43,6 +46,8 @@ FIELDS: dict[str, list[tuple[int, Any]]] = {
         (400, {"-1": 1}),
         (400, [1]),
         (400, {"1": "x"}),
+        (400, {"9" * 5000: 1}),
+        (400, {"1": True}),
     ],
     "best_of": [(422, 3)],
     "suffix": [(422, "end")],
@@ -181,3 +186,35 @@ def test_a_body_that_does_not_come_is_given_up(make_server: Any, served: Any) ->
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
         assert each.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+LARGE: dict[str, Any] = {
+    "prompt": [1.5] * 80_000,
+    "messages": [3] * 300_000,
+    "content": [{"role": "user", "content": [3] * 300_000}],
+    "logit_bias": {f"x{index}": "x" for index in range(80_000)},
+    "stop": [3] * 80_000,
+    "stop_token_ids": ["x"] * 80_000,
+    "stream_options": {f"x{index}": 1 for index in range(80_000)},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_thousand_faults_are_one_error(name: str) -> None:
+    """One error for each would take gigabytes."""
+    kind, body = (ChatAsked, CHAT) if name in ("messages", "content") else (CompletionAsked, COMPLETION)
+    given = json.dumps({**body, "messages" if name == "content" else name: LARGE[name]}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(APIError) as caught:
+            read(given, kind)
+        assert tracemalloc.get_traced_memory()[1] < 12 * len(given) + 2**20  # the values themselves
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 300
+
+
+def test_a_key_is_asked_for_whatever_the_host_header_says(make_server: Any, served: Any) -> None:
+    server = make_server({"own": served.worker.engines["own"]}, keys=("secret",))
+    for host in ("x/health?", "x/?", "x/health#"):
+        check(httpx.post(f"{server.url}/v1/completions", json=COMPLETION, headers={"Host": host}), 401)

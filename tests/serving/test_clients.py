@@ -15,6 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dmc import Engine, SamplingParams
+from dmc.serving.worker import Job
 
 NAMES = ("full", "own", "h2o", "snapkv", "quest")
 PROMPT = "line 3 <b>é & xxx</b>\nline 4 <b>"
@@ -185,6 +186,28 @@ def test_an_echoed_prompt_tells_how_likely_it_is(served: Any, name: str) -> None
     assert streamed[1 : len(tokens)] == pytest.approx(given, abs=1e-4)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_tokens_are_an_answer_too(served: Any, echo: bool) -> None:
+    asked: Any = {"model": "own", "prompt": PROMPT, "max_tokens": 0, "echo": echo, "n": 2}
+    pieces = list(served.client().completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    told = [(piece.choices[0].index, piece.choices[0].text, piece.choices[0].finish_reason) for piece in pieces[:-1]]
+    echoed = [(0, PROMPT, None), (1, PROMPT, None)] if echo else []
+    assert told == [*echoed, (0, "", "length"), (1, "", "length")]
+    assert pieces[-1].usage.completion_tokens == 0
+    choices = served.client().completions.create(**asked).choices
+    assert [(each.text, each.finish_reason) for each in choices] == [(PROMPT if echo else "", "length")] * 2
+
+
+def test_question_tokens_mean_nothing_without_a_policy(served: Any) -> None:
+    asked: Any = {"model": "full", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+    expected, given = (
+        served.client().completions.create(**asked, extra_body={"question_tokens": number}).choices[0].logprobs
+        for number in (0, 3)
+    )
+    assert given.token_logprobs[1:] == pytest.approx(expected.token_logprobs[1:], abs=1e-4)
+    assert given.tokens == expected.tokens
+
+
 @pytest.mark.parametrize(("name", "turn"), [("full", 2), ("own", 3)])
 def test_conversations_hit_the_prefix_cache(served: Any, name: str, turn: int) -> None:
     """Gates: where prompts have been seen to part, or where the answer is read as it was written."""
@@ -268,6 +291,44 @@ def test_a_full_queue_says_come_again(make_server: Any, served: Any) -> None:
         thread.join(20)
     assert len(found) == 2
     busy.wait_until_idle()
+
+
+class OwnedByOne(dict):
+    """What only one thread may change, for it iterates over it."""
+
+    def __init__(self, owner: threading.Thread) -> None:
+        self.owner = owner
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        assert threading.current_thread() is self.owner
+        super().__setitem__(key, value)
+
+
+def test_jobs_come_while_the_engines_step_and_are_answered_when_these_stop(make_server: Any, served: Any) -> None:
+    theirs = served.worker.engines["full"]
+    server = make_server({"one": Engine(theirs.model, theirs.tokenizer)})
+    worker = server.worker
+    worker._jobs = OwnedByOne(worker._thread)
+    asked: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
+    assert server.client().completions.create(**asked).usage.completion_tokens == 2
+
+    async def submit() -> list[Any]:
+        news: asyncio.Queue[Any] = asyncio.Queue()
+        jobs = [Job("one", [1, 2], SamplingParams(), index, news, asyncio.get_running_loop()) for index in range(2)]
+
+        def die(engine: Engine) -> None:
+            worker.submit(jobs[1:])  # at the last moment
+            raise SystemExit("secret reason")
+
+        worker._step = die
+        worker.submit(jobs[:1])
+        return [(await asyncio.wait_for(news.get(), 20))[1] for _ in jobs]
+
+    assert [str(error) for error in asyncio.run(submit())] == ["the engines have stopped"] * 2
+    with pytest.raises(openai.InternalServerError) as caught:
+        server.client().completions.create(**asked)
+    assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+    assert httpx.get(f"{server.url}/health").status_code == 503
 
 
 def test_only_the_request_that_fails_fails(make_server: Any, served: Any) -> None:
