@@ -1,6 +1,7 @@
 """What `pip install` brings: every script as a command, with its settings, without a checkout."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from short_quickstart import BASE, RETROFIT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,10 +28,19 @@ def test_every_script_is_a_command():
     assert commands == {f"dmc-{name.replace('_', '-')}": f"dmc.scripts.{name}:main" for name in SCRIPTS}
 
 
+ANSWER = """
+from dmc import Engine, SamplingParams, load_model
+from dmc.kernels.cpu_build import _built
+engine = Engine(load_model("outputs/quickstart/retrofit/final"))
+(answer,) = engine.generate([list(range(200))], SamplingParams(max_new_tokens=16, temperature=0.0))
+print(_built().name if _built() else None, answer.token_ids)
+"""
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
-    def run(*command):
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200"}
+    def run(*command, **variables):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200", **variables}
         done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -38,8 +50,11 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
     shutil.copytree(ROOT, source, ignore=lambda folder, names: {*names} - KEPT if Path(folder) == ROOT else set())
     offline = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
     pip = (sys.executable, "-m", "pip")
-    run(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
-    (wheel,) = tmp_path.glob("*.whl")
+    levels = ("AVX2", "AVX512") if platform.machine() == "x86_64" and shutil.which("c++") else ()
+    wheel_of = (*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
+    run(*wheel_of, DMC_CPU_KERNELS=str(int(bool(levels))))
+    (wheel,) = tmp_path.glob("*-py3-none-*.whl")
+    assert ("linux_x86_64" in wheel.name) == bool(levels)
     run(*pip, "install", *offline, "--target", str(tmp_path / "site"), str(wheel))
     shutil.rmtree(source)
     installed = tmp_path / "site" / "dmc"
@@ -57,3 +72,13 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
     assert re.search(r"pretrain +3,000 steps", plan)
     assert "h2o" in run(str(binaries / "dmc-compare"), "models={base: nowhere}", "policies=full,h2o", "--cfg", "job")
     assert not [*(tmp_path / "empty").iterdir()]
+
+    # The main job, shortened, with the kernels that came along: here is no compiler.
+    alone = {"CXX": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")} if levels else {}
+    shown = run(str(binaries / "dmc-quickstart"), "--base", *BASE, "--retrofit", *RETROFIT, **alone)
+    assert (tmp_path / "empty/outputs/quickstart/table.md").read_text().strip() in shown
+    answers = [run(sys.executable, "-c", ANSWER, ATEN_CPU_CAPABILITY=each.lower(), **alone) for each in levels]
+    best = torch.backends.cpu.get_cpu_capability()
+    for level, answer in zip(levels, answers, strict=True):
+        used = level if best in levels[levels.index(level) :] else best
+        assert answer.split(maxsplit=1) == [f"cpu_{used.lower()}.so", answers[0].split(maxsplit=1)[1]]

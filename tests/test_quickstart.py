@@ -7,6 +7,7 @@ import pytest
 import torch
 from documents import commands, examples
 from scripts_here import run_script
+from short_quickstart import BASE, RETROFIT
 
 from dmc import load_model
 from dmc.data import StandardLibrarySource, build_packed
@@ -16,19 +17,6 @@ from dmc.results.store import Store
 from dmc.results.tasks import FactRecall
 
 ROOT = Path(__file__).parent.parent
-TINY = """
-training.stages={zero_out: {steps: 2}, retrofit: {steps: 4}, solidify: {steps: 2}}
-training.sequence_length=64
-training.batch_size=2
-training.micro_batch_size=2
-training.validation_sequences=8
-training.calibration_sequences=4
-training.checkpoint_every_steps=1
-training.log_every_steps=1
-""".strip().splitlines()
-FACTS = ["data.facts.keys=2", "data.facts.num_keys=5"]
-RETROFIT = [*TINY, *FACTS, "compression.delay=8", "training.measured_start.sequences=2"]
-LESSONS = "data.facts.lessons=[{kind: copies, length: 32, sequences: 2}]"
 
 
 @pytest.mark.slow
@@ -36,9 +24,8 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.syspath_prepend(tmp_path)
-    base = ["training.stages.pretrain.steps=3", *TINY[1:], *FACTS, LESSONS]
-    assert not run_script("train.py", "experiment=quickstart_base", *base)
-    assert not run_script("quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
+    assert not run_script("train.py", "experiment=quickstart_base", *BASE)
+    assert not run_script("quickstart.py", "--base", *BASE, "--retrofit", *RETROFIT)
     shown = capsys.readouterr().out
     folder = tmp_path / "outputs/quickstart"
     frame = Store(folder / "cells.jsonl").frame()
@@ -71,7 +58,7 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     assert "retrofit (learned)" in (folder / "report/report.html").read_text()
     assert set(json.loads((folder / "seconds.json").read_text())) == {"base", "control", "retrofit", "measure"}
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
-    assert not run_script("quickstart.py", "--base", *base, "--retrofit", *RETROFIT)
+    assert not run_script("quickstart.py", "--base", *BASE, "--retrofit", *RETROFIT)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps
 
     files = [file for file, _ in examples()]

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels on first use, with the system's compiler, into a cache of the user's."""
+"""Load the CPU kernels: those of a platform's wheel, else compiled on first use into a cache of the user's."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ import torch
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FAST_MATH = (
-    "-fno-math-errno",
-    "-ffinite-math-only",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fassociative-math",
-    "-freciprocal-math",
-)
-"""What -ffast-math stands for; by that name, gcc < 13 lets the library turn subnormals into 0 in the whole process."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", *FAST_MATH, "-fPIC", "-shared")
+FLAGS = tuple(SOURCE.read_text().split("// flags: ", 1)[1].splitlines()[0].split())
+BUILT = {"AVX512": SOURCE.with_name("cpu_avx512.so"), "AVX2": SOURCE.with_name("cpu_avx2.so")}
+"""What a wheel of this platform brings, by torch's name of what the processor can do; see setup.py."""
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None, with a warning, where they cannot be built."""
     try:
-        library = ctypes.CDLL(str(_build()))
+        library = ctypes.CDLL(str(_built() or _compile()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"the CPU kernels could not be built ({error}); the slower reference backend serves instead: install a "
@@ -53,7 +46,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmc" / "kernels"
 
 
-def _build() -> Path:
+def _built() -> Path | None:
+    """Return what came with the wheel for this processor, if anything did."""
+    path = BUILT.get(torch.backends.cpu.get_cpu_capability())
+    return path if path and path.is_file() else None
+
+
+def _compile() -> Path:
     """Return the shared object for this source, compiler and processor, compiling if there is none yet."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -64,7 +63,7 @@ def _build() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [*compiler, *FLAGS, "-march=native", str(SOURCE), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)} failed: {result.stderr.strip()[-500:]}")
