@@ -45,6 +45,14 @@ def test_files_that_pages_name_exist():
     assert [name for name in named if "foo" not in name and not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_table_has_a_head_and_a_rule(path):
+    blocks = re.findall(r"(?:^\|.*\n)+", re.sub(r"```.*?```", "", PAGES[path], flags=re.S), flags=re.M)
+    for block in blocks:
+        head, rule, *_ = [*block.splitlines(), ""]
+        assert re.fullmatch(r"\|(:?-+:?\|)+", rule) and head.count("|") == rule.count("|"), block[:80]
+
+
 def test_the_readme_is_short_and_lists_every_page():
     readme = PAGES[ROOT / "README.md"]
     assert len(readme.splitlines()) <= 200

@@ -4,7 +4,8 @@
 * Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
   both. Bounds are Student's: of the contexts' part with their degrees of freedom, of the seeds' part with theirs.
 * "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
-  margin. All else is "unknown", and so is everything whose spread is: one sample, one context.
+  margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of answers 3 in n may
+  differ though none of n contexts does: no bound is nearer than that, so that "as good" needs 3 / margin contexts.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
   pages may leave a rival a little more, which is told). The budget `bytes:NAME` measures methods in as many; without
   such a measurement a method has no figure.
@@ -54,6 +55,8 @@ class Estimate:
     by_seed: tuple[float, ...] = ()
     of_contexts: tuple[float, float] | None = None
     """Variance of the contexts alone, and its degrees of freedom: what several tasks of the same seeds do not share."""
+    floor: float = 0.0
+    """No bound is nearer than this, whatever the spread."""
 
     @property
     def lower(self) -> float:
@@ -69,6 +72,11 @@ class Estimate:
     def num_seeds_above(self) -> int:
         """Seeds whose own mean is above 0."""
         return sum(each > 0 for each in self.by_seed)
+
+    def contexts_needed(self, margin: float) -> int | None:
+        """Tell how many would do where none shows a loss, and there are too few for "as good"."""
+        too_few = self.error is not None and self.value <= 0 and self.floor > margin
+        return math.ceil(3 / margin) if too_few and self.standing(margin) == "unknown" else None
 
     def standing(self, margin: float) -> Standing:
         """Tell what a loss shows: "as good" up to the margin, "worse", or not enough."""
@@ -103,21 +111,23 @@ def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool
     parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
     of_contexts = (len(sizes) - 1) / len(sizes) * float(parts @ parts)
     degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
-    if are_answers:
-        of_contexts = max(of_contexts, (3 / len(sizes) / float(stdtrit(degrees, CONFIDENCE))) ** 2)
-    return _with_seeds(mean, of_contexts, degrees, len(sizes), tuple(map(float, by_seed)))
+    floor = 3 / len(sizes) if are_answers else 0.0
+    return _with_seeds(mean, (of_contexts, degrees), floor, len(sizes), tuple(map(float, by_seed)))
 
 
-def _with_seeds(value: float, of_contexts: float, degrees: float, num: int, by_seed: tuple[float, ...]) -> Estimate:
-    """Add the variance of seeds to that of `num` contexts.
+def _with_seeds(
+    value: float, contexts: tuple[float, float], floor: float, num: int, by_seed: tuple[float, ...]
+) -> Estimate:
+    """Add the variance of seeds to that of `num` contexts, which has degrees of freedom and a bound beside it.
 
     Each is stretched by its own quantile: one of their sum is too small where two seeds happen to be alike.
     """
-    seeds, reach = len(by_seed), float(stdtrit(degrees, CONFIDENCE)) ** 2 * of_contexts
+    of_contexts, degrees = contexts
+    seeds, reach = len(by_seed), max(float(stdtrit(degrees, CONFIDENCE)) ** 2 * of_contexts, floor**2)
     of_seeds = float(numpy.var(by_seed, ddof=1)) / seeds if seeds > 1 else 0.0
     reach += float(stdtrit(seeds - 1, CONFIDENCE)) ** 2 * of_seeds if of_seeds else 0.0
     error = math.sqrt(of_contexts + of_seeds)
-    return Estimate(value, error, math.sqrt(reach), num, by_seed, (of_contexts, degrees))
+    return Estimate(value, error, math.sqrt(reach), num, by_seed, contexts, floor)
 
 
 def _codes(contexts: Iterable[Hashable]) -> list[int]:
@@ -142,7 +152,10 @@ def are_scores(values: Any) -> bool:
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Average the estimates of several tasks: their contexts have nothing in common, their seeds are the same."""
+    """Average the estimates of several tasks: their contexts have nothing in common, their seeds are the same.
+
+    What no context shows may all be in the task with the highest floor.
+    """
     if len(estimates) == 1:
         return estimates[0]
     value, by_seed = math.fsum(each.value for each in estimates) / len(estimates), [each.by_seed for each in estimates]
@@ -156,8 +169,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     ]
     total = sum(part for part, _ in parts)
     below = sum(part**2 / degrees for part, degrees in parts)
-    contexts = sum(each.num_contexts for each in estimates)
-    return _with_seeds(value, total / len(parts) ** 2, total**2 / below if below else math.inf, contexts, seeds)
+    of_contexts = total / len(parts) ** 2, total**2 / below if below else math.inf
+    contexts, floor = sum(each.num_contexts for each in estimates), max(each.floor for each in estimates) / len(parts)
+    return _with_seeds(value, of_contexts, floor, contexts, seeds)
 
 
 def margin_of(metric: str, full: float) -> float:
@@ -179,9 +193,10 @@ def summarize(
         Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
         tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`; `lost`
         (how much worse than the full cache, positive is worse), `lost_error`, `lost_lower`, `lost_upper`, `margin`,
-        `standing`, `seeds`, `seeds_worse`; `requested_ratio`, `achieved_ratio`, `bytes_per_token`, `share` (of the full
-        cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `prefill_tokens_per_second`,
-        `decode_tokens_per_second`, `device`, `tells` (whether the task tells methods apart), `keys`.
+        `standing`, `contexts_needed` (where too few agree), `seeds`, `seeds_worse`; `requested_ratio`,
+        `achieved_ratio`, `bytes_per_token`, `share` (of the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`,
+        `contexts`, `prefill_tokens_per_second`, `decode_tokens_per_second`, `device`, `tells` (whether the task tells
+        methods apart), `keys`.
     """
     cells = _Cells(frame, reference)
     whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
@@ -231,6 +246,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "lost_upper": over and over.upper,
         "margin": margin,
         "standing": "" if over is None else over.standing(margin),
+        "contexts_needed": over.contexts_needed(margin) if over else None,
         "seeds": len(parts[0].values),
         "seeds_worse": over and over.num_seeds_above,
         "requested_ratio": float(weights.sum() / (weights / group["requested_ratio"]).sum()),
@@ -304,8 +320,7 @@ class _Seeds:
         """The figure that the task gives; where no samples are kept, with the error that it gives itself."""
         value = math.fsum(self.values) / len(self.values)
         if self.samples:
-            answers = bool(self.rows["higher_is_better"].iloc[0]) and are_scores(self.samples)
-            return replace(estimate(self.samples, self.contexts, answers), value=value, by_seed=tuple(self.values))
+            return replace(estimate(self.samples, self.contexts), value=value, by_seed=tuple(self.values))
         errors = [each for each in self.rows["error"] if each == each]
         error = math.hypot(*errors) / len(errors) if len(errors) == len(self.values) else None
         return Estimate(value, error, by_seed=tuple(self.values))

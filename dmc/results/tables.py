@@ -164,6 +164,8 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def standing(line: pandas.Series) -> str:
         told = "" if line["standing"] == "unknown" else line["standing"]
+        if not pandas.isna(needed := line["contexts_needed"]):
+            told = f"no loss shown, as good needs {needed:.0f} contexts"
         return ", ".join(filter(None, [told, _seeds(line, "seeds_worse", "worse")]))
 
     def over(line: pandas.Series) -> str:

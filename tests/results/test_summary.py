@@ -100,6 +100,18 @@ def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seed
     assert "nan" not in "".join(format_tables(mixed)) and "question hidden" in "".join(format_tables(mixed))
 
 
+def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show_it() -> None:
+    right = [float(index % 4 > 0) for index in range(16)]
+    scores = {"sample_values": right, "metrics": {"match": 0.75}, "main_metric": "match", "higher_is_better": True}
+    scores |= {"contexts": []}
+    rows = [row("one", "full", None, 1000, 0.0, **scores), row("one", "h2o", "4", 250, 0.0, **scores)]
+    table = format_tables(to_frame(rows))[0]
+    error = numpy.std(right, ddof=1) / 4
+    assert summarize(to_frame(rows))["value_error"][1] == pytest.approx(error)  # the jackknife's, no bound
+    (h2o,) = [line for line in table.splitlines() if line.startswith("| one, h2o |")]
+    assert "| +0.0000 ± 0.0000 | no loss shown, as good needs 150 contexts |" in h2o
+
+
 def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
     ratios = {"control-s0": 2.0, "control-s1": 8.0}
     rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
