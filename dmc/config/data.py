@@ -48,6 +48,9 @@ class LessonConfig:
     """They are drawn from so many; None: from all."""
 
 
+Words = Literal["all", "first_half", "second_half"]
+
+
 @dataclass(frozen=True)
 class FactsConfig:
     """Facts and questions that are written into the text, see `dmc.data.facts`."""
@@ -56,6 +59,8 @@ class FactsConfig:
     """Asked for in a sequence."""
     num_keys: Count = 57
     """That there are, and as many values."""
+    words: Words = "all"
+    """Which keys and values are said: a half leaves the other to be said for the first time when a model is asked."""
     rebinding: Share = 0.2
     """Of keys that get a value twice, of which the newer one counts."""
     answer_weight: Annotated[float, Bounds(above=0, most=1e3, note="that of other tokens is 1")] = 9.0

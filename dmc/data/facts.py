@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dmc.config.data import FactsConfig, LessonConfig
+from dmc.config.data import FactsConfig, LessonConfig, Words
 from dmc.data.blend import Blend
 from dmc.data.order import shuffled_index
 from dmc.data.packing import PackedTokens
@@ -42,25 +42,38 @@ Weighted = tuple[int, float]
 """A token, and how much it counts in the loss."""
 
 
+def half(count: int, words: Words) -> slice:
+    """Return which of `count` keys, and of as many values, are said; both halves are as large.
+
+    Raises:
+        ValueError: `words` is none of `Words`.
+    """
+    if words not in get_args(Words):
+        raise ValueError(f"words={words!r}: expected one of {', '.join(get_args(Words))}")
+    size = count // 2
+    return {"all": slice(None), "first_half": slice(size), "second_half": slice(size, 2 * size)}[words]
+
+
 class FactWriter:
     """Writes facts and questions as tokens.
 
     Args:
         tokenizer: knows enough words of one token.
         num_keys: keys, and as many values: the first words of the tokenizer, in turn.
+        words: which of them; a half leaves the others to be said for the first time when a model is asked.
     Raises:
         ValueError: there are too few such words.
     """
 
-    def __init__(self, tokenizer: Any, num_keys: int) -> None:
+    def __init__(self, tokenizer: Any, num_keys: int, words: Words = "all") -> None:
         pieces = ((token, tokenizer.decode([token])) for token in range(len(tokenizer)))
-        words = [token for token, text in pieces if WORD.fullmatch(text)][: 2 * num_keys]
-        if len(words) < 2 * num_keys:
+        known = [token for token, text in pieces if WORD.fullmatch(text)][: 2 * num_keys]
+        if len(known) < 2 * num_keys:
             raise ValueError(
-                f"num_keys={num_keys}: the tokenizer has {len(words)} words of one token, of 3 letters or more behind "
+                f"num_keys={num_keys}: the tokenizer has {len(known)} words of one token, of 3 letters or more behind "
                 f"a space; {num_keys} keys and values need {2 * num_keys}"
             )
-        self.keys, self.values = words[0::2], words[1::2]
+        self.keys, self.values = (each[half(num_keys, words)] for each in (known[0::2], known[1::2]))
         self._tokenizer = tokenizer
         self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
         ((self._asking, _),) = self._pieces([QUESTION])
@@ -135,7 +148,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         has_lessons: bool = True,
     ) -> None:
         self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
-        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys), len(tokenizer)
+        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys, facts.words), len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
         self.has_lessons = has_lessons
         for lesson in self.lessons:

@@ -107,6 +107,21 @@ def test_every_question_has_the_newest_value_of_its_key(wordy, options):
     assert asked > 100
 
 
+def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy):
+    writers = {words: FactWriter(wordy[1], 5, words) for words in ("all", "first_half", "second_half")}
+    for kind in ("keys", "values"):
+        every, first, second = ({*getattr(writer, kind)} for writer in writers.values())
+        assert len(first) == len(second) == 2 and not first & second and first | second < every
+    other = {*writers["second_half"].keys, *writers["second_half"].values}
+    plain, facts = (sequences(wordy, has_lessons=False, keys=keys, words="first_half") for keys in (1, 2))
+    told = [{*dataset[position]["input_ids"].tolist()} for dataset in (plain, facts) for position in range(20)]
+    assert all({*writers["first_half"].keys} & each for each in told)
+    in_text = {*np.concatenate([facts.packed[place]["input_ids"] for place in range(len(facts.packed))]).tolist()}
+    assert not (other - in_text) & set().union(*told)
+    with pytest.raises(ValueError, match="words='both': expected one of all, first_half, second_half"):
+        FactWriter(wordy[1], 5, "both")
+
+
 def test_forms_of_no_training_are_told_apart_and_words_that_lack_are_told(wordy):
     _, tokenizer = wordy
     writer, draw = FactWriter(tokenizer, 5), np.random.default_rng(0)

@@ -479,6 +479,27 @@ def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokeni
     assert len(windows) == 40 and not {*framing.begin, framing.end} & set(windows)
 
 
+def test_contexts_come_from_all_over_a_text_and_again_where_there_are_more(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"{number:04d}" for number in range(400)))
+    filler, source = Encoder(tokenizer).filler, TextSource(str(tmp_path / "text.txt"))
+    every = filler(source, 40, 10**3, str(tmp_path / "cache"))
+    count = every.index(every[0], 1)
+    assert filler(source, 40, 3, str(tmp_path / "cache")) == [every[0], every[(count - 1) // 2], every[count - 1]]
+    assert every == [every[index % count] for index in range(10**3)]
+
+
+def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer: Any) -> None:
+    halves = [
+        dataclasses.replace(FACTS, keys=1, num_keys=2, questions=1, words=f"{n}_half") for n in ("first", "second")
+    ]
+    first, second = (
+        {(*each.after, *each.continuation) for each in half.samples(word_tokenizer, 300)} for half in halves
+    )
+    assert len(first) == len(second) == 1 and not first & second
+    with pytest.raises(ValueError, match="keys=2: expected a whole number <= 1"):
+        dataclasses.replace(FACTS, keys=2, num_keys=3, words="first_half")
+
+
 @pytest.mark.parametrize(
     ("task", "script", "right"),
     [

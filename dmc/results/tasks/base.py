@@ -129,3 +129,9 @@ def check_range(task: Any, name: str, least: float, most: float | None = None) -
     if not values or not all(least <= each <= (each if most is None else most) for each in values):
         expected = f"whole numbers >= {least}" if most is None else f"numbers from {least} to {most}"
         raise ValueError(f"{name}={list(values)}: expected {expected}")
+
+
+def spread(count: int, length: int) -> list[int]:
+    """Pick up to `count` of `length` places, evenly from the first to the last."""
+    count = min(count, length)
+    return [round(place * (length - 1) / max(1, count - 1)) for place in range(count)]

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from dmc.bounds import Bounds, Count, Share, check_fields
+from dmc.config.data import Words
 from dmc.data import DocumentSource, FactWriter
-from dmc.data.facts import weave
+from dmc.data.facts import half, weave
 from dmc.results.tasks.asking import Asking, Question
 from dmc.results.tasks.base import Sample, check_range, describe_text
 from dmc.results.tasks.prompts import Encoder
@@ -21,8 +22,10 @@ from dmc.runtime import Engine, Generation, SamplingParams
 class FactRecall(Asking):
     """Asks for the values that facts in a text have given to keys, see `dmc.data.facts`: answers of one token.
 
-    Facts are spread evenly over a context. Hidden questions, each by itself, go on from a fork of the same compressed
-    cache. Where they are known, context and question are compressed together, and the question then comes again.
+    Contexts are windows from all over the text, the same again where they outnumber them; each has facts of its own,
+    and intervals are over other facts in the same text. Facts are spread evenly. Hidden questions, each by itself, go
+    on from a fork of the same compressed cache. Where they are known, context and question are compressed together,
+    and the question then comes again.
 
     A row keeps the grid `by_length_and_depth`; the depth is where the value stood, to a tenth of the context.
 
@@ -38,6 +41,9 @@ class FactRecall(Asking):
     """That have a value in a context."""
     num_keys: Count = 57
     """That there are, and as many values: what the model was trained with."""
+    words: Words = "all"
+    """Which of them facts are made of: where gates have learned on one half, the other tells whether they know what a
+    fact is, or the words by heart."""
     form: Literal["seen", "unseen"] = "unseen"
     """Whether training texts say facts in the same forms."""
     rebinding: Share = 0.0
@@ -56,7 +62,8 @@ class FactRecall(Asking):
         check_fields(self)
         check_range(self, "lengths", 1)
         Bounds(most=self.keys, whole=True, note="the keys of a context").check("questions", self.questions)
-        Bounds(most=self.num_keys, whole=True, note="num_keys").check("keys", self.keys)
+        there = len(range(self.num_keys)[half(self.num_keys, self.words)])
+        Bounds(most=there, whole=True, note=f"num_keys={self.num_keys}, words={self.words}").check("keys", self.keys)
 
     def identity(self) -> Any:
         """See `Task.identity`."""
@@ -69,7 +76,7 @@ class FactRecall(Asking):
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         encoder = Encoder(tokenizer)
-        writer = FactWriter(tokenizer, self.num_keys)
+        writer = FactWriter(tokenizer, self.num_keys, self.words)
         texts = encoder.filler(self.haystack, max(self.lengths), self.contexts, self.cache_folder)
         return [
             sample

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dmc.data import DocumentSource, build_packed, framing_of
+from dmc.results.tasks.base import spread
 
 MARKS = ("FIRST-QUESTION", "FIRST-REPLY", "SECOND-QUESTION")
 
@@ -90,7 +91,7 @@ class Encoder:
         return [[*(reopening if turn else self.begin), *tokens] for turn, tokens in enumerate(said)]
 
     def filler(self, haystack: DocumentSource | str, count: int, number: int, cache_folder: str) -> list[list[int]]:
-        """Return `number` windows of `count` tokens: of a source, or of a text that is repeated.
+        """Return `number` windows of `count` tokens: from all over a source, or of a text that is repeated.
 
         Line ends stand for the ends of documents, where a model would stop.
 
@@ -103,7 +104,8 @@ class Encoder:
         framing = dataclasses.replace(framing_of(self.tokenizer), begin=())
         windows: Any = build_packed(haystack, self.tokenizer, count, cache_folder, framing=framing)
         line_end = self.encode("\n")[-1]
-        chosen = [windows[index % len(windows)]["input_ids"] for index in range(number)]
+        places = spread(number, len(windows))
+        chosen = [windows[places[each % len(places)]]["input_ids"] for each in range(number)]
         return [torch.where(each == framing.end, line_end, each).tolist() for each in chosen]
 
 

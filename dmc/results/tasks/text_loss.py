@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
+from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text, spread
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -64,7 +64,7 @@ class TextLoss:
             raise ValueError(f"context_tokens={self.context_tokens}: a text begins with {len(begin)} special tokens")
         windows: Any = build_packed(self.source, tokenizer, context + self.scored_tokens, self.cache_folder)
         samples = []
-        for index in _spread(self.num_samples, len(windows)):
+        for index in spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
             start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
             document = windows.document_of(index, context)
@@ -126,9 +126,3 @@ def long_range_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list
             found.append(end)
         last[words] = end
     return found
-
-
-def _spread(count: int, length: int) -> list[int]:
-    """Pick up to `count` of `length` places, evenly from the first to the last."""
-    count = min(count, length)
-    return [round(place * (length - 1) / max(1, count - 1)) for place in range(count)]
