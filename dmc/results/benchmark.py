@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import StaticCache
 
+from dmc.bounds import Bounds, Count, check_fields
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
@@ -54,40 +55,34 @@ class BenchmarkConfig:
     """
 
     model: BenchmarkedModel
-    prompt_length: int = 1024
+    prompt_length: Count = 1024
     """Tokens of every prompt, drawn at random."""
-    new_tokens: int = 16
+    new_tokens: Count = 16
     """Tokens that every sequence decodes in all, after the first."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
     ratios: list[float] = field(default_factory=lambda: [1.0, 4.0])
     """CR of the engine's decoders, 1 is the full cache; synthetic decisions above it."""
-    delay: int = 0
+    delay: Annotated[int, Bounds(least=0, whole=True)] = 0
     """The gates' delay."""
     hugging_face: bool = True
     """Whether `generate()` with a preallocated static cache takes part."""
     memory: int | None = None
     """Bytes of cache pages for which the largest batch is sought; None: not sought."""
-    block_size: int = 16
+    block_size: Count = 16
     kernels: str = "auto"
-    rounds: int = 4
+    rounds: Count = 4
     """Turns that every contestant takes; their medians are reported."""
     seed: int = 0
     output: str = "outputs/benchmark"
 
     def __post_init__(self) -> None:
-        for name in ("prompt_length", "new_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
+        check_fields(self)
         if self.new_tokens < self.rounds:
             raise ValueError(f"new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}: give more")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes={self.batch_sizes}: expected whole numbers >= 1")
         if not self.ratios or any(not 1 <= ratio < math.inf for ratio in self.ratios):
             raise ValueError(f"ratios={self.ratios}: expected compression ratios >= 1")
-        if self.delay < 0:
-            raise ValueError(f"delay={self.delay}: expected a whole number of tokens >= 0")
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size}: expected a whole number of slots >= 1")
 
 
 class Decoder(Protocol):

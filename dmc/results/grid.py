@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from dmc.bounds import Bounds, Count, check_fields
 from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
@@ -64,18 +65,15 @@ class EngineSettings:
         ValueError: a size is not positive, or no kernels have this name.
     """
 
-    block_size: int = 16
+    block_size: Count = 16
     memory: int | float | str | None = None
     kernels: str = "auto"
-    max_batch_size: int = 8
+    max_batch_size: Count = 8
     """Samples that run at the same time."""
-    prefill_chunk_size: int | None = None
+    prefill_chunk_size: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"engine.{name}={value}: expected a whole number >= 1")
+        check_fields(self, "engine.")
         if self.kernels not in ("auto", *BACKENDS):
             raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
 
@@ -98,7 +96,7 @@ class CompareConfig:
     budgets: list[Any]
     """Compression ratios (4), entries per KV head (tokens:128), or bytes (bytes:retrofit): see `equal_bytes`."""
     engine: EngineSettings = field(default_factory=EngineSettings)
-    speed_tokens: int = 16
+    speed_tokens: Annotated[int, Bounds(least=0, whole=True)] = 16
     """Steps of decoding that are timed; 0: speed is not measured."""
     seed: int = 0
     """Of whatever draws without a seed of its own."""
@@ -115,8 +113,7 @@ class CompareConfig:
             raise ValueError(
                 "tasks is empty: give tasks=text_loss, names of configs/task, configs/evaluation or lm-eval"
             )
-        if self.speed_tokens < 0:
-            raise ValueError(f"speed_tokens={self.speed_tokens}: expected a whole number >= 0")
+        check_fields(self)
         variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
         if self.reference is not None and self.reference not in (*self.models, *variants):
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")

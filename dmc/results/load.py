@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pandas
 
+from dmc.bounds import Count, check_fields
 from dmc.results.measurement import Row, new_row
 
 POLL_SECONDS = 0.1
@@ -34,14 +35,14 @@ class LoadConfig:
     """Name that the server knows; None: its first."""
     rates: list[float | None] = field(default_factory=lambda: [None])
     """Requests a second, arriving as a Poisson process; None: all at once, as many as `concurrency` lets."""
-    num_requests: int = 64
+    num_requests: Count = 64
     """At each rate."""
-    concurrency: int = 256
+    concurrency: Count = 256
     """Requests that are on their way at the same time, at the most."""
     prompt_tokens: tuple[int, int] = (64, 256)
     """Least and most tokens of a prompt, all lengths equally likely."""
     new_tokens: tuple[int, int] = (32, 128)
-    vocab_size: int = 1000
+    vocab_size: Count = 1000
     """Prompts are tokens below it."""
     first_seconds: float = 2.0
     """A request is in time whose first token comes within so many seconds, and the others, on average, within these:"""
@@ -53,9 +54,7 @@ class LoadConfig:
     output: str = "outputs/load"
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "concurrency", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
+        check_fields(self)
         for name in ("prompt_tokens", "new_tokens"):
             least, most = getattr(self, name)
             if not 1 <= least <= most:

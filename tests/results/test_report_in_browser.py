@@ -11,7 +11,7 @@ from dmc.config import build_config
 from dmc.results.compare import run_cells
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders, write_page
-from dmc.results.segments import segment_text
+from dmc.results.segments import segment_page
 from dmc.results.store import Store
 
 pytestmark = pytest.mark.browser
@@ -48,7 +48,7 @@ def real(tmp_path_factory, folders):
     grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")
     model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
     run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), tokenizer))
-    page = segment_text(model, tokenizer, folders.text.read_text(), 0, 0, 256).page()
+    page = segment_page(model, tokenizer, folders.text.read_text(), 0, 0, 256)
     (folder / "segmentation.html").write_text(page)
     return write_page(read_folders([folder]), folder / "report")
 

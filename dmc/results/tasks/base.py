@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import pandas
 
 from dmc.runtime import Engine, GenerationStats
 
@@ -82,25 +82,18 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
         there is no sample. Empty for a task without a grid.
     """
     found: dict[str, dict[str, list[Any]]] = {}
-    for names in dict.fromkeys(tuple(part.place) for each in results for part in each.parts):
-        parts = [part for each in results for part in each.parts if tuple(part.place) == names]
-        axes: dict[str, list[Any]] = {name: sorted({part.place[name] for part in parts}) for name in names}
-        cells: dict[tuple[float, ...], list[dict[str, float]]] = {}
-        for part in parts:
-            cells.setdefault(tuple(part.place.values()), []).append(part.metrics)
-        counts = Counter({place: len(members) for place, members in cells.items()})
-        table = axes | {"samples": _nested([*axes.values()], counts.__getitem__)}
-        for metric in parts[0].metrics:
-            means = {place: statistics.fmean(each[metric] for each in members) for place, members in cells.items()}
-            table[metric] = _nested([*axes.values()], means.get)
+    parts = [part for each in results for part in each.parts]
+    for names in dict.fromkeys(tuple(part.place) for part in parts):
+        lines = pandas.DataFrame([part.place | part.metrics for part in parts if tuple(part.place) == names])
+        axes = {name: sorted({*lines[name].tolist()}) for name in names}
+        index = pandas.MultiIndex.from_product(axes.values(), names=names)
+        groups, shape = lines.groupby(index.names), [*map(len, axes.values())]
+        table = axes | {"samples": groups.size().reindex(index, fill_value=0).to_numpy().reshape(shape).tolist()}
+        for metric in lines.columns.drop(index.names):
+            means = groups[metric].mean().reindex(index).astype(object)
+            table[metric] = means.where(means.notna(), None).to_numpy().reshape(shape).tolist()
         found["by_" + "_and_".join(names)] = table
     return found
-
-
-def _nested(axes: list[list[Any]], value_at: Callable[[tuple[Any, ...]], Any], place: tuple[Any, ...] = ()) -> Any:
-    if not axes:
-        return value_at(place)
-    return [_nested(axes[1:], value_at, (*place, each)) for each in axes[0]]
 
 
 def split_of_text(task: Task) -> str | None:
