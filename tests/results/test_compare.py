@@ -235,27 +235,6 @@ def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
     assert loaded == [str(folders.compressed), str(folders.stock)]
 
 
-@pytest.fixture(scope="module")
-def broken(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights are no numbers."""
-    folder = tmp_path_factory.mktemp("broken")
-    model, tokenizer = load_model(str(folders.stock)), AutoTokenizer.from_pretrained(folders.stock)
-    model.model.norm.weight.data.fill_(float("nan"))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_a_model_of_nans_leaves_the_others_their_table(make_config: Any, folders: Any, broken: Path) -> None:
-    config = make_config(models={"bad": str(broken), "base": str(folders.stock)}, policies=["full"])
-    bad, good = run(config, Workshop())
-    assert (bad["status"] in ("not finite", "failed"), good["status"]) == (True, "done")
-    table = write_report([bad, good], Path(config.output))
-    assert "| base, full |" in table and "| bad, full |" not in table and "bad, full, needle: " in table
-    with (Path(config.output) / "results.csv").open() as file:
-        assert [row["variant"] for row in csv.DictReader(file)] == ["base"]
-
-
 @pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
 def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
     models: list[str], folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -311,19 +290,35 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, 
     write_page(findings, tmp_path / "page")
 
 
+def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_others_table(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model(folders.stock)
+    model.model.norm.weight.data.fill_(float("nan"))
+    shutil.copytree(folders.stock, tmp_path / "bad")
+    model.save_pretrained(tmp_path / "bad")
+    monkeypatch.chdir(tmp_path)
+    task = "{name: text, like: text_loss, context_tokens: 8, scored_tokens: 8, num_samples: 2, cache_folder: cache, "
+    task += f"source: {{_target_: dmc.data.TextSource, name: {folders.text}}}}}"
+    command = [
+        "compare.py",
+        f"models={{bad: {tmp_path / 'bad'}, base: {folders.stock}}}",
+        "policies=full",
+        f"tasks=[{task}]",
+    ]
+    for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
+        assert run_script(*command, "budgets=[]", "speed_tokens=0", "output=out") == (
+            "error: 1 of 2 cells have figures that are not finite"
+        )
+        told = capsys.readouterr()
+        assert f"2 cells, {finished} finished before" in told.err
+        assert "not finite, left out of the figures: bad, full, text: loss is nan" in told.out
+        assert "| base, full |" in told.out and "| bad, full |" not in told.out
+
+
 def test_figures_that_cannot_be_written_fail_their_cell_only() -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         checked(plain_row("h2o", "4", [1.0]) | {"sample_values": [torch.ones(1)]})
-
-
-def test_a_row_that_is_not_finite_is_not_measured_again(make_config: Any) -> None:
-    config = make_config(policies=["full"])
-    (row,) = run(config, Workshop())
-    store = Store(Path(config.output) / "cells.jsonl")
-    store.append(row | {"status": "not finite", "not_finite": ["loss"]})
-    workshop = Workshop()
-    run(config, workshop)
-    assert workshop.num_engines == 0
 
 
 def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any) -> None:
@@ -372,40 +367,14 @@ def test_whatever_defines_a_cell_is_in_its_key(
     ("changes", "message"),
     [
         ({"models": {}}, r"models is empty"),
-        ({"models": {"base": "STOCKK"}}, r"models.base: there is no folder .*stockk; did you mean .*stock\?"),
-        ({"models": {"base": "EMPTY"}}, r"models.base: .* has no config.json with a model_type"),
-        ({"models": {"base": {"pth": "x"}}}, r"unknown setting models.base.pth: did you mean 'path'\?"),
-        ({"models": {"base": {"path": "STOCK", "policies": ["kep"]}}}, r"models.base.policies: 'kep' .* mean 'keep'"),
-        ({"policies": ["full", "h20"]}, r"policies\[1\]='h20' is not in configs/policy; did you mean 'h2o'\?"),
-        ({"policies": [{"name": "mine"}]}, r"expected a name, or a mapping with name and either _target_ or like"),
         ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
         ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
         ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
         ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),
-        ({"budgets": [0.5]}, r"budget=0.5"),
-        ({"budgets": []}, r"budgets is empty"),
-        ({"tasks": ["needel"]}, r"tasks\[0\]='needel' is not in configs/task; did you mean 'needle'\?"),
-        ({"tasks": [{**NEEDLE, "sequence_length": 3}]}, r"sequence_length=3 has no room"),
-        ({"tasks": []}, r"tasks is empty"),
-        ({"reference": "bas"}, r"reference='bas' is no model; did you mean 'base'\?"),
-        ({"engine": {"max_batch_size": 0}}, r"max_batch_size=0: expected a whole number >= 1"),
-        ({"speed_tokens": -1}, r"speed_tokens=-1: expected a whole number >= 0"),
     ],
 )
-def test_wrong_settings_end_it_before_any_work(
-    changes: dict[str, Any], message: str, make_config: Any, folders: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    paths = {"STOCKK": f"{folders.stock}k", "EMPTY": str(tmp_path / "empty"), "STOCK": str(folders.stock)}
-    if "models" in changes:
-        models = {
-            name: {key: paths.get(str(value), value) for key, value in each.items()}
-            if isinstance(each, dict)
-            else paths[each]
-            for name, each in changes["models"].items()
-        }
-        changes = {"models": models}
-    with pytest.raises(ValueError, match=message):
+def test_wrong_settings_end_it_before_any_work(changes: dict[str, Any], message: str, make_config: Any) -> None:
+    with pytest.raises(ValueError, match=message):  # more of them: tests/test_bad_command_lines.py
         plan_grid(make_config(**changes), CONFIGS)
 
 
