@@ -69,7 +69,7 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
     shown = run(str(binaries / "dmc-train"), "--help")
     assert "training: pretrain, regress, retrofit" in shown and "callbacks: device_stats, profile" in shown
     plan = run(str(binaries / "dmc-train"), "experiment=quickstart_base", "plan=true")
-    assert re.search(r"pretrain +3,000 steps", plan)
+    assert re.search(r"pretrain +2,400 steps", plan)
     assert "h2o" in run(str(binaries / "dmc-compare"), "models={base: nowhere}", "policies=full,h2o", "--cfg", "job")
     assert not [*(tmp_path / "empty").iterdir()]
 

@@ -12,9 +12,12 @@ from short_quickstart import BASE, RETROFIT
 from dmc import load_model
 from dmc.data import StandardLibrarySource, build_packed
 from dmc.loading import load_tokenizer
+from dmc.measure import score_text
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tasks import FactRecall
+from dmc.training.record import read_config
+from dmc.training.text_data import TextData
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,6 +60,11 @@ def test_main_job_runs_small_and_a_second_run_reuses_it(tmp_path, monkeypatch, c
     assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart/report/report.html" in shown
     assert "retrofit (learned)" in (folder / "report/report.html").read_text()
     assert set(json.loads((folder / "seconds.json").read_text())) == {"base", "control", "retrofit", "measure"}
+    data = TextData(read_config(folder / "retrofit"), tokenizer, total_steps=1)
+    contexts, measured = data.held_out("calibration", has_questions=False), folder / "retrofit/final/retrofit.json"
+    assert json.loads(measured.read_text())["metrics"]["achieved_ratio_on_calibration_text"] == pytest.approx(
+        score_text(load_model(folder / "retrofit/final"), contexts).achieved_ratio, rel=1e-5
+    )
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
     assert not run_script("quickstart.py", "--base", *BASE, "--retrofit", *RETROFIT)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")} == stamps

@@ -133,6 +133,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         sequence_length: T.
         keys: select the draws: the run's seed, and a number of the split.
         has_lessons: whether the lessons come first; False: as after them, and every fact in a known form.
+        has_questions: whether facts are asked for; False: each is said once, which is what a cache compresses.
     Raises:
         ValueError: the tokenizer has too few words, or a lesson does not divide T.
     """
@@ -146,11 +147,12 @@ class FactSequences(Dataset[dict[str, Any]]):
         *,
         keys: tuple[int, ...] = (0,),
         has_lessons: bool = True,
+        has_questions: bool = True,
     ) -> None:
         self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
         self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys, facts.words), len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
-        self.has_lessons = has_lessons
+        self.has_lessons, self.has_questions = has_lessons, has_questions
         for lesson in self.lessons:
             if sequence_length % lesson.length:
                 raise ValueError(
@@ -213,7 +215,10 @@ class FactSequences(Dataset[dict[str, Any]]):
         return row[: lesson.length]
 
     def _facts(self, lesson: LessonConfig, text: list[Weighted], draw: np.random.Generator) -> list[Weighted]:
-        """Facts in text, each followed by its question; all is learned, and answers more than the rest."""
+        """Write facts and their questions into text; all is learned, and answers more than the rest."""
+        if not self.has_questions:
+            said = [self._fact(key, value, draw) for key, value in self._drawn(lesson, draw)]
+            return weave(said, text, lesson.length, draw)[0]
         events: list[tuple[float, list[Weighted]]] = []
         delay = float(draw.random() < self.facts.asked_last)
         for key, value in self._drawn(lesson, draw):

@@ -82,7 +82,8 @@ class Exporter(AfterStep):
         if compressed:
             model.compression = dataclasses.replace(model.compression, target_ratio=target_ratio)
             if self.config.training.calibrate and target_ratio > 1 and model.compression.decisions != "fixed":
-                found = calibrate_offset(model, self.data.held_out("calibration"), target_ratio, sharing=ranks)
+                contexts = self.data.held_out("calibration", has_questions=False)
+                found = calibrate_offset(model, contexts, target_ratio, sharing=ranks)
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,

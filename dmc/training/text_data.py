@@ -178,11 +178,19 @@ class TextData(LightningDataModule):
         dataset = OrderedDataset(self._train, order)
         return DataLoader(dataset, sampler=order, worker_init_fn=leave_signals_to_parent, **options)
 
-    def held_out(self, split: Literal["validation", "calibration", "test"]) -> list[dict[str, Any]]:
-        """Held-out sequences for `score_text`: of the validation text where the configuration names no other."""
+    def held_out(
+        self, split: Literal["validation", "calibration", "test"], *, has_questions: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return held-out sequences for `score_text`: of the validation text where the configuration names no other.
+
+        Args:
+            split: which text.
+            has_questions: whether facts that are written into it are asked for, too; a cache that is compressed before
+                anyone asks sees none.
+        """
         training = self.config.training
         count = training.calibration_sequences if split == "calibration" else training.validation_sequences
-        sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split)
+        sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split, has_questions)
         return held_out_batches(sequences, count, training.micro_batch_size)
 
     def report(self) -> list[SourceReport]:
@@ -205,13 +213,14 @@ class TextData(LightningDataModule):
     def _sources(self, split: str) -> list[Any]:
         return build_targets(getattr(self.config.data, split), f"data.{split}", DocumentSource)
 
-    def _sequences(self, split: str) -> Any:
+    def _sequences(self, split: str, has_questions: bool = True) -> Any:
         """Open what the model reads of a split: its text, with facts in it where the run has them."""
         packed, facts = self._packed(split), self.config.data.facts
         if facts is None:
             return packed
         length, keys = self.config.training.sequence_length, (self.config.seed, SPLITS.index(split))
-        return FactSequences(packed, self.tokenizer, facts, length, keys=keys, has_lessons=split == "train")
+        options = {"has_lessons": split == "train", "has_questions": has_questions}
+        return FactSequences(packed, self.tokenizer, facts, length, keys=keys, **options)
 
     def _packed(self, split: str) -> Any:
         data = self.config.data

@@ -26,13 +26,12 @@ def wordy(tmp_path_factory):
     return folder, train_tokenizer([text] * 3, 340, folder / "tokenizer")
 
 
-def sequences(wordy, has_lessons=True, seed=(0, 0), **settings):
+def sequences(wordy, has_lessons=True, seed=(0, 0), has_questions=True, **settings):
     folder, tokenizer = wordy
     values = {"keys": 4, "num_keys": 5, "lessons": LESSONS} | settings
     packed = build_packed(TextSource(str(folder / "book.txt")), tokenizer, LENGTH, folder / "cache")
-    return FactSequences(
-        packed, tokenizer, build_config(FactsConfig, values), LENGTH, keys=seed, has_lessons=has_lessons
-    )
+    options = {"keys": seed, "has_lessons": has_lessons, "has_questions": has_questions}
+    return FactSequences(packed, tokenizer, build_config(FactsConfig, values), LENGTH, **options)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,6 +119,18 @@ def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy
     assert not (other - in_text) & set().union(*told)
     with pytest.raises(ValueError, match="words='both': expected one of all, first_half, second_half"):
         FactWriter(wordy[1], 5, "both")
+
+
+def test_a_text_that_is_compressed_before_anyone_asks_says_each_fact_once_and_evenly(wordy):
+    dataset = sequences(wordy, rebinding=1.0, has_lessons=False, has_questions=False)
+    places = []
+    for position in range(60):
+        tokens, weights = dataset[position]["input_ids"].tolist(), dataset[position]["loss_mask"]
+        said = [place for place, token in enumerate(tokens) if token in dataset.writer.keys]
+        assert len({tokens[place] for place in said}) == len(said) == 4 and weights.tolist() == [1.0] * LENGTH
+        assert all({*tokens[place + 1 : place + 4]} & {*dataset.writer.values} for place in said)
+        places += said
+    assert np.histogram(places, bins=2, range=(0, LENGTH))[0] / len(places) == pytest.approx([0.5] * 2, abs=0.07)
 
 
 def test_forms_of_no_training_are_told_apart_and_words_that_lack_are_told(wordy):
