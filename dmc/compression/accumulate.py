@@ -20,7 +20,7 @@ def accumulate(key_value: Tensor, alpha: Tensor, omega: Tensor, window_size: int
         alpha: decision in [0, 1], 1 merges a token into the slot of the token before it, [batch, heads, time].
             The first token has nothing to merge into: `alpha[..., 0]` is read as 0 and its gradient is 0.
         omega: importance > 0, [batch, heads, time].
-        window_size: newest tokens of a segment that its average is made of; None takes all of them, by the exact
+        window_size: number of newest tokens of a segment in its average; None averages all of them, by the exact
             recurrence. The work per token grows with the window.
     Returns:
         Running average after each token, shape of `key_value`, float32 (float64 for float64 input), differentiable in
@@ -70,7 +70,7 @@ class _WindowedAverage(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        key_value, alpha, omega = ctx.saved_tensors  # once: activation checkpointing refuses a second look
+        key_value, alpha, omega = ctx.saved_tensors  # read once: activation checkpointing refuses a second access
         alpha_dtype = alpha.dtype
         window, time = ctx.window, key_value.shape[1]
         rows, halo = _rows_per_block(window), window - 1
@@ -131,7 +131,7 @@ def _join(blocks: Tensor, time: int) -> Tensor:
 
 
 def _window_weights(alpha: Tensor, omega: Tensor, window: int, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give (weights, products, omegas), each [window, heads, padded time], and their total [heads, padded time].
+    """Return (weights, products, omegas), each [window, heads, padded time], and their total [heads, padded time].
 
     Index [window - 1 - j, :, t] belongs to token t - j: products holds C(t, j), omegas holds omega[t-j], and weights
     their product over its sum. Padding gets weight 1 on itself, so nothing is divided by 0.

@@ -1,4 +1,4 @@
-"""The words of the learned method: its configuration, what a gate says, what is recorded, and what a cache must offer.
+"""Types of the learned method: its configuration, gate outputs, the trace that losses read, a cache's interface.
 
 Shape legend, used everywhere in `dmc`:
 
@@ -22,7 +22,7 @@ from dmc.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How a gate decides, what it does and when: algorithm and constants of Dynamic Memory Compression (2403.09636).
+    """Settings of the gates: algorithm and constants of Dynamic Memory Compression (DMC, arXiv:2403.09636).
 
     Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345). Two more are the paper's
     ablations: who decides (`decisions`), and how merged tokens are weighted (`weighting`).
@@ -34,16 +34,16 @@ class CompressionConfig:
     action: Literal["merge", "drop"] = "merge"
     """What happens to a token whose decision is 1: merged into the slot before it, or dropped."""
     decisions: Literal["per_head", "per_layer", "fixed"] = "per_head"
-    """per_head: each KV head for itself; per_layer: all heads of a layer as one, by the mean of their logits
-    (DMC-HardC); fixed: by the token's position alone, groups of `target_ratio` tokens (Fixed Memory Pooling)."""
+    """Who decides. per_head: each KV head; per_layer: all heads of a layer together, by the mean of their logits
+    (DMC-HardC); fixed: the token's position alone, in groups of `target_ratio` tokens (Fixed Memory Pooling)."""
     gate_input: Literal["neuron", "hidden", "both", "query"] = "neuron"
-    """What importance and decision are read from. neuron: a borrowed channel of query and key, with no new parameter;
+    """Source of importance and decision. neuron: a borrowed channel of query and key, with no new parameter;
     hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two; query:
     the decision from a channel of each group's first query, which that query head alone loses, and equal importance."""
     decided_token: Literal["own", "previous"] = "own"
-    """Whose fate a token decides: its own, or that of the token before it, which needs a delay."""
+    """Token that each token's logit decides about: itself, or the token before it (needs a delay)."""
     weighting: Literal["learned", "uniform"] = "learned"
-    """Importance of a token in what it is merged into: learned; uniform: omega = 1."""
+    """Weight of a token in the average it is merged into: omega as read (learned), or 1 (uniform)."""
     delay: Annotated[int, Bounds(least=0, whole=True, note="tokens")] = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
     window_size: Annotated[int, Bounds(least=1, whole=True, note="tokens; None: whole segments")] | None = 12
@@ -69,18 +69,18 @@ class CompressionConfig:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
         if self.decided_token == "previous" and (self.delay < 1 or self.decisions == "fixed"):
             raise ValueError(
-                "decided_token='previous' needs delay >= 1 and decisions that are read: the next token tells what "
-                "becomes of one"
+                "decided_token='previous' needs delay >= 1 and learned decisions: the next token decides about each "
+                "token"
             )
         if self.decisions == "fixed" and self.gate_input != "neuron":
-            raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would train for nobody")
+            raise ValueError(f"decisions='fixed' reads nothing: gate_input={self.gate_input!r} would have no effect")
         if self.decisions == "fixed" and self.action == "drop":
             raise ValueError(
                 "decisions='fixed' pools tokens by their position: it cannot drop them; use action='merge'"
             )
         if self.decisions == "fixed" and self.weighting == "learned":
             raise ValueError(
-                "decisions='fixed' borrows no neuron that could tell how important a token is: use weighting='uniform'"
+                "decisions='fixed' borrows no neuron that carries a token's importance: use weighting='uniform'"
             )
         check_ratio(self.target_ratio, "target_ratio")
 
@@ -116,22 +116,22 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class GateMode:
-    """What the gates shall do in one forward pass. All None: thresholded decisions, as at inference."""
+    """How the gates decide in one forward pass; all None: by the threshold, as at inference."""
 
     noise_seeds: list[int] | None = None
-    """Relaxed decisions; one seed for each sequence of the batch, so that noise belongs to the sample."""
+    """Seeds of the relaxation noise, one for each sequence of the batch, so that noise belongs to the sample."""
     neuron_multiplier: float | None = None
-    """Plain attention with the borrowed neuron scaled by this (eq. 13): the zero-out stage."""
+    """Factor on the borrowed neuron under plain attention (eq. 13), in the zero-out stage."""
     fixed_ratio: float | None = None
     """Compression ratio of fixed decisions in this pass, >= 1; None: the configuration's target."""
     compressed_heads: tuple[tuple[int, int], ...] | None = None
-    """Layer and KV head of those that merge (or drop) every token they can, where all others append all; None: the
-    gates decide. Not for layers whose heads are spread over ranks."""
+    """(layer, KV head) pairs that merge (or drop) every token they can, while all other heads append; None: the gates
+    decide. Not supported where the heads of a layer are sharded."""
 
 
 @dataclass
 class GateOutput:
-    """What one layer's gate says about the tokens of one forward pass."""
+    """Output of one layer's gate for the tokens of one forward pass."""
 
     query: Tensor
     """Unrotated queries without the borrowed neuron, [B, H_q, T, D]."""
@@ -149,28 +149,28 @@ class GateOutput:
 
 @dataclass
 class DecidedTokens:
-    """New tokens as a cache takes them, their decisions thresholded; the first of a sequence is always appended."""
+    """New tokens and their thresholded decisions, as a cache takes them; it always appends a sequence's first token."""
 
     query: Tensor
-    """Unrotated, [B, H_q, T, D]; the borrowed neuron is removed by the cache's tables of RoPE."""
+    """Unrotated queries, [B, H_q, T, D]; the cache's RoPE tables remove the borrowed neuron."""
     key: Tensor
-    """Unrotated, [B, H, T, D], likewise."""
+    """Unrotated keys, [B, H, T, D], likewise."""
     value: Tensor
-    """[B, H, T, D]."""
+    """Values, [B, H, T, D]."""
     merged: Tensor
-    """Whether each token is merged (or dropped), bool [B, H, T]; of fixed decisions the cache knows."""
+    """Whether each token is merged (or dropped), bool [B, H, T]; the cache makes fixed decisions itself."""
     omega: Tensor
     """Importance > 0 of each token, float32 [B, H, T]."""
 
 
 class GateTrace:
-    """Decisions of one forward pass by layer index: those of the first pass, for a loss is made of them.
+    """Records each layer's decisions in a forward pass, from which the losses are computed.
 
-    What activation checkpointing computes again is not kept: it would hold each recomputed layer until the end.
+    Recomputation by activation checkpointing is not recorded: it would keep each recomputed layer alive to the end.
     Not a dataclass: FSDP2 copies the dataclasses among a layer's arguments, and what the copy records would be lost.
 
     Args:
-        ranks: who shares the heads of a layer; stacked decisions are those of all.
+        ranks: processes that share a layer's heads; stacked decisions are those of all heads.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -179,7 +179,7 @@ class GateTrace:
         self.logits: dict[int, Tensor] = {}
 
     def record(self, layer_index: int, gated: GateOutput) -> None:
-        """Keep what layer `layer_index` decided first."""
+        """Record a layer's decisions, the first time only."""
         self.alpha.setdefault(layer_index, gated.alpha)
         self.logits.setdefault(layer_index, gated.logits)
 
@@ -196,13 +196,13 @@ class GateTrace:
 
 
 class CompressedCache(Protocol):
-    """What an attention layer needs of a cache: the runtime implements it, the models only call it."""
+    """Interface of a cache to the attention layers: the runtime implements it, the models call it."""
 
     def attend(self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None) -> Tensor:
-        """Store the new tokens as their gates decided and attend to what is then visible.
+        """Store the new tokens as their gates decided, then attend to all visible entries.
 
         Args:
-            layer_index: which layer's part of the cache.
+            layer_index: index of the layer.
             tokens: the new tokens.
             scaling: factor on the scores.
             attention_mask: True at real tokens, [B, past + T], or None when there is no padding.

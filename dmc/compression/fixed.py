@@ -1,4 +1,4 @@
-"""Decisions that nobody learns: Fixed Memory Pooling merges every CR tokens, whatever they are."""
+"""Fixed Memory Pooling: decisions by position alone, which merge every CR tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def fixed_decisions(positions: Tensor, ratio: float) -> Tensor:
     alpha_t = 0 if t = 0 or floor(t / CR) != floor((t - 1) / CR), else 1: CR 4 gives 0111 0111, CR 2.5 gives 0110101101.
 
     Args:
-        positions: place t of each token in its sequence or document, int64, any shape.
+        positions: position t of each token in its sequence or document, int64, any shape.
         ratio: compression ratio CR >= 1, whole or not.
     Returns:
         bool, shape of `positions`.
     """
-    places = positions.double()  # in float32 two devices may round a place on a group's border differently
+    places = positions.double()  # in float32 two devices may round a position at a group's border differently
     return (positions > 0) & (torch.floor(places / ratio) == torch.floor((places - 1) / ratio))
 
 

@@ -1,4 +1,4 @@
-"""The gate: reads decision and importance from the borrowed neuron, pools what is merged, says what stays visible."""
+"""The gate: reads decision and importance from the borrowed neuron, pools merged tokens and biases the attention."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Compressor:
     is s q_t[e*] - c of the group's first query head, which alone loses e*, before and after RoPE.
 
     Args:
-        config: what is decided by whom, what happens to a token and when.
+        config: settings of the gates.
         head_dim: D.
-        ranks: who shares the heads of the layer.
+        ranks: processes that share the layer's heads.
     Raises:
         ValueError: the head is too small to lend a neuron, or has no such neuron.
     """
@@ -45,11 +45,11 @@ class Compressor:
         self.neuron = config.neuron_index % head_dim if config.borrows_neuron else None
 
     def neuron_scale(self, multiplier: float, like: Tensor) -> Tensor:
-        """Vector [D] that scales the borrowed neuron by `multiplier`; of ones where none is borrowed."""
+        """Return the vector [D] that scales the borrowed neuron by `multiplier`; all ones where none is borrowed."""
         return neuron_scale(self.head_dim, self.neuron, multiplier, like)
 
     def without_decision(self, query: Tensor, kv_heads: int) -> Tensor:
-        """Take the channel that decides out of each group's first query head, [B, H_q, T, D], where it lies there."""
+        """Zero the decision channel of each group's first query head, [B, H_q, T, D], with `gate_input="query"`."""
         if self.config.gate_input != "query":
             return query
         scale = leader_scale(query.shape[1], self.head_dim, kv_heads, self.config.neuron_index, query)
@@ -70,10 +70,10 @@ class Compressor:
             query: unrotated, [B, H_q, T, D].
             key: unrotated, [B, H, T, D].
             mode: thresholded or relaxed with the sample's seeds; None: relaxed with torch's default generator.
-            layer_index: keys the noise.
-            starts: True where a sequence or document starts, which is always appended, [B, T]; None: the cache that
-                stores the tokens knows; fixed decisions are then left to it.
-            adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: it has none.
+            layer_index: index of the layer, part of the noise's seed.
+            starts: True at the first token of a sequence or document, which is always appended, [B, T]; None: the cache
+                that stores the tokens knows the starts, and makes fixed decisions itself.
+            adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: no adapter.
         """
         if self.config.decisions == "fixed":
             return self._gate_by_position(query, key, mode, starts)
@@ -90,7 +90,7 @@ class Compressor:
             log_append = hard_log_append(alpha)
         else:
             noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
-            ranks = ALONE if self.config.decisions == "per_layer" else self.ranks  # one draw, the same on each
+            ranks = ALONE if self.config.decisions == "per_layer" else self.ranks  # one draw, the same on every rank
             alpha, noised = sample_decisions(logits, self.config.temperature, noise, ranks)
             log_append = log_one_minus_sigmoid(noised)
         if starts is not None:
@@ -105,7 +105,7 @@ class Compressor:
         return GateOutput(query, key, *of_heads)
 
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
-        """Threshold the decisions for a cache, see `gate`; fixed ones are left to it."""
+        """Threshold the decisions for a cache, see `gate`; the cache makes fixed decisions itself."""
         heads = key.shape[:-1]
         if self.config.decisions == "fixed":
             merged = torch.zeros(heads, dtype=torch.bool, device=key.device)
@@ -151,7 +151,7 @@ class Compressor:
         return GateOutput(query, key, torch.logit(alpha), alpha, hard_log_append(alpha), torch.ones_like(alpha))
 
     def pool(self, gated: GateOutput, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stream of a merge gate: after each token its segment's running average, in `value`'s dtype.
+        """Return a merge gate's stream: the running average of the segment after each token, in `value`'s dtype.
 
         Keys are pooled before RoPE and rotated at the position of the last token merged. A drop gate pools nothing.
         """
@@ -163,7 +163,7 @@ class Compressor:
         return key, value
 
     def log_keep(self, gated: GateOutput) -> Tensor:
-        """Return the bias of each stream entry, [B, H, T]: how far it is still part of the cache for later queries.
+        """Return the attention bias of each stream entry for later queries, [B, H, T].
 
         merge: log(1 - alpha_{t+1}), for the state after t is overwritten if the next token merges into it.
         drop: log(1 - alpha_t).
@@ -174,5 +174,5 @@ class Compressor:
 
 
 def hard_log_append(alpha: Tensor) -> Tensor:
-    """log(1 - alpha) of decisions that are 0 or 1."""
+    """Return log(1 - alpha) of decisions that are 0 or 1."""
     return torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)

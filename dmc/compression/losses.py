@@ -1,4 +1,4 @@
-"""What a cache would hold under given decisions, and the loss that pulls it to the target compression ratio."""
+"""The share of tokens that a cache holds under given decisions, and the losses that pull it to the target ratio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HeadAgreement = Literal["mean", "printed_sum", "ratio"]
 
 
 def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = None) -> Tensor:
-    """Share of the tokens that each KV head holds after the last token: slots / tokens.
+    """Return the share of tokens that each KV head holds after the last token: slots / tokens.
 
     The last `delay` tokens are raw and count whole: (min(n, W) + sum_{t < n - W} (1 - alpha_t)) / n. The first token of
     a sequence is always appended and counts as alpha = 0.
@@ -57,7 +57,7 @@ def compression_loss(
         soft: use the relaxed decisions; False: their rounded value with the relaxed gradient, as the official code.
         delay: tokens that stay raw.
         token_mask: True at real tokens, [B, T].
-        prior: what must meet the target: all layers together, or each.
+        prior: whether all layers together (global) or each layer (local) must meet the target.
     Raises:
         ValueError: the ratio is below 1, or the prior is unknown.
     """
@@ -72,7 +72,7 @@ def compression_loss(
 
 
 def head_agreement_loss(alpha: Tensor, form: HeadAgreement = "mean") -> Tensor:
-    """Loss on heads of a layer that compress differently (DMC-C, eq. 14), on relaxed decisions.
+    """Penalize heads of a layer that compress differently (DMC-C, eq. 14), on relaxed decisions.
 
         mean:        (1 / N) sum over l, h, t of |alpha_lht - mean over h' of alpha_lh't|
         printed_sum: (1 / N) sum over l, h, t of |alpha_lht - sum over h' of alpha_lh't|
@@ -83,7 +83,7 @@ def head_agreement_loss(alpha: Tensor, form: HeadAgreement = "mean") -> Tensor:
 
     Args:
         alpha: relaxed decisions in [0, 1], [L, B, H, T].
-        form: which of the three.
+        form: one of the three above.
     Raises:
         ValueError: the form is unknown.
     """

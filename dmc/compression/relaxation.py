@@ -43,7 +43,7 @@ def sample_decisions(
         logits: decision logits, [B, H, T].
         temperature: > 0; lower is closer to binary.
         generator: source of noise; one for all, one for each row of the batch, or None for torch's default.
-        ranks: who shares the heads: generators of the batch's rows draw for all heads, and each rank keeps its own.
+        ranks: processes that share the heads: each row's generator draws for all heads, each rank keeps its own part.
     Returns:
         (alpha, noised): alpha = sigmoid(noised) in [0, 1] and noised = (logits + noise) / temperature, float32.
     """
@@ -57,7 +57,7 @@ def sample_decisions(
 
 
 def sample_generators(noise_seeds: Sequence[int], layer_index: int, device: torch.device) -> list[torch.Generator]:
-    """Make one generator for each sequence of a batch, a function of the sample's seed and the layer alone.
+    """Make one generator for each sequence of a batch, seeded by the sample and the layer alone.
 
     Recomputation, resuming, another batch split or another world size draw the same noise for the same sample.
     """
@@ -71,5 +71,5 @@ def straight_through(alpha: Tensor) -> Tensor:
 
 
 def log_one_minus_sigmoid(noised: Tensor) -> Tensor:
-    """log(1 - sigmoid(x)) without cancellation: the additive mask comes from the noised logit, not from alpha."""
+    """Return log(1 - sigmoid(x)) without cancellation; the additive mask uses the noised logit, not alpha."""
     return F.logsigmoid(-noised)

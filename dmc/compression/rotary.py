@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def neuron_scale(head_dim: int, neuron_index: int | None, multiplier: float, like: Tensor) -> Tensor:
-    """Vector [D] of ones with `multiplier` at the borrowed neuron, if there is one."""
+    """Return the vector [D] of ones with `multiplier` at the borrowed neuron, if there is one."""
     scale = torch.ones(head_dim, dtype=like.dtype, device=like.device)
     if neuron_index is not None:
-        scale[neuron_index].fill_(multiplier)  # to assign a number would copy it from the CPU, and wait for that
+        scale[neuron_index].fill_(multiplier)  # assigning a number would copy it from the CPU and wait
     return scale
 
 
 def leader_scale(query_heads: int, head_dim: int, kv_heads: int, neuron_index: int, like: Tensor) -> Tensor:
-    """Ones [H_q, D] with 0 at a channel of each group's first head."""
+    """Return ones [H_q, D] with 0 at a channel of each group's first head."""
     scale = torch.ones(query_heads, head_dim, dtype=like.dtype, device=like.device)
     scale[:: query_heads // kv_heads, neuron_index].zero_()
     return scale

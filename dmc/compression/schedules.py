@@ -6,7 +6,7 @@ from dmc.budget import check_ratio
 
 
 def target_ratio_at(step: int, *, target_ratio: float, ramp_steps: float, ramp_target: float | None = None) -> float:
-    """Target compression ratio at an optimizer step: min(CR, 1 + (ramp_target - 1) * step / ramp_steps).
+    """Return the target ratio at an optimizer step: min(CR, 1 + (ramp_target - 1) * step / ramp_steps).
 
     Linear in the ratio, as in the paper, not in its inverse; `ramp_steps=0` is DMC-immediate.
 
@@ -14,7 +14,7 @@ def target_ratio_at(step: int, *, target_ratio: float, ramp_steps: float, ramp_t
         step: 0 is the first.
         target_ratio: CR at which the climb ends.
         ramp_steps: steps in which the ratio climbs from 1 to `ramp_target`.
-        ramp_target: a ramp that several targets share; None: it leads to the target.
+        ramp_target: ratio at the end of the ramp, where several targets share one; None: the target.
     Raises:
         ValueError: a ratio is below 1, or a step count is negative.
     """
@@ -28,7 +28,7 @@ def target_ratio_at(step: int, *, target_ratio: float, ramp_steps: float, ramp_t
 
 
 def zero_out_multiplier_at(step: int, *, total_steps: int, ramp_fraction: float = 0.8) -> float:
-    """Multiplier of the borrowed neuron (eq. 13): 1 at step 0, 0 from `ramp_fraction` of the stage on.
+    """Return the multiplier of the borrowed neuron (eq. 13): 1 at step 0, 0 from `ramp_fraction` of the stage on.
 
     The official code reaches 0 after 80 % of the stage and leaves the rest for the model to settle.
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments as a Hugging Face configuration with our gates, and back."""
+"""Convert Megatron's arguments to a Hugging Face configuration with our gates, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = {
     "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim", "norm_epsilon": "rms_norm_eps",
     "max_position_embeddings": "max_position_embeddings",
 }  # fmt: skip
-"""Megatron's arguments and the settings of transformers that say the same."""
+"""Megatron's arguments and the equivalent fields of a transformers configuration."""
 NEEDED = tuple(FIELDS)[:4]
 OF_A_LLAMA: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
@@ -34,13 +34,13 @@ OF_A_LLAMA: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "multi_latent_attention": (False,),
 }
-"""What an argument may be for the model to be a Llama; absent or None is as good."""
+"""Values of Megatron's arguments under which the model is a Llama; an argument may also be absent or None."""
 MEGATRON_EPS = 2**-7
-"""What Megatron's inference adds to the importance: the resolution of bfloat16."""
+"""Constant that Megatron's inference adds to the importance: the resolution of bfloat16."""
 
 
 def gates_of(arguments: dict[str, Any]) -> CompressionConfig | None:
-    """Read the gates of the `dmc` branch; None where there are none.
+    """Read the gates' settings of the `dmc` branch; None for a model without gates.
 
     Differs from the authors' kernel, which rounds bfloat16 decisions up from 0.00785 and fixes the window at 12: a
     decision is > 0 here, as in training, and the window is the one of training.
@@ -65,7 +65,7 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
     """Make the configuration of a stock Llama, or of a compressed one where Megatron's has gates.
 
     Args:
-        arguments: Megatron's, by name.
+        arguments: Megatron's arguments, by name.
         vocab_size: tokens without padding.
         dtype: of the weights.
         tied: whether the output layer is the embedding.
@@ -116,7 +116,7 @@ def arguments_of(config: Any, tensor_size: int, padded_vocab_size: int, dtype: t
         padded_vocab_size: rows of the embedding, all ranks together.
         dtype: of the weights.
     Raises:
-        ValueError: the model, or what its gates do, has no form in Megatron.
+        ValueError: Megatron does not support the model or its gates.
     """
     refuse_foreign(config)
     arguments = {
@@ -160,10 +160,10 @@ def refuse_foreign(config: Any) -> None:
 
 
 def gate_arguments(gates: CompressionConfig, head_dim: int) -> dict[str, Any]:
-    """Say gates in the arguments of the `dmc` branch.
+    """Convert gates to the arguments of the `dmc` branch.
 
     Raises:
-        ValueError: Megatron's gates cannot do what these do.
+        ValueError: Megatron's gates do not support these settings.
     """
     expected = {
         "action": "merge", "decisions": "per_head", "gate_input": "neuron", "weighting": "learned", "delay": 0,

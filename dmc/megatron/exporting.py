@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a Megatron checkpoint, one file for each tensor-parallel rank."""
+"""Write a Hugging Face folder as a Megatron checkpoint, one file for each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def export_checkpoint(
 ) -> Path:
     """Write a stock or compressed Llama as a Megatron release checkpoint, a rank at a time.
 
-    Calibrated gates have a decision offset of their own, Megatron one `dmc_init_val` for decision and importance: the
-    rows that make the decision are then scaled, which keeps every decision but for rounding.
+    Calibrated gates have a separate decision offset, while Megatron has one `dmc_init_val` for decision and importance:
+    the rows that produce the decision are then scaled, which keeps every decision up to rounding.
 
     Args:
         folder: Hugging Face folder.
@@ -71,7 +71,7 @@ def export_checkpoint(
 
 
 def decision_scale(config: Any) -> float:
-    """Return what the rows of the decision are multiplied by: their own scale, and the threshold omega_offset."""
+    """Return the factor on the decision rows that applies their scale and moves their threshold to omega_offset."""
     gates = getattr(config, "compression", None)
     if gates is None or gates["decision_offset"] == gates["omega_offset"]:
         return 1.0 if gates is None else gates["decision_scale"]

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint becomes a Hugging Face folder: a stock Llama, or a compressed one where it has gates."""
+"""Write a Megatron checkpoint as a Hugging Face folder: a stock Llama, or a compressed one if it has gates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def import_checkpoint(
     Args:
         checkpoint: folder with `mp_rank_00` ..., or one whose tracker names it; any tensor and pipeline parallel size.
         output: new or empty folder.
-        arguments: Megatron's arguments that it lacks, or has wrong; `dmc_init_val: None` leaves the gates out.
+        arguments: Megatron's arguments that the checkpoint lacks or has wrong; `dmc_init_val: None` drops the gates.
         tokenizer: folder or hub name, saved beside the weights.
         vocab_size: tokens without padding; None: the tokenizer's, Megatron's own, or with padding where none is known.
         overwrite: replace a folder that was exported here.
@@ -79,8 +79,8 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
     Returns:
         Its Hugging Face configuration and its tensors.
     Raises:
-        ValueError: see `configuration_of`; or a tensor is missing, unexpected or of another shape, or what all ranks
-            hold alike differs.
+        ValueError: see `configuration_of`; or a tensor is missing, unexpected or of another shape, or a replicated
+            tensor differs between ranks.
     """
     shards, tensor_size = source.shards, source.tensor_size
     if EMBEDDING not in shards:
@@ -97,7 +97,7 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
 
 
 def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
-    """Raise ValueError unless a checkpoint holds what its arguments ask for, and nothing else."""
+    """Raise ValueError unless a checkpoint holds exactly the tensors that its arguments ask for."""
     shards, tensor_size = source.shards, source.tensor_size
     num_layers = 1 + max((int(found[0]) for name in shards if (found := LAYER.search(name))), default=-1)
     if num_layers != config.num_hidden_layers:
@@ -118,11 +118,11 @@ def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
     known = {part.name for part in parts} | (set(ONLY_IF_TIED) if config.tie_word_embeddings else set())
     foreign = sorted(set(shards) - known)
     if foreign:
-        raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which a Llama has not")
+        raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which no Llama has")
 
 
 def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor]]) -> None:
-    """Join the ranks' tensors and write them as safetensors, one file after the other."""
+    """Join the ranks' tensors and write them as safetensors, one file at a time."""
     holders = {name: part for part in parts for name in part.weights}
     shapes = {
         name: torch.empty(shape, dtype=shards[part.name][0].dtype, device="meta")

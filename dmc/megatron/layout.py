@@ -1,4 +1,4 @@
-"""Which Hugging Face weights a Megatron tensor holds, how they are fused, and how tensor-parallel ranks share it.
+"""The Hugging Face weights in each Megatron tensor, how they are fused, and how tensor-parallel ranks share it.
 
 Both sides rotate halves, channel i with i + D/2, so queries and keys keep the order of their rows, and the borrowed
 neuron is the last channel of each head here and there.
@@ -22,27 +22,27 @@ class Part:
     """One Megatron tensor and the Hugging Face weights in it."""
 
     name: str
-    """In a rank's state dict, with the names of Megatron-Core on Transformer Engine."""
+    """Key in a rank's state dict, as Megatron-Core on Transformer Engine names it."""
     weights: tuple[str, ...]
     """Hugging Face names, in the order in which they are fused."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the weights."""
+    """Shapes of the weights."""
     cut: Literal["rows", "columns", "nowhere"] = "rows"
-    """Where tensor-parallel ranks cut it; nowhere: each holds it whole."""
+    """Dimension that tensor-parallel ranks shard; nowhere: each rank holds the whole tensor."""
     blocks: int = 1
-    """Turns that fused weights take: query, key and value one for each KV head, gate and up one for each rank."""
+    """Blocks in which fused weights alternate: query, key, value one per KV head; gate and up one per rank."""
     padding: int = 0
-    """Rows behind those of the weight, for divisibility: copies of its last row, as Megatron's converter makes them."""
+    """Rows after the weight's own, for divisibility: copies of its last row, as Megatron's converter makes them."""
 
     def shard_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the shape of what one of `tensor_size` ranks holds."""
+        """Return the shape of the shard that one of `tensor_size` ranks holds."""
         rows, *columns = self.shapes[0]
         if self.cut == "rows":
             return ((sum(shape[0] for shape in self.shapes) + self.padding) // tensor_size, *columns)
         return (rows, columns[0] // tensor_size) if self.cut == "columns" else self.shapes[0]
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
-        """Make the weights, in the order of `weights`, of what the ranks hold."""
+        """Join the ranks' shards into the weights, in the order of `weights`."""
         if self.cut == "nowhere":
             return [shards[0]]
         whole = torch.cat(shards, dim=0 if self.cut == "rows" else 1)
@@ -53,14 +53,14 @@ class Part:
         return [piece.flatten(0, 1) for piece in turns.split(rows, dim=1)]
 
     def shard(self, weights: list[Tensor], rank: int, tensor_size: int) -> Tensor:
-        """Make what rank `rank` holds of the weights; the inverse of `join`."""
+        """Make the shard of rank `rank`; the inverse of `join`."""
         if self.cut == "nowhere":
             return weights[0]
         if self.padding:
             weights = [torch.cat((weight, weight[-1:].expand(self.padding, -1))) for weight in weights]
         own = [weight.chunk(tensor_size, dim=0 if self.cut == "rows" else 1)[rank] for weight in weights]
         if len(own) == 1:
-            return own[0].clone(memory_format=torch.contiguous_format)  # torch.save would store all that a view is of
+            return own[0].clone(memory_format=torch.contiguous_format)  # torch.save would store a view's whole storage
         turns = self.blocks // tensor_size
         return torch.cat([weight.unflatten(0, (turns, -1)) for weight in own], dim=1).flatten(0, 1)
 
@@ -90,7 +90,7 @@ def parts_of(config: Any, tensor_size: int, padded_vocab_size: int) -> Iterator[
 
 
 def layer_parts(config: Any, tensor_size: int, megatron: str, prefix: str, norm: dict[str, Any]) -> Iterator[Part]:
-    """Yield the tensors of one layer; `megatron` and `prefix` begin its names there and here."""
+    """Yield the tensors of one layer; `megatron` and `prefix` are the prefixes of its names there and here."""
     hidden, neurons, groups = config.hidden_size, config.intermediate_size, config.num_key_value_heads
     queries, keys = config.num_attention_heads * config.head_dim, groups * config.head_dim
     parts: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (

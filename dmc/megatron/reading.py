@@ -1,4 +1,4 @@
-"""Read the ranks of a Megatron checkpoint as tensors and plain arguments; nothing that a file names is run."""
+"""Read the ranks of a Megatron checkpoint as tensors and plain arguments; no code named in a file is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 INERT = ("megatron.", "numpy.", "_io.BytesIO")
-"""Beginnings of the names of what checkpoints hold beside weights: enums, states of random generators, FP8 scales."""
+"""Name prefixes of the other objects in checkpoints: enums, states of random generators, FP8 scales."""
 SYNONYMS = (
     ("language_model.encoder.", "decoder."),
     ("language_model.", ""),
@@ -33,26 +33,26 @@ SYNONYMS = (
     (".dense_4h_to_h.", ".linear_fc2."),
     (".final_norm.", ".final_layernorm."),
 )
-"""Names of the legacy models and of layers without Transformer Engine, and those of Megatron-Core on it."""
+"""Names in legacy models and in layers without Transformer Engine, and the names of Megatron-Core with it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose tensors lie in mapped files until they are used."""
+    """A checkpoint whose tensors stay in memory-mapped files until they are used."""
 
     arguments: dict[str, Any]
-    """What Megatron ran with, as far as stored or given."""
+    """Megatron's arguments, as stored or given."""
     shards: dict[str, list[Tensor]]
-    """What each tensor-parallel rank holds of every tensor; layers are numbered through all pipeline stages."""
+    """Each tensor-parallel rank's shard of every tensor; layers are numbered across all pipeline stages."""
 
     @property
     def tensor_size(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return len(next(iter(self.shards.values())))
 
 
 class Inert:
-    """Stands for an object of a checkpoint that the weights do not need; takes its state and drops it."""
+    """Placeholder for an object of a checkpoint that the weights do not need; discards its state."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -66,10 +66,10 @@ def read_checkpoint(folder: Path, given: dict[str, Any]) -> Checkpoint:
 
     Args:
         folder: of one iteration (with `mp_rank_00` in it), or the folder of several with its tracker file.
-        given: arguments that overrule what is stored.
+        given: arguments that override the stored ones.
     Raises:
         FileNotFoundError: there is no such folder, or a rank is missing.
-        ValueError: it is no checkpoint, or one of a kind that is not read.
+        ValueError: the folder holds no checkpoint, or one of an unsupported kind.
     """
     stages = rank_files(iteration_folder(folder))
     arguments: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def iteration_folder(folder: Path) -> Path:
     """Return the folder that holds the ranks: the given one, or the one its tracker names.
 
     Raises:
-        FileNotFoundError, ValueError: there is none.
+        FileNotFoundError, ValueError: there is no such folder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: give the folder of a Megatron checkpoint")
@@ -127,7 +127,7 @@ def rank_files(folder: Path) -> list[list[Path]]:
 
     Raises:
         FileNotFoundError: a rank or its file is missing.
-        ValueError: a folder is named as Megatron names none, or as those of experts.
+        ValueError: a folder's name is not one of Megatron's, or belongs to experts.
     """
     folders: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -154,7 +154,7 @@ def rank_files(folder: Path) -> list[list[Path]]:
 
 
 def read_rank(path: Path) -> dict[str, Any]:
-    """Read what one rank stored, tensors mapped from the file.
+    """Read one rank's file, its tensors memory-mapped.
 
     Raises:
         ValueError: the file is damaged or foreign, or names code beyond tensors and Megatron's arguments.
@@ -186,7 +186,7 @@ def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """Return the weights of a rank under the names of `dmc.megatron.layout`, the layers numbered from 0.
 
     Raises:
-        ValueError: something else than a tensor is among them.
+        ValueError: one of them is not a tensor.
     """
     tensors = {}
     for name, value in flattened(content["model"]).items():
@@ -201,5 +201,5 @@ def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def renumbered(name: str, first_layer: int) -> str:
-    """Number the layer in `name` from `first_layer` on; each pipeline stage counts its own from 0."""
+    """Add `first_layer` to the layer's number in `name`: each pipeline stage counts its own layers from 0."""
     return LAYER.sub(lambda found: str(int(found[0]) + first_layer), name)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class GateAdapter(nn.Linear):
     """Two rows for each KV head, decision and importance, side by side so that the heads can be cut.
 
-    Zero at first, but for a measured start: every decision logit is then -c and all tokens weigh the same, as with a
-    removed neuron.
+    Zero at first, unless measured_start sets it: every decision logit is then -c and all tokens weigh the same, as
+    with a removed neuron.
 
     Args:
         hidden_size: channels of the layer's input.
@@ -20,7 +20,7 @@ class GateAdapter(nn.Linear):
         super().__init__(hidden_size, 2 * kv_heads)
 
     def reset_parameters(self) -> None:
-        """Start from zero."""
+        """Set all weights to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 

@@ -23,11 +23,11 @@ class Documents:
     starts: Tensor
     """True at the first token of each document, [B, T]."""
     spans: list[tuple[int, int, int]]
-    """(row, begin, end) of each document, in order: known to the host, which cuts the sequences."""
+    """(row, begin, end) of each document, in order, on the host."""
 
     @classmethod
     def from_starts(cls, starts: Tensor) -> Documents:
-        """Find the documents of sequences by their first tokens, [B, T] on the CPU; a sequence begins one as well."""
+        """Find the documents by their first tokens, [B, T] on the CPU; the start of a sequence starts one as well."""
         spans = []
         for row, begins in enumerate(starts):
             places = [*begins.nonzero().flatten().tolist(), starts.shape[1]]
@@ -35,7 +35,7 @@ class Documents:
         return cls(starts, spans)
 
     def to(self, device: Any) -> Documents:
-        """Move what the device reads."""
+        """Move the tensors to a device."""
         return Documents(self.starts.to(device, non_blocking=True), self.spans)
 
 
@@ -57,7 +57,7 @@ class CompressedAttentionMixin(nn.Module):
     o_proj: nn.Module
 
     def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise projected queries and keys; the identity but for families with q_norm and k_norm."""
+        """Normalize projected queries and keys; the identity but for families with q_norm and k_norm."""
         return query, key
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +81,7 @@ class CompressedAttentionMixin(nn.Module):
         documents: Documents | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attend as the gates decide.
+        """Run the attention layer as its gates decide.
 
         Args:
             hidden_states: [B, T, hidden].
@@ -89,7 +89,7 @@ class CompressedAttentionMixin(nn.Module):
             padding_mask: True at real tokens, [B, past + T]; None: no padding.
             past_key_values: cache of `generate`.
             paged_cache: cache of the engine, in the same role.
-            gate_mode: what the gates shall do; default thresholded in eval, relaxed in training.
+            gate_mode: how the gates decide; default thresholded in eval, relaxed in training.
             gate_trace: receives this layer's decisions.
             documents: reset decisions and attention at document starts (parallel form only).
         """
@@ -117,7 +117,7 @@ class CompressedAttentionMixin(nn.Module):
     def attend_plain(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
     ) -> Tensor:
-        """Causal attention, no padding, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13)."""
+        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13)."""
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
         query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)
@@ -133,7 +133,7 @@ class CompressedAttentionMixin(nn.Module):
         hidden: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Attention of whole sequences to the partial states and raw recent tokens the gates leave visible."""
+        """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible."""
         compressor, config = self.compressor, self.compressor.config
         scale = compressor.neuron_scale(0.0, value)
         cos, sin = (table * scale for table in rotary)
@@ -164,7 +164,7 @@ class CompressedAttentionMixin(nn.Module):
 
 
 def sequence_starts(query: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Return True at padding and at the first real token after it, [B, T]: nothing merges into what is not there."""
+    """Return True at padding and at the first real token after it, [B, T]: neither may merge into what precedes it."""
     batch, _, length, _ = query.shape
     if padding_mask is None:
         starts = torch.zeros(batch, length, dtype=torch.bool, device=query.device)

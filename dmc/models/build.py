@@ -17,8 +17,8 @@ def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
     Args:
         shape: fields of its transformers configuration, with `model_type`.
         dtype: of the weights.
-        device: where they are made.
-        seed: of the weights.
+        device: device of the weights.
+        seed: seed of the weights.
     Raises:
         ValueError: no model has this shape.
     """
@@ -34,10 +34,10 @@ def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 
 def refuse_kernels(config: Any, name: str) -> None:
-    """Refuse a configuration whose attention is a kernel on the hub: transformers would download and run it.
+    """Refuse a configuration that names an attention kernel on the hub: transformers would download and run it.
 
     Raises:
-        ValueError: it is.
+        ValueError: the configuration names one.
     """
     attention = str(getattr(config, "_attn_implementation", None))
     if "/" in attention:
@@ -75,7 +75,7 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
 
 
 def twin(model: Any) -> Any:
-    """Make a second model over the same weights: settings of one do not reach the other."""
+    """Make a second model that shares the weights but not the settings."""
     other = assemble(copy.deepcopy(model.config), model.state_dict())
     other.generation_config = copy.deepcopy(model.generation_config)
     return other

@@ -1,4 +1,4 @@
-"""Grouped-query attention after the fact: a trained model's KV heads are averaged; a baseline of the DMC paper."""
+"""Conversion to grouped-query attention: a trained model's KV heads are averaged; a baseline of the DMC paper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def merge_heads_of_config(config: PreTrainedConfig, num_key_value_heads: int) ->
     """Set the KV heads of a configuration.
 
     Raises:
-        ValueError: those it has cannot be divided into so many groups of equal size, or have gates.
+        ValueError: its heads cannot be divided into so many groups of equal size, or have gates.
     """
     if config.model_type.startswith("dmc_"):
         raise ValueError(
@@ -60,8 +60,8 @@ def merge_rows(weight: Tensor, num_rows: int, head_dim: int) -> Tensor:
     """Average a projection's rows over the heads of each group, in float32 at least.
 
     Args:
-        weight: or bias, [heads * D, ...].
-        num_rows: rows afterwards, groups * D; as many as there are: the weight is returned as it is.
+        weight: weight or bias, [heads * D, ...].
+        num_rows: rows afterwards, groups * D; the weight is returned unchanged if it has as many.
         head_dim: D.
     """
     if num_rows == weight.shape[0]:

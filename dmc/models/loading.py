@@ -1,4 +1,4 @@
-"""What a folder becomes: a stock or compressed causal LM; NVIDIA's DMS checkpoints become compressed ones of ours."""
+"""Load a folder as a stock or compressed causal LM; NVIDIA's DMS checkpoints become compressed ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         refuse_kernels(config, str(folder))
     safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     model, found = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
-    if missing := sorted(found["missing_keys"]):  # of a hub name, whose files were not there to be checked before
+    if missing := sorted(found["missing_keys"]):  # a hub name's files could not be checked before
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
     return model.eval()
@@ -50,10 +50,10 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
 
         logit = dms_alpha_scale * x - dms_initial_alpha_offset > 0.
 
-    Borrowed neuron: x is the last channel of the normalised query of each group's first head, which it is then lost to.
+    Borrowed neuron: x is the last channel of the normalized query of each group's first head, which then loses it.
     Adapter (weights named dms_proj_alpha): x = W (n * r / rms(r)) + b of the layer's residual r, before its own norm.
     That norm divides by the same rms, so with its weights m the layer's input is m * r / rms(r), and x is what our
-    adapter computes of it with W diag(n / m). Differs from NVIDIA's code: the first token always stays, and decisions
+    adapter computes from it with W diag(n / m). Differs from NVIDIA's code: the first token always stays, and decisions
     are thresholded in float32.
 
     Args:
@@ -61,7 +61,7 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
         folder: a local folder or a hub name, for the adapter's weights.
         revision: hub revision.
     Raises:
-        ValueError: the settings or the adapter's weights are none that this can be.
+        ValueError: the settings or the adapter's weights are not those of a supported DMS checkpoint.
     """
     config, stored = model.config, _dms_weights(local_folder(str(folder), revision))
     settings = {key: getattr(config, key) for key in list(vars(config)) if key.startswith("dms_")}
@@ -97,7 +97,7 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
 
 
 def _dms_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the adapters' weights of a DMS checkpoint; none where it borrows a neuron."""
+    """Read the adapters' weights of a DMS checkpoint; empty where it borrows a neuron."""
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""Turn a stock Hugging Face model class into its compressed family member: config, installation, generation."""
+"""Turn a stock Hugging Face model class into its compressed counterpart: config, installation, generation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ATTENTION_NAME = "dmc_gates"
 UNPADDED_ATTENTION = "dmc_unpadded"
 """Causal attention of stock models to sequences without padding: PyTorch's own, and no mask.
 
-Neither name has a function that makes masks: for those that have one, transformers reads in each forward from the
-device whether the positions begin anew somewhere.
+Neither name has a mask function: for names that have one, transformers reads from the device in each forward whether
+positions restart.
 """
 
 
@@ -59,10 +59,10 @@ class CompressedConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read what a folder holds.
+        """Read the configuration of a folder.
 
         Raises:
-            ValueError: the settings of the gates are missing, and defaults would be another model.
+            ValueError: the gates' settings are missing; defaults would make another model.
         """
         if not (config_dict.get("compression") or kwargs.get("compression")):
             raise ValueError(
@@ -80,10 +80,10 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         ValueError: the head cannot lend a neuron.
     """
 
-    _is_stateful = True  # merged tokens cannot be taken back: transformers then refuses assisted decoding
+    _is_stateful = True  # merged tokens cannot be rolled back: transformers then refuses assisted decoding
     attention_class: ClassVar[type[CompressedAttentionMixin]]
     cache_factory: ClassVar[Callable[[Any], Cache] | None] = None
-    """Makes the cache of `generate`; the runtime sets it, for models never import the runtime."""
+    """Factory of the cache of `generate`; the runtime sets it, because models never import the runtime."""
     _ranks = ALONE
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
     def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin that remove the borrowed neuron, [B, T, D] in the model's dtype; position_ids [B, T].
 
-        What they rotate need not have lost it: its partner channel takes nothing from it.
+        States that still hold the neuron may be rotated: its partner channel takes nothing from it.
         """
         cos, sin = self.model.rotary_emb(self.model.embed_tokens.weight, position_ids)
         scale = self.model.layers[0].self_attn.compressor.neuron_scale(0.0, cos)
@@ -143,14 +143,14 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                     yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
 
     def adapters(self) -> list[GateAdapter]:
-        """Return the layers' adapters, none where the gates read the borrowed neuron alone."""
+        """Return the layers' adapters; empty where the gates read the borrowed neuron alone."""
         return [module for module in self.modules() if isinstance(module, GateAdapter)]
 
     @torch.no_grad()
     def remove_neuron(self) -> None:
         """Set the rows that produce the borrowed neuron to exactly zero.
 
-        The end of the zero-out stage: retrofit starts with every decision logit at -c and equal importance.
+        This ends the zero-out stage: the retrofit starts with every decision logit at -c and equal importance.
         """
         for parameter, rows in self.neuron_rows():
             parameter[rows] = 0
@@ -187,7 +187,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
         Raises:
             TypeError: `past_key_values` is not a compressed cache.
-            ValueError: the mask is not one of padding, or a cache would count positions otherwise.
+            ValueError: the mask is no padding mask, or a cache would count positions differently.
         """
         check_padding_mask(attention_mask)
         if past_key_values is None and use_cache:
@@ -249,18 +249,18 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
 
 def check_padding_mask(attention_mask: Any) -> None:
-    """Refuse what is not a padding mask.
+    """Refuse a mask that is not a padding mask.
 
     Raises:
-        ValueError: it has another shape than [batch, tokens].
+        ValueError: its shape is not [batch, tokens].
     """
     if attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
         return
     is_tensor = isinstance(attention_mask, Tensor)
     what = f"shape {tuple(attention_mask.shape)}" if is_tensor else f"type {type(attention_mask).__name__}"
     raise ValueError(
-        f"attention_mask of {what}: compressed attention takes a padding mask [batch, tokens], 1 at real tokens; who "
-        "sees whom follows from the gates"
+        f"attention_mask of {what}: compressed attention takes a padding mask [batch, tokens], 1 at real tokens; "
+        "which token sees which follows from the gates"
     )
 
 
@@ -307,8 +307,8 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
     """Refuse a model, by its configuration alone, that cannot have these gates.
 
     Args:
-        config: of a stock causal LM, or of a compressed one whose gates shall change.
-        compression: what the gates shall do and when.
+        config: configuration of a stock causal LM, or of a compressed one whose gates shall change.
+        compression: settings of the gates.
     Raises:
         ValueError: the family is not supported, the head cannot lend a neuron, or an adapter is missing or in the way.
         NotImplementedError: see `refuse_other_attention`.
@@ -327,7 +327,7 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
 
 
 def for_unpadded(model: Any) -> Any:
-    """Let a stock causal LM attend to sequences that are never padded without a mask; a compressed one does so."""
+    """Let a stock causal LM attend without a mask to sequences that are never padded, as a compressed one does."""
     if not isinstance(model, CompressedCausalLM):
         model.set_attn_implementation(UNPADDED_ATTENTION)
     return model
@@ -346,7 +346,7 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
             parameters are reused, not copied.
-        compression: what the gates do and when.
+        compression: settings of the gates.
     Returns:
         The family's compressed class, in the mode (train or eval) of `model`.
     Raises:

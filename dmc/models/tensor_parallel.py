@@ -28,11 +28,11 @@ OUTPUT, INPUT = 0, 1
 def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """Load this rank's share of a causal LM; called by every process that `torchrun` started.
 
-    Only this rank's slices are read, so a model needs no more memory than the ranks have together.
+    Only this rank's slices are read, so a model may be as large as the memory of all ranks together.
 
     Args:
         folder: a local folder or a hub name.
-        dtype: of the weights; None: as the configuration says.
+        dtype: dtype of the weights; None: as the configuration says.
         device: None: the GPU with this process's local rank, or the CPU.
     Returns:
         The model in eval mode; `Engine` serves it as any other, on all ranks together.
@@ -66,7 +66,7 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
 
     Args:
         model: a stock or compressed causal LM, on any device, meta included.
-        ranks: who this process is.
+        ranks: the processes that share the model, and this one's rank.
     Returns:
         Name of every cut parameter -> dimension that was cut.
     Raises:
@@ -101,7 +101,7 @@ def check_divides(config: Any, num_ranks: int) -> None:
 
 
 class SummedLinear(nn.Module):
-    """A linear layer whose inputs are divided among the ranks: outputs are summed, the bias is added once."""
+    """A row-parallel linear layer: inputs are divided among the ranks, outputs summed, the bias added once."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, ranks: Ranks) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def own_slice(parameter: Tensor, dimension: int, ranks: Ranks) -> Tensor:
 def _read_slices(
     folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read every parameter of a folder, of the cut ones this rank's slice only."""
+    """Read every parameter of a folder; of sharded ones this rank's slice only."""
     stored = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt", device=str(device)) as tensors:

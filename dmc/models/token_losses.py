@@ -1,8 +1,9 @@
 """Cross-entropy of each token, and its divergence from a teacher, without the logits in one piece.
 
-At 128k words and 4,096 tokens the logits alone are 2 GB in float32, and a plain loss holds 8 GB at its peak. Here words
-come in chunks: forward keeps a running log-sum-exp, backward computes each chunk's logits anew and writes its rows of
-the weight's gradient once. That is one more product with the output projection, and, with a teacher, two.
+With a vocabulary of 128k and 4,096 tokens the logits alone are 2 GB in float32, and a plain loss peaks at 8 GB. Here
+the vocabulary is processed in chunks: forward keeps a running log-sum-exp, backward recomputes each chunk's logits and
+writes its rows of the weight's gradient once. This costs one more product with the output projection, with a teacher
+two.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ CHUNK_ELEMENTS = 2**24
 
 @dataclass
 class Taught:
-    """What a frozen teacher would say, before its output projection."""
+    """Last hidden states and output projection of a frozen teacher, from which its logits are computed."""
 
     hidden_states: Tensor
-    """Its last ones, normalised, [B, T, hidden of the teacher]."""
+    """The teacher's last hidden states, normalized, [B, T, hidden of the teacher]."""
     weight: Tensor
-    """Its output projection, [vocab, hidden of the teacher]."""
+    """The teacher's output projection, [vocab, hidden of the teacher]."""
     temperature: float = 1.0
-    """Both distributions are softened by it."""
+    """Softens both distributions."""
 
 
 @dataclass
 class TokenLosses(ModelOutput):
-    """What a causal LM returns in place of logits."""
+    """Output of a causal LM that computes losses in place of logits."""
 
     cross_entropy: Tensor | None = None
-    """Nats, float32, [B, T]; 0 where nothing is to be predicted."""
+    """Cross-entropy of each token in nats, float32, [B, T]; 0 where nothing is to be predicted."""
     divergence: Tensor | None = None
     """t^2 * KL(softmax(teacher / t) || softmax(student / t)), nats, [B, T]; 0 where nothing is to be predicted."""
     last_hidden_state: Tensor | None = None
-    """Normalised, [B, T, hidden]."""
+    """Last hidden states, normalized, [B, T, hidden]."""
 
 
 def next_tokens(input_ids: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Give the target of each position, the token after it, [B, T]; `IGNORED` at the end and where the mask says so.
+    """Return each position's target, the token after it, [B, T]; `IGNORED` at the end and where the mask is False.
 
     Args:
         input_ids: [B, T].
@@ -59,14 +60,14 @@ def next_tokens(input_ids: Tensor, loss_mask: Tensor | None = None) -> Tensor:
 
 
 def sequence_means(losses: Tensor, targets: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Average over the predicted tokens of each sequence, [B]; 0 where there are none.
+    """Average losses over the predicted tokens of each sequence, [B]; 0 where there are none.
 
-    Means over micro-batches and ranks of these do not depend on how a step's batch is divided.
+    The mean of these over micro-batches and ranks does not depend on how a step's batch is divided.
 
     Args:
-        losses: of each position, [B, T].
+        losses: loss of each position, [B, T].
         targets: see `next_tokens`.
-        loss_mask: the mask that `targets` are of; where it is of numbers, they say how much each token counts.
+        loss_mask: the mask that `targets` were made with; numbers in it are the tokens' weights.
     """
     counts = (targets != IGNORED).to(losses.dtype)
     if loss_mask is not None and loss_mask.is_floating_point():
@@ -89,7 +90,7 @@ class _ChunkedLosses(torch.autograd.Function):
             found = found + logits.gather(1, place).squeeze(1) * inside
             whole = torch.logaddexp(whole, logits.logsumexp(1))
             if theirs is not None:
-                # The teacher's mean of the difference, kept under the part of its distribution that has been seen.
+                # Running mean of the difference under the part of the teacher's distribution that has been seen.
                 seen = torch.logaddexp(teacher, theirs.logsumexp(1))
                 cross = cross * (teacher - seen).exp()
                 teacher, softly = seen, logits.div_(temperature)
@@ -130,7 +131,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor, taught: Taught | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield the words of a chunk, the logits [N, words], and the teacher's over the temperature."""
+    """Yield a chunk's slice of the vocabulary, the logits [N, words], and the teacher's over the temperature."""
     size = max(256, CHUNK_ELEMENTS // len(hidden))
     for begin in range(0, len(weight), size):
         words = slice(begin, min(begin + size, len(weight)))
@@ -145,7 +146,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _placed(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Tell which targets lie among the words, [N], and where, [N, 1]."""
+    """Return which targets lie in a slice of the vocabulary, [N], and their index in it, [N, 1]."""
     place = targets - words.start
     last = words.stop - words.start - 1
     return (place >= 0) & (place <= last), place.clamp(0, last)[:, None]
@@ -156,7 +157,7 @@ def _sum_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class LossHead(nn.Linear):
-    """An output projection that gives logits, or, with targets, losses without them.
+    """Output projection that returns logits, or, given targets, losses without making the logits.
 
     The weight is read in this module's own forward, where every kind of sharding has it whole.
     """
@@ -171,7 +172,8 @@ class LossHead(nn.Linear):
             return super().forward(hidden_states)
         if taught is not None and len(taught.weight) != len(self.weight):
             raise ValueError(
-                f"the teacher knows {len(taught.weight)} words, the model {len(self.weight)}: take another"
+                f"the teacher's vocabulary has {len(taught.weight)} tokens, the model's {len(self.weight)}: take "
+                "another teacher"
             )
         device = hidden_states.device.type
         computes = torch.is_autocast_enabled(device)
@@ -186,19 +188,19 @@ class LossHead(nn.Linear):
 
 
 class TokenLossMixin:
-    """Mixed in before a stock `*ForCausalLM`: its forward can give losses without logits."""
+    """Mixed in before a stock `*ForCausalLM`: its forward can return losses without logits."""
 
     def forward(self, *args: Any, targets: Tensor | None = None, taught: Taught | None = None, **kwargs: Any) -> Any:
-        """Run the stock forward, or without its logits.
+        """Run the stock forward, or one that makes no logits.
 
         Args:
-            args: of the stock forward.
+            args: arguments of the stock forward.
             targets: the token that each position predicts, [B, T], see `next_tokens`; `labels` and their loss are the
                 stock model's, logits included.
-            taught: what a teacher says of the same tokens.
-            kwargs: of the stock forward; `skip_logits=True` without targets gives the last hidden states alone.
+            taught: a teacher's states for the same tokens.
+            kwargs: keywords of the stock forward; `skip_logits=True` without targets returns hidden states alone.
         Returns:
-            `TokenLosses`, or what the stock forward returns.
+            `TokenLosses`, or the stock forward's output.
         """
         skip_logits = kwargs.pop("skip_logits", False)
         if targets is None and not skip_logits:
@@ -214,10 +216,10 @@ class TokenLossMixin:
 
 
 def with_token_losses(model: Any) -> Any:
-    """Let a causal LM with an unbiased `lm_head` give losses without logits; its weights and names stay as they are.
+    """Let a causal LM with an unbiased `lm_head` return losses without logits; weights and names do not change.
 
     Raises:
-        ValueError: its output is not that of a bare linear projection.
+        ValueError: the model does not end in a bare linear projection.
     """
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, "model"):

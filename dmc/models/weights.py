@@ -1,4 +1,4 @@
-"""Checks of a weights folder before it is loaded: what is missing, cut off or of another shape is said by name."""
+"""Checks of a weights folder before it is loaded: errors name what is missing, truncated or of another shape."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_model_config(folder: Path) -> Any:
     """Read the transformers configuration of a local folder.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or it describes no model.
+        FileNotFoundError, ValueError: the folder has no config.json, or it describes no model.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -116,7 +116,7 @@ def _describing(path: Path) -> Iterator[None]:
 
 
 def refuse_dms(config: Any, name: str) -> None:
-    """Refuse gates of NVIDIA's DMS where they would be overlooked: only `load_model` reads them."""
+    """Refuse a checkpoint of NVIDIA's DMS outside `load_model`, which alone reads its gates."""
     if hasattr(config, "dms_window_size"):
         raise ValueError(
             f"{name} is a DMS checkpoint (it has dms_window_size): load it with dmc.load_model and save it once, "
@@ -125,7 +125,7 @@ def refuse_dms(config: Any, name: str) -> None:
 
 
 def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM, reads_dms: bool = False) -> None:
-    """Compare a local folder's weights with what its configuration asks for; anything else (a hub name) passes.
+    """Compare a local folder's weights with those its configuration asks for; anything else (a hub name) passes.
 
     Raises:
         FileNotFoundError, ValueError: there is no such folder; see `stored_shapes`; or a weight has another shape, is
@@ -159,7 +159,7 @@ def check_weights(folder: Any, model_class: Any = AutoModelForCausalLM, reads_dm
 
 
 def _refuse_more_layers(folder: Path, names: Iterable[str], model: Any) -> None:
-    """Refuse weights of layers behind the last one: without them the model would be another."""
+    """Refuse weights of layers beyond the configuration's last: without them the model would be another."""
     count = model.config.num_hidden_layers
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     for name in names:

@@ -1,9 +1,9 @@
-"""Training-free methods: what they keep of the cache, or read of it, at run time. One file is one method.
+"""Training-free methods: which cache entries they keep, or read, at run time. One file is one method.
 
-base.py        what a policy sees and answers, the fields that it declares, how it takes part in attention
-attention.py   what an attention layer does without a policy: let tokens in, attend to all that is held
-eviction.py    methods that score entries and let some go, and what runs them; scores.py, budgets.py, merging.py help
-reading.py     methods that hold everything and read a part: omnikv.py, quest.py, infllm.py each with what runs it
+base.py        the interface of a policy: what it sees, returns and declares, and how it takes part in attention
+attention.py   an attention layer without a policy: append the tokens, attend to all entries
+eviction.py    methods that score entries and evict some, and their execution; scores.py, budgets.py, merging.py help
+reading.py     methods that hold everything and read a part: omnikv.py, quest.py, infllm.py, each with its execution
 """
 
 from dmc.policies.adakv import AdaKV

@@ -29,7 +29,7 @@ class AdaKV(SnapKV):
     alpha_f: float = 0.2
     """Share of its equal budget that every head keeps; 1 is SnapKV."""
     layer_budget: Literal["uniform", "pyramid"] = "uniform"
-    """The same for every layer, or PyramidKV's."""
+    """Budgets of the layers: the same for each, or PyramidKV's."""
     beta: float = 20.0
     """See `PyramidKV`."""
     official_blend: bool = False

@@ -1,6 +1,6 @@
-"""What an attention layer asks of the cache for the tokens of a pass: let them in, then attend.
+"""What an attention layer asks of the cache in a forward pass: append the tokens, then attend.
 
-Here to all that is held; a policy puts its own in place of it (`CachePolicy.attention`).
+This is attention to all entries; a policy replaces it with its own (`CachePolicy.attention`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Cache(Protocol):
-    """What a policy may ask of the engine's cache."""
+    """Interface of the engine's cache to a policy."""
 
     layout: CacheLayout
     block_size: int
     tokens_seen: Tensor
-    """By row, before this pass, int64 [C] on the host."""
+    """Tokens of each cache row before this pass, int64 [C] on the host."""
     fields: Any
     """Tensors by name: see `Field`."""
     slow: Any
-    """The pool in the host's memory, if the policy asked for one."""
+    """Pool in the host's memory, if the policy asked for one."""
 
     @property
     def block_tables(self) -> Tensor:
@@ -38,33 +38,33 @@ class Cache(Protocol):
 
     @property
     def lengths(self) -> Tensor:
-        """Slots in pages, int32 [L, C, H]."""
+        """Number of slots in pages, int32 [L, C, H]."""
 
     def layer(self, index: int) -> LayerCache:
-        """Layer `index` as kernels see it; valid until the pool or the tables grow."""
+        """Return layer `index` as kernels see it; valid until the pool or the tables grow."""
 
     def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
-        """Let tokens into a layer; say what their queries see."""
+        """Append (or merge) tokens in a layer; return the keys that their queries see."""
 
 
 class CacheAttention:
-    """Lets new tokens in as the gates decide, if there are any, and attends to all that is held.
+    """Appends or merges new tokens as the gates decide, if there are any, and attends to all entries.
 
     Args:
-        cache: storage.
+        cache: the engine's cache.
         backend: kernel module.
     """
 
     def __init__(self, cache: Cache, backend: ModuleType) -> None:
         self.cache, self.backend = cache, backend
         self.tokens: dict[int, list[int]] = {}
-        """Of the sequences in a pass, by row: those of the pass and before, maybe more."""
+        """Token ids of each sequence in a pass, by cache row: at least up to those of the pass."""
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """Feed one layer.
+        """Run attention in one layer.
 
         Args:
-            layer_index: which one; layers come in order.
+            layer_index: index of the layer; layers come in order.
             batch: which tokens of which sequences.
             query: rotated, [T, H_q, D].
             tokens: what enters the cache.
@@ -75,22 +75,22 @@ class CacheAttention:
         return self.attend_to_all(layer_index, batch, query, self.append(layer_index, batch, tokens), scaling)
 
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
-        """Do what is left when all layers have been fed, before anything is counted.
+        """Finish the pass after its last layer, before memory is counted.
 
         Args:
-            feed: runs the model over tokens whose first has a given position, once more, without logits; its layers ask
-                the given object's `attend_plain` instead of the cache.
+            feed: runs the model on given tokens from a given position once more, without logits; its layers call the
+                given object's `attend_plain` instead of the cache.
         """
 
     def by_phase(
         self, batch: ForwardBatch, query: Tensor, attend: Callable[[ForwardBatch, Tensor | slice], Tensor]
     ) -> Tensor:
-        """Attend from generated tokens, then from those of prompts, which most policies tell apart.
+        """Attend from generated tokens, then from prompt tokens, which most policies treat differently.
 
         Args:
             batch: of both kinds, or one.
             query: rotated, [T, H_q, D].
-            attend: called with a part, and where its tokens lie in the row of the batch.
+            attend: called with a part of the batch, and the indices of its tokens in the flat row.
         Returns:
             [T, H_q, D].
         """
@@ -102,13 +102,13 @@ class CacheAttention:
         return attended
 
     def append(self, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
-        """Let tokens into a layer; say what their queries see."""
+        """Append (or merge) tokens in a layer; return the keys that their queries see."""
         return self.cache.append(self.backend, layer_index, batch, tokens)
 
     def attend_to_all(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, seen: VisibleKeys, scaling: float
     ) -> Tensor:
-        """Attend to what the new tokens' queries see, [T, H_q, D]."""
+        """Attend from the new tokens to their visible keys, [T, H_q, D]."""
         if batch.most_new == 1:
             num_scores = None if batch.is_known else self.cache.block_tables.shape[-1] * self.cache.block_size
             options = {"recent": seen.recent, "num_scores": num_scores}
@@ -126,5 +126,5 @@ class CacheAttention:
         return self.backend.paged_attention(query, *pages, layer.lengths, scaling, **options)
 
     def whole_pages(self, num_slots: int) -> int:
-        """Round slots up to whole pages, as the scores of a kernel are laid out."""
+        """Round a number of slots up to whole pages, the width of a kernel's scores."""
         return -(-num_slots // self.cache.block_size) * self.cache.block_size

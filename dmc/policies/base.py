@@ -1,7 +1,7 @@
-"""What a policy sees of the cache and what it answers; what it keeps there it declares as fields.
+"""Interface of a policy: what it sees of the cache, what it returns, and the fields that it keeps there.
 
 Shapes beyond the legend of `dmc.compression.base`: S sequences, N entries of the longest head, w queries of the
-observation window. Entries lie in no order: each has a slot, and a position that tells its age. A *limit* or *budget*
+observation window. Entries are in no order: each has a slot, and a position that tells its age. A *limit* or *budget*
 is in entries per KV head.
 """
 
@@ -29,32 +29,32 @@ and the L1 norm of its value."""
 
 @dataclass
 class Entries:
-    """What one layer holds of S sequences when a policy decides; while a prompt ends, S = 1."""
+    """Entries that one layer holds of S sequences when a policy decides; at the end of a prompt S = 1."""
 
     layer_index: int
     num_layers: int
     lengths: Tensor
-    """Entries held, int64 [S, H]."""
+    """Number of entries, int64 [S, H]."""
     num_entries: int
-    """N."""
+    """Entries of the longest head, N."""
     tokens_seen: Tensor
     """Tokens of each sequence so far, the newest included, int64 [S]."""
     memory: Tensor
     """The policy's own numbers for this layer and these sequences, NaN at first, float32 [S, K]; written in place."""
     read_positions: Callable[[], Tensor]
-    """Copies the positions, see `positions`."""
+    """Returns a copy of the positions, see `positions`."""
     read_sums: Callable[[], dict[Sum, Tensor]]
-    """Copies the sums, see `sums`."""
+    """Returns a copy of the sums, see `sums`."""
     read_tokens: Callable[[], Tensor]
-    """Copies the first sequence's token ids, int64 [tokens_seen]."""
+    """Returns a copy of the first sequence's token ids, int64 [tokens_seen]."""
     read_keys: Callable[[], Tensor]
-    """Copies the keys, rotated at their positions, [S, H, N, D]."""
+    """Returns a copy of the keys, rotated at their positions, [S, H, N, D]."""
     read_values: Callable[[], Tensor]
-    """Copies the values, [S, H, N, D]."""
+    """Returns a copy of the values, [S, H, N, D]."""
     rotate: Callable[[Tensor, Tensor], Tensor]
-    """Turns keys [S, H, n, D] by RoPE over so many more positions, int64 [S, n]."""
+    """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
     nominal: Tensor
-    """What the budget was for the last prompt, entries per head, int64 [S]."""
+    """Budget at the end of the last prompt, entries per head, int64 [S]."""
     row: Tensor | None = None
     """Attention of the newest query, mean over the group, float32 [S, H, N]."""
     rows: Tensor | None = None
@@ -62,21 +62,21 @@ class Entries:
     columns: Tensor | None = None
     """At the end of a prompt: attention received from all of its queries, float32 [S, H, group, N]."""
     gathered: Any = None
-    """At the end of a prompt: what the policy's `gather` made of its queries."""
+    """At the end of a prompt: what the policy's `gather` returned for its queries."""
     observed: Tensor | None = None
-    """What the policy's `observe` answered when the prompt ended, [S, H, N]."""
+    """What the policy's `observe` returned when the prompt ended, [S, H, N]."""
     nth_newest: Callable[[Tensor, Tensor], Tensor] = nth_newest
-    """The backend's."""
+    """The backend's kernel of that name."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of scores: S, H, N."""
+        """Shape of scores: S, H, N."""
         sequences, heads = self.lengths.shape
         return sequences, heads, self.num_entries
 
     @cached_property
     def positions(self) -> Tensor:
-        """Place of each entry's token in its sequence, int32 [S, H, N]; -1 beyond the length."""
+        """Position of each entry's token in its sequence, int32 [S, H, N]; -1 beyond the length."""
         return self.read_positions()
 
     @cached_property
@@ -86,17 +86,17 @@ class Entries:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Int64 [N]."""
+        """Index of each slot, int64 [N]."""
         return torch.arange(self.num_entries, device=self.lengths.device)
 
     @cached_property
     def exists(self) -> Tensor:
-        """False beyond the length, bool [S, H, N]."""
+        """Whether a slot holds an entry, bool [S, H, N]."""
         return slots_below(self.lengths, self.num_entries)
 
     @cached_property
     def num_queries(self) -> Tensor:
-        """Queries that have seen an entry, int64 [S, H, N]."""
+        """Number of queries that have seen each entry, int64 [S, H, N]."""
         return (self.tokens_seen[:, None, None] - self.positions).clamp_min(1)
 
     @cached_property
@@ -105,11 +105,11 @@ class Entries:
         return oldest_first(self.exists, self.positions)
 
     def in_order(self, numbers: Tensor) -> Tensor:
-        """Bring numbers of entries, [S, H, N], into the order of age."""
+        """Reorder numbers of entries, [S, H, N], from the oldest entry to the youngest."""
         return numbers.gather(-1, self.order)
 
     def by_slot(self, ordered: Tensor) -> Tensor:
-        """Bring what lies in the order of age, [S, H, N], back to the slots."""
+        """Undo `in_order`: reorder numbers from the order of age, [S, H, N], to that of the slots."""
         return torch.empty_like(ordered).scatter_(-1, self.order, ordered)
 
     def among_last(self, count: int | Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Entries:
 
 
 def oldest_first(chosen: Tensor, positions: Tensor) -> Tensor:
-    """Slots of the chosen entries of each head, oldest first, before all others; [S, H, N] -> int64 [S, H, N]."""
+    """Return each head's slots, the chosen ones first, oldest first; [S, H, N] -> int64 [S, H, N]."""
     return positions.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
 
 
@@ -134,67 +134,67 @@ class Rewrite:
     """New keys and values of entries that stay."""
 
     slots: Tensor
-    """Which entries, int64 [S, H, K]; negative: none."""
+    """Slots of the entries, int64 [S, H, K]; negative: none."""
     key: Tensor | None
-    """[S, H, K, D]; None: keys stay."""
+    """New keys, [S, H, K, D]; None: keys stay."""
     value: Tensor | None
-    """[S, H, K, D]; None: values stay."""
+    """New values, [S, H, K, D]; None: values stay."""
 
 
 class CachePolicy:
-    """A training-free method: what it keeps of the cache, or reads of it."""
+    """A training-free method: it decides which cache entries are kept, or read."""
 
     budget: Budget
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every generated token must be fed in a pass of its own, for the policy acts on each."""
+        """Whether every generated token needs its own forward pass, because the policy acts on each."""
         return True
 
     @property
     def prompt_chunk(self) -> int | None:
-        """Prompt tokens that the policy takes together: a prompt is cut between them only; None: anywhere."""
+        """Number of prompt tokens that chunked prefill must not split; None: a prompt may be split anywhere."""
         return None
 
     @property
     def serves_compressed(self) -> bool:
-        """Whether it can compress further what a model's own gates leave."""
+        """Whether it can further compress the cache of a model with learned gates."""
         return False
 
     @property
     def can_fork(self) -> bool:
-        """Whether all that it keeps of a sequence lies in the cache's fields, so that a copy of them is another one."""
+        """Whether its whole state of a sequence is in the cache's fields, so that copying them forks the sequence."""
         return True
 
     def fitted(self, num_layers: int, block_size: int) -> CachePolicy:
-        """Return the policy with what depends on the model filled in.
+        """Return the policy with options that depend on the model filled in.
 
         Args:
-            num_layers: of the model.
-            block_size: entries of the cache's pages.
+            num_layers: layers of the model.
+            block_size: entries of a page of the cache.
         Raises:
-            ValueError: it does not fit them.
+            ValueError: the policy does not fit the model or the pages.
         """
         return self
 
     def worded(self, tokenizer: Any) -> CachePolicy:
-        """Return the policy with its texts as tokens; without a tokenizer it has none."""
+        """Return the policy with its texts tokenized; without a tokenizer, with no texts."""
         return self
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """Say what the cache is to keep for the policy beside keys and values."""
+        """Declare the fields that the cache keeps for the policy beside keys and values."""
         return ()
 
     def offloaded(self, num_layers: int) -> dict[int, list[int]]:
-        """Say of which layers a part lies in the host's memory, in runs by name."""
+        """Return the runs of layers whose entries are partly in the host's memory, by name of the run."""
         return {}
 
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> CacheAttention:
-        """Return what lets tokens in and attends under this policy.
+        """Return the object that appends tokens and attends under this policy.
 
         Args:
-            cache: storage, with the fields above.
+            cache: the engine's cache, with the fields above.
             backend: kernel module.
-            rotary: with which keys are turned further.
+            rotary: RoPE tables, for rotating keys to other positions.
         """
         return CacheAttention(cache, backend)

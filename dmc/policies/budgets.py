@@ -19,7 +19,7 @@ Decay = Literal["linear", "geometric", "exponential"]
 
 
 def effective_window(window: int, limit: int) -> int:
-    """Shrink an observation window to half of a budget that is smaller than twice the window, but 1 at least."""
+    """Limit an observation window to half of the budget, but at least 1."""
     used = min(window, max(1, limit // 2))
     if used < window:
         warn_once(
@@ -30,7 +30,7 @@ def effective_window(window: int, limit: int) -> int:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, the first time that a message comes."""
+    """Warn with each message only once."""
     warnings.warn(message, stacklevel=2)
 
 
@@ -38,8 +38,8 @@ def keep_top(scores: Tensor, count: int | Tensor) -> Tensor:
     """Mark the `count` highest of the last dimension; of equal ones the first.
 
     Args:
-        scores: [..., N], -inf where there is nothing.
-        count: how many, a number or a tensor that fits [..., 1]; fewer where there are not as many above -inf.
+        scores: [..., N], -inf where there is no entry.
+        count: a number or a tensor that fits [..., 1]; fewer are marked where fewer are above -inf.
     Returns:
         Bool, shape of `scores`.
     """
@@ -59,7 +59,7 @@ def keep_pooled(scores: Tensor, count: int, floor: int = 0) -> Tensor:
     """Mark the `count * H` highest over all heads of a layer (AdaKV), every head its own top `floor` among them.
 
     Args:
-        scores: [S, H, N], -inf where there is nothing; no head has more than `floor` entries at +inf to keep.
+        scores: [S, H, N], -inf where there is no entry; no head has more than `floor` entries at +inf.
         count: entries per head on average.
         floor: entries that every head keeps at least.
     Returns:
@@ -72,7 +72,7 @@ def keep_pooled(scores: Tensor, count: int, floor: int = 0) -> Tensor:
 
 
 def rounded_cumulatively(shares: Sequence[Fraction | float]) -> list[int]:
-    """Round so that every partial sum is the rounded partial sum, half to even: the total is exact."""
+    """Round shares so that every partial sum is the rounded partial sum, half to even: the total is exact."""
     ends = [0, *(round(end) for end in itertools.accumulate(shares))]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -80,7 +80,7 @@ def rounded_cumulatively(shares: Sequence[Fraction | float]) -> list[int]:
 def in_proportion(weights: Sequence[float], total: float, cap: float | Sequence[float]) -> list[float]:
     """Divide `total` in proportion to weights, at most `cap` each (water-filling), one for all or one for each.
 
-    What a capped share leaves goes to the uncapped ones in proportion; weights that are all 0 count as equal.
+    The excess of a capped share goes to the uncapped ones in proportion; weights that are all 0 count as equal.
     """
     shares = [0.0] * len(weights)
     caps = cap if isinstance(cap, Sequence) else [cap] * len(weights)
@@ -108,9 +108,9 @@ def pyramid(average: int, num_layers: int, beta: float, candidates: int, decay: 
 
     Args:
         average: entries per head.
-        num_layers: of the model.
-        beta: how steep, >= 1; 1 is flat.
-        candidates: entries per head that there are; twice the average does not fit: all layers get the same.
+        num_layers: layers of the model.
+        beta: steepness, >= 1; 1 is flat.
+        candidates: entries per head to choose from; if twice the average exceeds them, all layers get the same.
         decay: see above.
     """
     if num_layers == 1 or 2 * average > candidates:
@@ -130,7 +130,7 @@ def pyramid(average: int, num_layers: int, beta: float, candidates: int, decay: 
 
 
 def spread_evenly(shares: Sequence[int], total: int, cap: int | Sequence[int]) -> list[int]:
-    """Cap shares, and spread what is missing of `total` evenly over uncapped ones, the remainder to the first."""
+    """Cap shares, and spread the rest of `total` evenly over uncapped ones, the remainder to the first."""
     caps = cap if isinstance(cap, Sequence) else [cap] * len(shares)
     filled = [min(share, most) for share, most in zip(shares, caps, strict=True)]
     while (missing := total - sum(filled)) > 0 and (open_ := [i for i, each in enumerate(filled) if each < caps[i]]):
@@ -141,9 +141,9 @@ def spread_evenly(shares: Sequence[int], total: int, cap: int | Sequence[int]) -
 
 
 def within(budgets: Sequence[int], held: Sequence[int]) -> list[int]:
-    """Give no layer more than it holds, and the others in proportion to theirs what it cannot use: the same total.
+    """Cap each layer's budget at what it holds, and give the excess to the others in proportion: the same total.
 
-    What none of them can use is room for tokens to come, the same for every layer.
+    Budget that no layer can use is room for tokens to come, the same for every layer.
     """
     if all(budget <= most for budget, most in zip(budgets, held, strict=True)):
         return list(budgets)

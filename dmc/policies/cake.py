@@ -1,4 +1,4 @@
-"""CAKE (arXiv:2503.12491): layers share the budget by how spread and how shifting their attention is."""
+"""CAKE (arXiv:2503.12491): layers share the budget by the entropy and the variance of their attention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dmc.policies.scores import check_pooling, pool_before
 class CAKE(EvictionPolicy):
     """Keep the window and, before it, the entries with the highest mean + gamma * variance of its attention.
 
-    A layer's budget is in proportion to H^(1/tau1) * V^(1/tau2), entropy and variance of the window's attention to what
-    lies before it. While generating the budget stays: the newest query's attention decides. Differs from the authors'
-    code: layer budgets have an exact total, nothing is compressed below the budget, and neighbours are pooled in the
+    A layer's budget is in proportion to H^(1/tau1) * V^(1/tau2), entropy and variance of the window's attention to the
+    entries before it. While generating, the budget is fixed and the newest query's attention decides. Differs from the
+    authors' code: layer budgets have an exact total, no layer falls below its budget, and neighbors are pooled in the
     order of their positions.
 
     Raises:
@@ -31,9 +31,9 @@ class CAKE(EvictionPolicy):
 
     budget: Budget
     window: int = 32
-    """Queries that are observed; that many last entries stay; at most half of the budget."""
+    """Last queries that are observed, whose entries stay; at most half of the budget."""
     kernel_size: int = 5
-    """Entries that share a score (mean), odd."""
+    """Size of the pooling kernel (mean), odd."""
     gamma: float = 200.0
     """Weight of the variance."""
     tau1: float = 1.0
@@ -41,7 +41,7 @@ class CAKE(EvictionPolicy):
     tau2: float = 1.0
     """Temperature of the variance."""
     cascading: bool = False
-    """Whether layers are compressed as soon as they are seen, and again when others join."""
+    """Whether each layer is compressed as soon as it is prefilled, and again as later layers follow."""
 
     grows: ClassVar[bool] = False
     needs_row: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class CAKE(EvictionPolicy):
         return [window + share for share in spread_evenly(shares, total, tokens_seen - window)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """What the window saw; while generating, what the newest query sees."""
+        """Scores by the window; while generating, the newest query's attention."""
         if entries.observed is not None:
             return entries.observed
         assert entries.row is not None
@@ -97,5 +97,5 @@ class CAKE(EvictionPolicy):
 
 def variance(rows: Tensor) -> Tensor:
     """Unbiased variance over the window's queries, 0 for a single one; [..., w, N] -> [..., N]."""
-    centred = rows - rows.mean(-2, keepdim=True)  # `var` over a dimension that is not the last is 20 times as slow
-    return centred.square().sum(-2) / max(1, rows.shape[-2] - 1)
+    centered = rows - rows.mean(-2, keepdim=True)  # `var` over a dimension that is not the last is 20 times as slow
+    return centered.square().sum(-2) / max(1, rows.shape[-2] - 1)

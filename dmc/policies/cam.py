@@ -25,11 +25,11 @@ class CaM(H2O):
     """
 
     m: int = 32
-    """Most entries that share an evicted value."""
+    """Maximum number of entries that share an evicted value."""
     expectation: bool = False
-    """Whether the value is multiplied by the probability instead of being added or not."""
+    """Whether the value is scaled by the probability instead of being added by a draw."""
     seed: int = 0
-    """Of the draws, each of which depends on the token's place alone."""
+    """Seed of the draws, each of which depends on the token's position alone."""
 
     merges: ClassVar[bool] = True  # type: ignore[misc]
 
@@ -39,7 +39,7 @@ class CaM(H2O):
             raise ValueError(f"m={self.m}: expected a number of entries >= 1")
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Spread the values of what goes."""
+        """Spread the values of evicted entries."""
         if not leaving.any():
             return None
         followers = Followers(entries.exists & ~leaving, entries.positions, self.m)
@@ -53,7 +53,7 @@ class CaM(H2O):
         return Rewrite(order.where(concerned, -1), key=None, value=value)
 
     def _draw(self, entries: Entries) -> Tensor:
-        """Numbers in [0, 1) by hashing (splitmix64), so that batches and restarts change nothing; [S, H, N]."""
+        """Draw numbers in [0, 1) by hashing (splitmix64), independent of batches and restarts, [S, H, N]."""
         heads = torch.arange(entries.positions.shape[1], device=entries.positions.device)[:, None]
         state = (entries.positions.long() * entries.num_layers + entries.layer_index) * len(heads) + heads
         state = (state + self.seed * 1_000_003 + 1) * -7046029254386353131

@@ -1,4 +1,4 @@
-"""Controls: what chance keeps, and what a rule keeps that knows what will be asked for."""
+"""Controls: a random choice, and a rule that knows which tokens will be asked for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dmc.policies.eviction import EvictionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Random(EvictionPolicy):
-    """Keep entries of a prompt by lot, each head its own."""
+    """Keep random entries of a prompt, drawn for each head."""
 
     budget: Budget
     seed: int = 0
-    """Of the lots: an entry draws the same for its layer, head and position."""
+    """Seed of the draws, which depend on layer, head and position alone."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
@@ -34,19 +34,19 @@ class Random(EvictionPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Marked(EvictionPolicy):
-    """Keep the tokens of a prompt that stand at given distances behind a marker, and the last ones beside them.
+    """Keep the prompt tokens at given distances after a marker, and fill the budget with the last tokens.
 
-    Of more marked tokens than the budget holds the last stay. A subclass may mark by another rule.
+    If more tokens are marked than the budget holds, the last of them stay. A subclass may mark by another rule.
 
     Raises:
-        ValueError: an id or a distance is none.
+        ValueError: an id or a distance is negative or no whole number.
     """
 
     budget: Budget
     markers: Sequence[int] = ()
-    """Token ids."""
+    """Token ids of the markers."""
     behind: Sequence[int] = (2,)
-    """Distances; 0 is the marker itself."""
+    """Distances after a marker; 0 is the marker itself."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class Marked(EvictionPolicy):
         return False
 
     def marked(self, tokens: Tensor) -> Tensor:
-        """Say which tokens, int64 [n], are marked, bool [n]."""
+        """Return which tokens, int64 [n], are marked, bool [n]."""
         is_marker = torch.isin(tokens, torch.tensor(list(self.markers), dtype=torch.long, device=tokens.device))
         marks = torch.zeros_like(is_marker)
         for distance in self.behind:
@@ -69,7 +69,7 @@ class Marked(EvictionPolicy):
         return marks
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Positions, above all of which those of the marked come."""
+        """Positions, with those of marked tokens above all others."""
         tokens = entries.read_tokens()
         marks = self.marked(tokens)[entries.positions.clamp_min(0).long()]
         return entries.positions.float() + len(tokens) * marks

@@ -1,4 +1,4 @@
-"""D2O (arXiv:2406.13035): H2O with layer budgets, whose evicted entries merge into similar ones."""
+"""D2O (arXiv:2406.13035): H2O with layer budgets; evicted entries merge into similar ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.merging import MergeRule, merge_into, most_similar
 
 LEAST_SHARE, MOST_SHARE = 0.01, 1.0
-"""Of the tokens seen, for a layer."""
+"""Bounds of a layer's share of the tokens seen."""
 
 Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class D2O(EvictionPolicy):
-    """Keep sinks, heavy hitters and recent entries; what goes merges into the most similar entry that stays.
+    """Keep sinks, heavy hitters and recent entries; an evicted entry merges into the most similar one that stays.
 
     Layer l holds S_l = floor(alpha_l P) entries, P all tokens seen when a prompt ends, with alpha = softmax(-F_l), F_l
     the variance of the attention that its entries received (eq. 4-5). Entry i merges into j = argmax cos(k_i, k_j) if
@@ -42,16 +42,16 @@ class D2O(EvictionPolicy):
     beta: float = 0.7
     """Weight of the newest similarity in the threshold."""
     similarity: Literal["key", "value"] = "key"
-    """What is compared."""
+    """States whose cosine similarity is computed."""
     merge_rule: MergeRule = "weighted"
-    """By similarity, or all alike."""
+    """Weights of merged entries: by similarity, or equal."""
     allocation: Allocation = "variance"
     """How layers share the budget: see `layer_weight`."""
     scaled: bool = True
     """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: eq. 4's F, whose
     softmax gives some layers nearly all and others the least of 1 %."""
     heavy_to_recent: tuple[int, int] = (3, 1)
-    """N : M, heavy hitters to recent entries."""
+    """Ratio N : M of heavy hitters to recent entries."""
 
     grows: ClassVar[bool] = False
     needs_row: ClassVar[bool] = True
@@ -82,10 +82,10 @@ class D2O(EvictionPolicy):
         return 1
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
-        """-F_l, whose softmax is the share; or what the share is in proportion to: 1 / F_l, 1, or exp(-l / L).
+        """Return -F_l, whose softmax is the share, or a weight in proportion to the share: 1 / F_l, 1, or exp(-l / L).
 
-        F_l: the variance of what each query head's attention gave to the entries, scaled to [0, 1] across the heads of
-        the layer unless `scaled` is off, and averaged.
+        F_l: the variance of each query head's attention to the entries, scaled to [0, 1] across the heads of the layer
+        unless `scaled` is off, and averaged.
         """
         if self.allocation == "uniform":
             return 1.0
@@ -99,7 +99,7 @@ class D2O(EvictionPolicy):
         return -spread if self.allocation == "variance" else 1 / (spread + 1e-6)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
-        """Shares of the tokens seen in proportion to the weights, between 1 % and all of it, that average 1 / CR."""
+        """Shares of the tokens seen in proportion to the weights, between 1 % and 100 %, that average 1 / CR."""
         average = limit / tokens_seen if self.budget.ratio is None else 1 / self.budget.ratio
         if self.allocation == "variance":
             weights = [math.exp(weight - max(weights)) for weight in weights]
@@ -116,7 +116,7 @@ class D2O(EvictionPolicy):
         return entries.sums["mass"].masked_fill(stays, torch.inf)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Merge what reaches the threshold into the most similar entry of its head."""
+        """Merge evicted entries that reach the threshold into the most similar entry of their head."""
         if not leaving.any():
             return None
         keys, values = entries.read_keys(), entries.read_values()
@@ -133,7 +133,7 @@ class D2O(EvictionPolicy):
         return Rewrite(slots, key, value)
 
     def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:
-        """Update the thresholds [S, 1] of sequences something leaves: tau_t = beta u_t + (1 - beta) tau_(t-1)."""
+        """Update the thresholds [S, 1] of sequences that evict: tau_t = beta u_t + (1 - beta) tau_(t-1)."""
         count = torch.zeros_like(memory[:, 0]).index_add_(0, sequence, torch.ones_like(similarity))
         mean = torch.zeros_like(count).index_add_(0, sequence, similarity) / count
         moved = self.beta * mean + (1 - self.beta) * memory[:, 0]
@@ -143,8 +143,8 @@ class D2O(EvictionPolicy):
 def clamped_shares(weights: list[float], average: float) -> list[float]:
     """Divide `average * len(weights)` in proportion to weights, each share between 1 %, or the average, and 100 %.
 
-    What the upper clamp cuts off goes to the other layers in proportion, until none is above it; what the lower clamp
-    adds then comes from those that are not clamped, and if there are none, from those at the upper clamp.
+    The excess over the upper clamp goes to the other layers in proportion, until none is above it; what the lower clamp
+    adds is then taken from unclamped layers, or, if there are none, from those at the upper clamp.
     """
     total, least = average * len(weights), min(LEAST_SHARE, average)
     shares = in_proportion(weights, total, MOST_SHARE)

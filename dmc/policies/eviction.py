@@ -1,4 +1,4 @@
-"""Methods that evict: what such a policy says, and what runs it: it shows the attention, and does what is answered."""
+"""Eviction policies: their interface, and the attention that collects their inputs and executes their choices."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
 from dmc.policies.budgets import keep_pooled, keep_top, within
 
 POWERS = {"mass": 1, "squares": 2}
-"""Of the attention that a sum grows by."""
+"""Power of the attention that each sum accumulates."""
 
 
 class EvictionPolicy(CachePolicy):
-    """Keeps the entries with the highest scores: score x layer budget x head budget x what happens to the evicted.
+    """Keeps the entries with the highest scores: score x layer budget x head budget x fate of evicted entries.
 
-    A method is a frozen dataclass that says what it must see (the class variables) and overrides `scores`; layer
-    budgets, head budgets and the fate of the evicted have defaults: the same budget everywhere, and gone.
+    A method is a frozen dataclass that declares its inputs (the class variables) and overrides `scores`; by default
+    layers and heads have equal budgets and evicted entries are lost.
     """
 
     evicts_decoding: ClassVar[bool] = True
     """Whether it evicts after every generated token; else the cache grows after the prompt."""
     grows: ClassVar[bool] = True
-    """Whether a budget given as a ratio grows with the generated tokens; else it stays what it was when the last prompt
-    ended. Both count all tokens seen, those of all turns of a session, not what earlier turns have left."""
+    """Whether a budget given as a ratio grows with the generated tokens; else it is fixed when a prompt ends. Both
+    count all tokens seen in all turns of a session, not the entries that earlier turns have left."""
     window: int = 0
-    """Queries at the end of a prompt whose attention it must see."""
+    """Number of last queries of a prompt whose attention it needs."""
     needs_columns: ClassVar[bool] = False
-    """Whether it must see, when a prompt ends, what each query head paid to every entry."""
+    """Whether it needs, when a prompt ends, the attention of each query head to every entry, summed over queries."""
     needs_row: ClassVar[bool] = False
-    """Whether it must see the attention of every generated token's query."""
+    """Whether it needs the attention of every generated token's query."""
     merges: bool = False
     """Whether `merge` changes entries that stay."""
     gathers: ClassVar[bool] = False
-    """Whether it must see all queries of a prompt before RoPE (`gather`)."""
+    """Whether it needs all queries of a prompt before RoPE (`gather`)."""
     sums: ClassVar[tuple[Sum, ...]] = ()
-    """Running sums that it needs of every entry."""
+    """Running sums of every entry that it needs."""
     adapts_layers: ClassVar[bool] = False
-    """Whether layer budgets depend on what the layers of this prompt look like (`layer_weight`)."""
+    """Whether layer budgets depend on the prompt (`layer_weight`)."""
     recompresses: bool = False
-    """Whether layers are compressed as soon as they are seen, and again when others join; needs `adapts_layers`."""
+    """Whether each layer is compressed as soon as it is prefilled, and again as later ones follow (`adapts_layers`)."""
 
     @property
     def one_by_one(self) -> bool:
@@ -69,7 +69,7 @@ class EvictionPolicy(CachePolicy):
         return 0
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """Limits and memory; of every entry its position and sums, unless the model merges tokens into slots."""
+        """Limits and memory, and each entry's position and sums unless the model merges tokens into slots."""
         size = self.memory_size(layout.num_kv_heads, layout.head_dim)
         kept = [Field("limits", torch.int32, "row"), Field("nominal", torch.int32, "row")]
         kept += [Field("memory", torch.float32, "row", (size,), start=torch.nan)] if size else []
@@ -82,17 +82,17 @@ class EvictionPolicy(CachePolicy):
         return Eviction(cache, backend, self, rotary)
 
     def gather(self, before: Any, query: Tensor, begin: int) -> Any:
-        """Take in the next queries of a prompt; what the last call answers comes back as `Entries.gathered`.
+        """Accumulate the next queries of a prompt; the last call's result becomes `Entries.gathered`.
 
         Args:
-            before: what the call for the queries before them answered; None: there were none.
-            query: before RoPE, times the factor on the scores, float32 [H_q, n, D].
-            begin: position of the first.
+            before: result of the previous call; None: this is the first.
+            query: queries before RoPE, times the factor on the scores, float32 [H_q, n, D].
+            begin: position of the first query.
         """
         raise NotImplementedError
 
     def observe(self, entries: Entries, limit: int) -> Tensor | None:
-        """Look at `entries.rows` when a prompt of more than `limit` tokens ends; the answer comes back as `observed`.
+        """Score `entries.rows` when a prompt of more than `limit` tokens ends; the result becomes `Entries.observed`.
 
         Returns:
             Float32 [S, H, N], or None.
@@ -100,27 +100,27 @@ class EvictionPolicy(CachePolicy):
         return None
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
-        """Say how much of the total this layer deserves."""
+        """Return the layer's weight in the division of the total budget."""
         return 1.0
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Divide `limit * num_layers` entries per head among the layers seen so far.
 
-        Of a later turn a layer may hold fewer entries than this says: others then get what it cannot use.
+        In a later turn a layer may hold fewer entries than its budget: the other layers then get the rest.
 
         Args:
-            weights: one for each layer seen.
+            weights: weight of each layer seen.
             limit: entries per head, on average.
-            num_layers: of the model.
-            tokens_seen: of all turns, as many as a layer would hold if nothing had ever gone.
+            num_layers: layers of the model.
+            tokens_seen: tokens of all turns, which a layer without eviction would hold.
         """
         return [limit] * len(weights)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Rank the entries: the highest stay, +inf stays whatever happens; of equal ones the youngest goes.
+        """Score the entries: the highest stay, +inf always stays; of equal ones the youngest is evicted first.
 
         Args:
-            entries: of one layer.
+            entries: entries of one layer.
             budget: entries per head that stay, a number or [S].
         Returns:
             Float32 [S, H, N].
@@ -128,43 +128,43 @@ class EvictionPolicy(CachePolicy):
         raise NotImplementedError
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
-        """Choose what stays when a prompt ends, bool [S, H, N]; default: every head its best."""
+        """Choose the entries that stay when a prompt ends, bool [S, H, N]; default: each head's highest scores."""
         scores = self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf)
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
     def keep_over_heads(self, entries: Entries, budget: int, share: float) -> Tensor:
-        """Choose by what was observed, over all heads; each keeps what is +inf, and `share` of its other budget."""
+        """Choose by `observed` over all heads; each keeps its entries at +inf, and `share` of its other budget."""
         assert entries.observed is not None
         window = int((entries.observed[0, 0] == torch.inf).sum())
         scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
         return entries.by_slot(keep_pooled(scores, budget, window + math.floor(share * (budget - window))))
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Change entries that stay before `leaving` (bool [S, H, N], maybe none) go; default: what goes is lost."""
+        """Change entries that stay before `leaving`, bool [S, H, N], are evicted; default: nothing changes."""
         return None
 
 
 @dataclass
 class SeenLayer:
-    """A layer of a prompt that waits for its final budget."""
+    """State of a prompt's layer that waits for its final budget."""
 
     weight: float
     observed: Tensor | None
-    """[1, H, N]."""
+    """Result of `EvictionPolicy.observe`, [1, H, N]."""
 
 
 class Eviction(CacheAttention):
-    """Attends to all that is held, then evicts: when a prompt ends, and after every generated token.
+    """Attends to all entries, then evicts: when a prompt ends, and after every generated token.
 
-    The queries of a prompt see all of it. A sequence's layers are compressed one after the other as they end, where
-    the policy does not have to see all of them first. Of a model that compresses by itself the entries are slots, which
-    prompts alone give up: the window's queries then rank the slots that there are when the prompt ends.
+    The queries of a prompt see all of it. A sequence's layers are compressed one by one as they finish, unless the
+    policy needs all of them first. The entries of a model with learned gates are slots, which are evicted only when a
+    prompt ends: the window's queries then rank the slots.
 
     Args:
-        cache: storage, with the policy's fields.
+        cache: the engine's cache, with the policy's fields.
         backend: kernel module.
-        policy: what stays.
-        rotary: with which keys are turned further.
+        policy: chooses the entries that stay.
+        rotary: RoPE tables, for rotating keys to other positions.
     """
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
@@ -172,12 +172,12 @@ class Eviction(CacheAttention):
         self.policy, self._rotary = policy, rotary
         self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
         self._has_positions = cache.layout.compression is None
-        self._window: dict[tuple[int, int], Tensor] = {}  # last queries of the prompts being fed, by layer and row
-        self._columns: dict[tuple[int, int], Tensor] = {}  # what their entries have received, likewise
-        self._gathered: dict[tuple[int, int], Any] = {}  # what the policy made of all their queries, likewise
-        self._seen: dict[int, list[SeenLayer]] = {}  # layers of the prompts that end in this pass, by row
-        self._longest, self._limits = 0, torch.zeros(0)  # of the generated tokens being fed: entries, and `_limits_of`
-        self._notes: dict[str, Tensor] = {}  # of the tokens being fed, the same in all layers
+        self._window: dict[tuple[int, int], Tensor] = {}  # last queries of unfinished prompts, by layer and row
+        self._columns: dict[tuple[int, int], Tensor] = {}  # attention their entries received, likewise
+        self._gathered: dict[tuple[int, int], Any] = {}  # results of the policy's `gather`, likewise
+        self._seen: dict[int, list[SeenLayer]] = {}  # layers of prompts that end in this pass, by row
+        self._longest, self._limits = 0, torch.zeros(0)  # of this pass's generated tokens: entries, and `_limits_of`
+        self._notes: dict[str, Tensor] = {}  # of this pass's tokens, the same in all layers
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
@@ -210,7 +210,7 @@ class Eviction(CacheAttention):
         return attended
 
     def _note(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
-        """Write what is kept of entries that have just been appended, `value` [T, H, D] theirs."""
+        """Write the metadata of entries that have just been appended; `value` [T, H, D] is theirs."""
         if layer_index == 0:
             self._notes = {"position": batch.positions.int()[:, None].expand(value.shape[:2]).contiguous()}
             nothing = torch.zeros(value.shape[:2], device=value.device)
@@ -220,7 +220,7 @@ class Eviction(CacheAttention):
         self.backend.write_notes(self.cache.layer(layer_index), batch, self._notes)
 
     def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, slots: Tensor, scaling: float) -> None:
-        """Add the attention of a prompt's queries to the sums, and hold on to the last queries."""
+        """Add the attention of a prompt's queries to the sums, and keep the last queries."""
         policy, layer = self.policy, self.cache.layer(layer_index)
         if policy.window:
             for row, span in zip(batch.rows, batch.spans, strict=True):
@@ -249,7 +249,7 @@ class Eviction(CacheAttention):
         """Attend from one generated token of each sequence, and evict at most one entry of each head."""
         policy, layer, rows = self.policy, self.cache.layer(layer_index), batch.row_index
         if layer_index == 0:
-            self._longest = int(self.cache.lengths[:, rows].max()) + 1  # the other layers have yet to append
+            self._longest = int(self.cache.lengths[:, rows].max()) + 1  # later layers have not appended yet
             self._limits = self._limits_of(batch)
         wanted = {"return_scores": policy.needs_row, "num_scores": self.whole_pages(self._longest)}
         attended = self.attend_once(layer_index, batch, query, scaling, **wanted)
@@ -267,21 +267,21 @@ class Eviction(CacheAttention):
         return attended
 
     def _limits_of(self, batch: ForwardBatch) -> Tensor:
-        """Entries that each head may hold after this generated token, [L, S]."""
+        """Return the number of entries that each head may hold after this generated token, [L, S]."""
         if not self.policy.grows:
             return self.cache.fields["limits"][:, batch.row_index].long()
         limits = [self.policy.budget.entries(end) for end in batch.ends]
         return torch.tensor(limits, device=batch.row_index.device).expand(self.cache.layout.num_layers, -1)
 
     def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
-        """Compress a layer whose prompt has ended, and earlier ones with it if the policy weighs layers."""
+        """Compress a layer whose prompt has ended, together with earlier ones if the policy weights layers."""
         policy, num_layers = self.policy, self.cache.layout.num_layers
         limit = self._set_limit(layer_index, row, tokens_seen)
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
         length = int(layer.lengths[row].max())
-        if length == 0:  # delayed gates hold back all there is
+        if length == 0:  # delayed gates hold back all tokens
             return
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
         if window is not None:
@@ -299,7 +299,7 @@ class Eviction(CacheAttention):
         if not policy.adapts_layers:
             budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
             if self.cache.layout.compression is None or min(budgets) < max(budgets):
-                budgets = within(budgets, held)  # equal budgets do not make up for what gates leave in some layers
+                budgets = within(budgets, held)  # equal budgets do not compensate for layers that gates left small
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
             budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
@@ -316,20 +316,20 @@ class Eviction(CacheAttention):
         return limit
 
     def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
-        """Entries per head, averaged and rounded up, that each layer chooses from; those to come at most so many."""
+        """Return each layer's mean entries per head, rounded up; an upper bound for layers yet to append."""
         held = -(-self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads)
-        held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # which they have yet to append
+        held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # not appended yet
         counts: list[int] = held.tolist()
         return counts
 
     def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
-        """Bring a layer of one sequence down to its budget."""
+        """Compress a layer of one sequence to its budget."""
         self.cache.fields["limits"][entries.layer_index, rows] = budget
         entries.observed = seen.observed
         keep = self.policy.keep(entries, budget) & entries.exists
         if bool((keep == entries.exists).all()):
             return
-        if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are no numbers
+        if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are NaN
             self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
         self._remember(entries, rows)
         if seen.observed is not None:
@@ -387,7 +387,7 @@ class Eviction(CacheAttention):
 
 
 def compacted(states: Tensor, keep: Tensor) -> Tensor:
-    """Move what is kept of [S, H, N] to the front of each head; -inf behind it."""
+    """Move the kept elements of [S, H, N] to the front of each head, and fill the rest with -inf."""
     moved = torch.full_like(states, -torch.inf)
     sequence, head, _ = keep.nonzero(as_tuple=True)
     moved[sequence, head, (keep.cumsum(-1) - 1)[keep]] = states[keep]

@@ -1,4 +1,4 @@
-"""Expected Attention (arXiv:2510.00636): what queries to come will attend to, if they are like those of the prompt."""
+"""Expected Attention (arXiv:2510.00636): expected attention of future queries distributed as the prompt's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmc.policies.eviction import EvictionPolicy
 
 @dataclass
 class Moments:
-    """Mean [H_q, D] and sum of squared deviations [H_q, D, D] of so many queries before RoPE."""
+    """Mean [H_q, D] and sum of squared deviations [H_q, D, D] of `count` queries before RoPE."""
 
     count: int
     mean: Tensor
@@ -26,7 +26,7 @@ class Moments:
 class ExpectedAttention(EvictionPolicy):
     """Keep the entries with the highest expected contribution to the output, over all heads of a layer (AdaKV).
 
-    With mean mu and covariance S of the prompt's queries before RoPE, turned by R, the mean of the rotations of the
+    With mean mu and covariance S of the prompt's queries before RoPE, rotated by R, the mean of the rotations of the
     next `future` positions, an entry's score is
 
         (softmax_i(k_i^T R mu / sqrt(d) + k_i^T R S R^T k_i / 2d) + epsilon) * ||v_i||_2
@@ -39,13 +39,13 @@ class ExpectedAttention(EvictionPolicy):
 
     budget: Budget
     sinks: int = 4
-    """First entries that stay; their queries are left out of the moments."""
+    """First entries, which always stay; their queries are left out of the moments."""
     future: int = 512
-    """Positions behind the prompt over which rotations are averaged."""
+    """Number of positions after the prompt over which rotations are averaged."""
     epsilon: float = 0.01
-    """Added to the expected attention, so that what hardly receives any is ranked by its value."""
+    """Added to the expected attention, so that entries with hardly any are ranked by their values."""
     covariance: bool = True
-    """Whether the spread of the queries counts beside their mean."""
+    """Whether the score includes the queries' covariance beside their mean."""
     alpha_f: float = 0.2
     """Share of its equal budget that every head keeps."""
 
@@ -61,17 +61,17 @@ class ExpectedAttention(EvictionPolicy):
 
     @property
     def serves_compressed(self) -> bool:
-        """See `CachePolicy`: a borrowed neuron is no part of RoPE."""
+        """See `CachePolicy`: RoPE does not cover a borrowed neuron."""
         return False
 
     def gather(self, before: Moments | None, query: Tensor, begin: int) -> Moments | None:
-        """Add queries to the moments of those before (Chan et al.'s update)."""
+        """Add queries to the moments of the earlier ones (Chan et al.'s update)."""
         query = query[:, max(0, self.sinks - begin) :]
         if (count := query.shape[1]) == 0:
             return before
         mean = query.mean(1)
-        centred = query - mean[:, None]
-        new = Moments(count, mean, centred.transpose(1, 2) @ centred)
+        centered = query - mean[:, None]
+        new = Moments(count, mean, centered.transpose(1, 2) @ centered)
         if before is None:
             return new
         total, shift = before.count + count, mean - before.mean

@@ -1,4 +1,4 @@
-"""Policies and budgets as settings name them: `configs/policy/h2o.yaml` and `4` or `tokens:128`."""
+"""Build policies and budgets from settings: `configs/policy/h2o.yaml` and `4` or `tokens:128`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def policy_from_config(settings: Mapping[str, Any] | None, budget: Budget | floa
 
     Args:
         settings: `_target_` and options, `{"_target_": "dmc.policies.H2O", "recent": 32}`; None or empty: the full
-            cache, or what the model's own gates keep of it.
+            cache, or the one that a model's learned gates keep.
         budget: see `parse_budget`; None for the full cache only.
     Returns:
         The policy, or None for the full cache.
     Raises:
-        ValueError: the target or an option is unknown, a value is refused, or a budget is missing or given in vain.
+        ValueError: the target or an option is unknown, a value is refused, or a budget is missing or superfluous.
     """
     if not settings:
         if budget is not None:

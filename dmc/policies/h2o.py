@@ -26,11 +26,11 @@ class H2O(EvictionPolicy):
 
     budget: Budget
     recent: int | None = None
-    """Last entries that stay; None: half of the budget, rounded up."""
+    """Number of last entries that stay; None: half of the budget, rounded up."""
     normalise: bool = False
-    """Whether accumulated attention is divided by the queries that gave it."""
+    """Whether accumulated attention is divided by the number of queries that saw the entry."""
     evict_decoding: bool = True
-    """Whether entries go while generating; else the cache grows after the prompt."""
+    """Whether entries are evicted while generating; else the cache grows after the prompt."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
     needs_row: ClassVar[bool] = True
@@ -49,13 +49,13 @@ class H2O(EvictionPolicy):
         return torch.where(entries.among_last(self.num_recent(budget)), torch.inf, self.base_scores(entries))
 
     def num_recent(self, budget: int | Tensor) -> int | Tensor:
-        """Last entries that stay: ceil(b / 2), "equally divided" in the paper, unless `recent` says how many."""
+        """Number of last entries that stay: `recent`, or ceil(b / 2), "equally divided" in the paper."""
         half = budget - budget // 2
         if self.recent is None:
             return half
         return budget.clamp_max(self.recent) if isinstance(budget, Tensor) else min(budget, self.recent)
 
     def base_scores(self, entries: Entries) -> Tensor:
-        """What the heavy half is chosen by."""
+        """Scores by which the heavy half is chosen."""
         mass = entries.sums["mass"]
         return mass / entries.num_queries if self.normalise else mass

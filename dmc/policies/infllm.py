@@ -1,4 +1,4 @@
-"""InfLLM (arXiv:2402.04617): the distant past in blocks, found by representative keys and read without positions."""
+"""InfLLM (arXiv:2402.04617): distant tokens in blocks, found by representative keys and read without positions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dmc.policies.reading import ReadingPolicy, top_positions
 class InfLLM(ReadingPolicy):
     """Read the first tokens, the blocks that are most relevant to a chunk of queries, and a local window.
 
-    A chunk is so many tokens of a prompt, or one generated token. A block is complete for a chunk when it is outside
-    the window of all of its queries; what is neither in a complete block nor in the window is read as if chosen. All
-    that is beyond the window lies at one distance, `local`. While the window and the first tokens, or the budget, hold
-    everything, attention is exact.
+    A chunk is `chunk` tokens of a prompt, or one generated token. A block is complete for a chunk when it is outside
+    the window of all of its queries; tokens that are neither in a complete block nor in the window are always read. All
+    tokens beyond the window are read at one distance, `local`. While the window and the first tokens, or the budget,
+    cover everything, attention is exact.
 
     Differs from the authors' code: representatives are chosen for each KV head, not for every query head, and short
     contexts are exact, where theirs puts every token beyond the window at one distance. Their setting of 32 blocks is
@@ -37,17 +37,17 @@ class InfLLM(ReadingPolicy):
     """
 
     budget: Budget
-    """Entries that are read: first tokens, window, and whole blocks, at least one; a ratio counts the prompt."""
+    """Entries that are read: first tokens, window, and whole blocks, at least one; a ratio is of the prompt."""
     block_size: int = 128
     """Tokens of a block."""
     representatives: int = 4
-    """Tokens of a block whose mean key stands for it: those with the most attention from the queries around them."""
+    """Tokens whose mean key represents a block: those with the most attention from the queries around them."""
     initial: int = 128
     """First tokens, which are always read."""
     local: int = 4096
     """Tokens of the window, the newest included."""
     chunk: int = 512
-    """Queries of a prompt that read the same blocks."""
+    """Number of a prompt's queries that read the same blocks."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "representatives", "local", "chunk"):
@@ -69,7 +69,7 @@ class InfLLM(ReadingPolicy):
         return False
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """The attention that entries receive, and a key for each block of the policy's, where its first entry lies."""
+        """The attention that entries receive, and a key for each of the policy's blocks, stored at its first entry."""
         keys = Field("block_key", torch.float32, "block", (layout.head_dim,), self.block_size)
         return keys, Field("received", torch.float32, "slot")
 
@@ -78,15 +78,15 @@ class InfLLM(ReadingPolicy):
         return InfLLMAttention(cache, backend, self, rotary)
 
     def num_blocks(self, prompt_length: int) -> int:
-        """Blocks that a query reads, if there are as many."""
+        """Number of blocks that a query reads, if there are as many."""
         return max(1, (self.budget.entries(prompt_length) - self.initial - self.local) // self.block_size)
 
     def num_complete(self, position: int) -> int:
-        """Complete blocks for a chunk that begins at a position."""
+        """Number of complete blocks for a chunk that begins at a position."""
         return max(0, position - self.local - self.initial) // self.block_size
 
     def exact_until(self, prompt_length: int) -> int:
-        """Positions before this one read everything."""
+        """Return the position before which queries read everything."""
         return max(self.initial + self.local, self.budget.entries(prompt_length))
 
 
@@ -103,12 +103,12 @@ def block_relevance(query: Tensor, representative: Tensor) -> Tensor:
 
 
 class InfLLMAttention(CacheAttention):
-    """Lets tokens in, then attends chunk by chunk; scores are computed here, for keys lie at two kinds of positions."""
+    """Appends tokens, then attends chunk by chunk with scores of its own, for keys have two kinds of positions."""
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: InfLLM, rotary: RotaryTables) -> None:
         super().__init__(cache, backend)
         self.policy, self._rotary = policy, rotary
-        self._represented: dict[tuple[int, int], int] = {}  # blocks that have a key, by layer and row
+        self._represented: dict[tuple[int, int], int] = {}  # number of blocks with a key, by layer and row
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
@@ -157,7 +157,7 @@ class InfLLMAttention(CacheAttention):
         return attended
 
     def _read(self, layer_index: int, batch: ForwardBatch, query: Tensor, far: Tensor | None, scaling: float) -> Tensor:
-        """Attend to the window with its own positions and to `far` [S, K] at one distance; without it to everything."""
+        """Attend to the window at its own positions and to `far` [S, K] at one distance; None: to everything."""
         layer, local, positions = self.cache.layer(layer_index), self.policy.local, batch.pad(batch.positions)
         tables, last = layer.block_tables[batch.row_index], positions[:, -1:]
         if far is None:
@@ -194,7 +194,7 @@ class InfLLMAttention(CacheAttention):
         return batch.unpad(torch.cat(outputs, dim=2).transpose(1, 2)).to(dtype)
 
     def _far(self, layer_index: int, batch: ForwardBatch, query: Tensor) -> Tensor:
-        """Find what a chunk reads beyond its window: positions [S, K], -1 for none."""
+        """Return the positions that a chunk reads beyond its window, [S, K], -1 for none."""
         policy, device, num_new = self.policy, query.device, batch.most_new
         complete = [policy.num_complete(begin) for begin in batch.begins]
         sequences, size, most = len(complete), policy.block_size, max(complete)
@@ -222,7 +222,7 @@ class InfLLMAttention(CacheAttention):
         return block_relevance(query.view(len(tables), tables.shape[1], -1, query.shape[-1]), keys)
 
     def _represent(self, layer_index: int, batch: ForwardBatch) -> None:
-        """Give keys to the blocks that have become complete."""
+        """Compute the keys of blocks that have become complete."""
         for i, (row, begin) in enumerate(zip(batch.rows, batch.begins, strict=True)):
             old = self._represented.get((layer_index, row), 0) if begin > 0 else 0
             new = self._represented[layer_index, row] = max(old, self.policy.num_complete(begin))
@@ -231,7 +231,7 @@ class InfLLMAttention(CacheAttention):
                 self._represent_blocks(layer_index, batch.row_index[i : i + 1], blocks)
 
     def _represent_blocks(self, layer_index: int, rows: Tensor, blocks: Tensor) -> None:
-        """Keep the mean key, at position 0, of each block's tokens that have received most attention."""
+        """Store the mean key, at position 0, of each block's tokens that have received the most attention."""
         policy, layer = self.policy, self.cache.layer(layer_index)
         tables, size = layer.block_tables[rows], policy.block_size
         tokens = (policy.initial + blocks[:, None] * size + torch.arange(size, device=rows.device)).view(1, -1)
@@ -247,7 +247,7 @@ class InfLLMAttention(CacheAttention):
         return self.cache.fields["block_key"].flatten(0, 1)
 
     def _block_places(self, tables: Tensor, blocks: Tensor) -> Tensor:
-        """Find the keys of the policy's blocks [n], where there are any, [S, H, n]."""
+        """Return the indices of the keys of the policy's blocks [n], where there are any, [S, H, n]."""
         size, first = self.cache.block_size, self.policy.initial + blocks * self.policy.block_size
         table = tables[:, :, first // size].long()
         return table * self.cache.fields["block_key"].shape[1] + first % size // self.policy.block_size

@@ -1,4 +1,4 @@
-"""KVzip (arXiv:2505.23416): what the model would attend to if it had to repeat the context from its cache."""
+"""KVzip (arXiv:2505.23416): the entries that the model attends to when it repeats the context from its cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dmc.policies.eviction import Eviction, EvictionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(EvictionPolicy):
-    """Keep the entries with the highest scores of the whole model, whatever is asked later.
+    """Keep the entries with the highest scores of the whole model, independent of later questions.
 
-    When a prompt ends, the text so far is fed once more behind it, `chunk` tokens c at a time, after an instruction to
-    repeat it. An entry's score is the most attention that any of these queries pays to it, among the sinks, the entries
-    of c and the repetition up to the query,
+    When a prompt ends, the text so far is fed once more after it, `chunk` tokens c at a time, after an instruction to
+    repeat it. An entry's score is the highest attention of any of these queries to it, among the sinks, the entries of
+    c and the repetition up to the query,
 
         s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d))
 
-    It costs 2 to 3 times the prompt's own pass, and nothing of it stays in the cache. Differs from the authors' code:
+    This costs 2 to 3 times the prompt's own pass, and nothing of it stays in the cache. Differs from the authors' code:
     one instruction leads every chunk, and there is none without a tokenizer; a later turn repeats the earlier ones.
 
     Raises:
@@ -42,11 +42,11 @@ class KVzip(EvictionPolicy):
     sinks: int = 4
     """First tokens that stay."""
     chunk: int = 2048
-    """Tokens that are repeated together."""
+    """Number of tokens that are repeated together."""
     lead: int = 8
     """Tokens before a chunk that announce it."""
     instruction: str | Sequence[int] = "\n\nRepeat the previous context exactly."
-    """What precedes each repetition: text, or token ids."""
+    """Text, or token ids, before each repetition."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class KVzip(EvictionPolicy):
 
     @property
     def serves_compressed(self) -> bool:
-        """See `CachePolicy`: the second pass knows no gates."""
+        """See `CachePolicy`: the second pass does not run gates."""
         return False
 
     def worded(self, tokenizer: Any) -> KVzip:
@@ -75,7 +75,7 @@ class KVzip(EvictionPolicy):
 
 
 class Reconstruction(Eviction):
-    """Lets prompts in whole, and compresses their layers together after a second pass."""
+    """Appends whole prompts, and compresses all layers together after a second pass."""
 
     policy: KVzip
 
@@ -108,17 +108,17 @@ class Reconstruction(Eviction):
 
 @dataclass
 class Repetition:
-    """A pass that attends to what a sequence holds and to itself, and enters nothing."""
+    """A pass that attends to a sequence's entries and to itself, and appends nothing."""
 
     cache: Cache
     backend: ModuleType
     rows: Tensor
-    """Of the sequence, int64 [1]."""
+    """Cache row of the sequence, int64 [1]."""
     chunk: range
     """Positions of the tokens that are repeated."""
     sinks: int
     scores: list[Tensor]
-    """By layer [1, H, N], written in place: +inf for sinks, -inf where there is no entry."""
+    """Scores of each layer, [1, H, N], written in place: +inf for sinks, -inf where there is no entry."""
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attend from [1, H_q, T, D], already rotated, to the cache and to keys [1, H, T, D] up to the query's own."""
@@ -138,7 +138,7 @@ class Repetition:
             self.scores[-1].masked_fill_(is_sink, torch.inf)
         repeated = (positions >= self.chunk.start) & (positions < self.chunk.stop)
         rivals = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
-        values = torch.cat((values, rivals[..., None]), dim=-1)  # their share of the attention comes with the output
+        values = torch.cat((values, rivals[..., None]), dim=-1)  # yields their share of the attention with the output
         grouped, outputs = query[0].float().unflatten(0, (len(keys), -1)) * scaling, []
         order = torch.arange(num_new, device=query.device)
         best = torch.zeros_like(self.scores[layer_index][0])

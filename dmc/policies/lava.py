@@ -1,4 +1,4 @@
-"""LAVa: layer-wise cache eviction with dynamic budgets over layers and heads, by what is lost of a layer's output."""
+"""LAVa (arXiv:2509.09754): dynamic budgets over layers and heads that minimize the loss in each layer's output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LAVa(SnapKV):
     """Keep the entries of a layer with the highest s_h[i] = max_k ||V_h[k]||_1 * mean_j A_h^j[i], pooled.
 
     Layers share the budget in proportion to the entropy of their scores (eq. 7-8). Each is compressed as soon as it is
-    seen, and again when others join (algorithm 2): no more than the budget and one layer is ever held. Differs from the
-    paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7 divides by H N; shares
-    are the same while all layers have as many entries to choose from. Differs from the code: what a layer cannot hold
-    goes to the others, and no head has a floor unless `floor` says so.
+    prefilled, and again as later layers follow (algorithm 2): never more than the budget and one layer are held.
+    Differs from the paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7
+    divides by H N; the shares are the same while all layers have equally many entries. Differs from the code: budget
+    that a layer cannot use goes to the others, and no head has a floor unless `floor` is set.
 
     Raises:
         ValueError: a budget rule is unknown, `floor` is not in [0, 1]; see `SnapKV`.
@@ -70,7 +70,7 @@ class LAVa(SnapKV):
         return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
-        """Entropy of the layer's scores as one distribution, in units of its maximum; 0 if none is above 0."""
+        """Entropy of the layer's scores as one distribution, over its maximum; 0 if no score is above 0."""
         assert entries.observed is not None
         scores = entries.observed[entries.exists & (entries.observed < torch.inf)].double()
         if not scores.any():

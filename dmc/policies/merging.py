@@ -1,4 +1,4 @@
-"""What may happen to an entry that goes: its value, or key and value, live on in entries that stay."""
+"""Merging of evicted entries: their values, or keys and values, are added to entries that stay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dmc.policies.base import oldest_first
 
 MergeRule = Literal["weighted", "average"]
 SIMILARITY_BLOCK = 512
-"""Leaving entries that are compared at once with all that stay."""
+"""Number of evicted entries that are compared at once with all that stay."""
 TIE = 1e-6
-"""Cosines that differ by less are equal: the same token twice has the same value in the first layer."""
+"""Cosines that differ by less count as equal: a repeated token has the same value in the first layer."""
 
 
 def most_similar(states: Tensor, leaving: Tensor, staying: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,14 +46,14 @@ def most_similar(states: Tensor, leaving: Tensor, staying: Tensor, positions: Te
 def merge_into(
     states: Tensor, source: tuple[Tensor, Tensor, Tensor], target: Tensor, similarity: Tensor, rule: MergeRule
 ) -> Tensor:
-    """Let entries take in others (D2O, eq. 11-12): k_j <- (e k_j + sum_i exp(u_ij) k_i) / (e + sum_i exp(u_ij)).
+    """Merge entries into others (D2O, eq. 11-12): k_j <- (e k_j + sum_i exp(u_ij) k_i) / (e + sum_i exp(u_ij)).
 
     Args:
         states: keys or values, [S, H, N, D].
         source: sequence, head and slot of the entries that merge, int64 [E] each.
-        target: slot of the entry of the same head that takes each of them in, int64 [E].
+        target: slot of the entry of the same head that each is merged into, int64 [E].
         similarity: u, [E].
-        rule: weighted as above, or the plain average.
+        rule: the weights above, or the plain average.
     Returns:
         Float32 [S, H, N, D].
     """
@@ -71,24 +71,24 @@ class Followers:
     Args:
         staying: bool [S, H, N].
         positions: [S, H, N].
-        count: most of them.
+        count: maximum number of them.
     """
 
     def __init__(self, staying: Tensor, positions: Tensor, count: int) -> None:
         self.order = oldest_first(staying, positions)
-        """Slots of staying entries first, by age: that of rank r in place r, int64 [S, H, N]."""
+        """Slots of the staying entries by age, then the others: index r is the slot of rank r, int64 [S, H, N]."""
         beyond, total = torch.iinfo(torch.int32).max, staying.sum(-1, keepdim=True)
         ordered = positions.masked_fill(~staying, beyond).gather(-1, self.order)
         after = torch.searchsorted(ordered, positions.where(positions >= 0, beyond), right=True)
         self.first = torch.minimum(after, total)
-        """Rank of the first that follows each entry, int64 [S, H, N]."""
+        """Rank of each entry's first follower, int64 [S, H, N]."""
         self.last = torch.minimum(self.first + count, total)
-        """Rank after the last of them; `first` if there is none."""
+        """Rank after each entry's last follower; `first` if it has none."""
         self.count = (self.last - self.first).clamp_min(1)
-        """How many, at least 1, [S, H, N]."""
+        """Number of each entry's followers, at least 1, [S, H, N]."""
 
     def mean(self, numbers: Tensor) -> Tensor:
-        """Average numbers [S, H, N] over the followers of each entry; 0 without any."""
+        """Average numbers [S, H, N] over the followers of each entry; 0 without followers."""
         until = torch.nn.functional.pad(numbers.double().gather(-1, self.order).cumsum(-1), (1, 0))
         return ((until.gather(-1, self.last) - until.gather(-1, self.first)) / self.count).to(numbers.dtype)
 

@@ -1,7 +1,7 @@
-"""OmniKV (ICLR 2025, https://openreview.net/forum?id=ulCAPXYXfa): a few layers choose what the others read.
+"""OmniKV (ICLR 2025, https://openreview.net/forum?id=ulCAPXYXfa): a few layers choose the tokens that the others read.
 
-The options, their arithmetic, then what attends: `OmniKVAttention` over one pool, `SparsePrefill` within prompts, and
-`OffloadedOmniKV` over two.
+First the options and their arithmetic, then the attention: `OmniKVAttention` over one pool, `SparsePrefill` within
+prompts, and `OffloadedOmniKV` over two pools.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ class OmniKV(ReadingPolicy):
     """Let filter layers choose, at each generated token, the prompt tokens that the layers after them read.
 
     The layers before the first filter layer, the filter layers and the one after each read everything. Any other layer
-    reads what the nearest filter layer before it has chosen, the same tokens in all heads, and all generated ones. A
-    filter layer chooses the budget of the prompt by the attention of its last queries, softmax over the prompt alone,
-    maximum over all query heads, summed over the queries.
+    reads the prompt tokens that the nearest filter layer before it has chosen, the same in all heads, and all generated
+    ones. A filter layer chooses as many prompt tokens as the budget by the attention of its last queries, softmax over
+    the prompt alone, maximum over all query heads, summed over the queries.
 
-    Differs from the authors' code: attention is normalised for the "last" selector too, unless `raw_scores`; queries of
-    a window keep their own positions, and prompt tokens among them are candidates like others.
+    Differs from the authors' code: attention is normalized for the "last" selector too, unless `raw_scores`; queries of
+    a window keep their own positions, and prompt tokens in the window are candidates like others.
 
     Raises:
         ValueError: an option is out of range, or both or neither of `budget` and `memory` are given.
     """
 
     budget: Budget = None  # type: ignore[assignment]
-    """Prompt tokens that are chosen; a ratio counts the prompt."""
+    """Number of prompt tokens that are chosen; a ratio is of the prompt."""
     memory: float | None = None
     """In place of a budget: the share of a full cache in fast memory, full layers included (Mem%)."""
     filter_layers: tuple[int, ...] | None = None
-    """Ascending, from 0; None: `default_filter_layers`."""
+    """Indices of the filter layers, ascending, from 0; None: `default_filter_layers`."""
     selector: Selector = "last"
-    """Which queries choose: the newest, or the last `window` with weights that are equal or halve with age."""
+    """Queries that choose: the newest, or the last `window` with weights that are equal or halve with distance."""
     window: int = 16
-    """Queries of the uniform and the exponential selector."""
+    """Number of queries of the uniform and the exponential selector."""
     raw_scores: bool = False
-    """Whether the last query's attention is left unnormalised, as in the authors' code."""
+    """Whether the last query's attention is left unnormalized, as in the authors' code."""
     lazy_reload: float | None = None
     """Keep the old choice if more than this share of the new one is in it (0.4 in the authors' code); None: never."""
     offload: bool = False
-    """Whether the prompt's entries of layers that do not read all of them lie in the host's memory."""
+    """Whether prompt entries of sparse layers are offloaded to the host's memory."""
     prefill: Prefill = "full"
     """sparse: prompts are read in chunks, and layers choose for a chunk as they do for a generated token."""
     chunk: int = 1024
     """Tokens of a chunk of a sparse prefill."""
     chunks_read: int = 2
-    """Tokens before the chunk that are chosen, in chunks (r in the paper); by the uniform selector over its queries."""
+    """Number of earlier tokens chosen for a chunk, in chunks (r in the paper), by the uniform selector."""
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.memory is None):
@@ -103,11 +103,11 @@ class OmniKV(ReadingPolicy):
 
     @property
     def num_queries(self) -> int:
-        """Queries that choose."""
+        """Number of queries that choose."""
         return 1 if self.selector == "last" else self.window
 
     def fitted(self, num_layers: int, block_size: int) -> OmniKV:
-        """See `CachePolicy.fitted`: fills in filter layers and budget."""
+        """See `CachePolicy.fitted`: sets the filter layers and the budget."""
         filters = default_filter_layers(num_layers) if self.filter_layers is None else self.filter_layers
         if filters[-1] >= num_layers:
             raise ValueError(f"filter_layers={filters}: the model has layers 0 to {num_layers - 1}")
@@ -115,13 +115,13 @@ class OmniKV(ReadingPolicy):
         if self.memory is not None:
             share = prompt_share(self.memory, num_layers, filters)
             budget = Budget(ratio=max(1.0, 1 / share))
-        fitted = copy.copy(self)  # not built anew: default filter layers of a shallow model lie next to each other
+        fitted = copy.copy(self)  # no new construction: default filter layers of a shallow model are adjacent
         for name, value in (("filter_layers", filters), ("budget", budget), ("memory", None)):
             object.__setattr__(fitted, name, value)
         return fitted
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """The queries that choose, where there are several, and the last choice, where it may stay."""
+        """The choosing queries, if there are several, and the last choice, if it may be kept."""
         num_filters, kept = len(self.sparse_layers(layout.num_layers)), []
         if self.num_queries > 1:
             shape = (self.num_queries, layout.num_query_heads, layout.head_dim)
@@ -139,7 +139,7 @@ class OmniKV(ReadingPolicy):
         return (OffloadedOmniKV if cache.slow is not None else OmniKVAttention)(cache, backend, self)
 
     def num_chosen(self, prompt_length: int) -> int:
-        """Prompt tokens that a layer reads which does not read all."""
+        """Number of prompt tokens that a sparse layer reads."""
         return min(self.budget.entries(prompt_length), prompt_length)
 
     def filter_of(self, layer_index: int) -> int | None:
@@ -150,7 +150,7 @@ class OmniKV(ReadingPolicy):
         return max(index for index in self.filter_layers if index < layer_index)
 
     def sparse_layers(self, num_layers: int) -> dict[int, list[int]]:
-        """List the layers that each filter layer, of a fitted policy, chooses for; those of none are left out."""
+        """List the layers that each filter layer of a fitted policy chooses for; filter layers of none are left out."""
         runs: dict[int, list[int]] = {}
         for layer_index in range(num_layers):
             if (chooser := self.filter_of(layer_index)) is not None:
@@ -164,10 +164,10 @@ def default_filter_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_filter_layers(filter_layers: Sequence[int]) -> None:
-    """Refuse filter layers that choose for nobody.
+    """Refuse filter layers that choose for no layer.
 
     Raises:
-        ValueError: none, negative, not ascending, or one right after another.
+        ValueError: the layers are empty, negative, not ascending, or adjacent.
     """
     gaps = [after - before for before, after in itertools.pairwise(filter_layers)]
     if not filter_layers or filter_layers[0] < 0 or any(gap < 2 for gap in gaps):
@@ -178,7 +178,7 @@ def check_filter_layers(filter_layers: Sequence[int]) -> None:
 
 
 def reads_all(layer_index: int, filter_layers: Sequence[int]) -> bool:
-    """Whether a layer reads everything: it lies before all filter layers, or is one, or comes right after one."""
+    """Whether a layer reads everything: it is before all filter layers, or is one, or comes right after one."""
     return layer_index < filter_layers[0] or layer_index in filter_layers or layer_index - 1 in filter_layers
 
 
@@ -194,10 +194,10 @@ def memory_share(chosen: float, num_layers: int, filter_layers: Sequence[int]) -
 
 
 def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -> float:
-    """Share of a prompt's tokens to choose so that `memory_share` is `memory`; 1 where every layer reads all.
+    """Share of a prompt's tokens to choose so that `memory_share` is `memory`; 1 where every layer reads everything.
 
     Raises:
-        ValueError: the layers that read everything take as much already.
+        ValueError: the layers that read everything already take as much.
     """
     full = full_share(num_layers, filter_layers)
     if full == 1:
@@ -211,7 +211,7 @@ def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -
 
 
 def tokens_for_memory(memory: float, prompt_length: int, num_layers: int, filter_layers: Sequence[int]) -> int:
-    """Prompt tokens to choose for a share of the cache in fast memory, rounded down, at least 1.
+    """Number of prompt tokens to choose for a share of the cache in fast memory, rounded down, at least 1.
 
     Raises:
         ValueError: see `prompt_share`.
@@ -219,24 +219,24 @@ def tokens_for_memory(memory: float, prompt_length: int, num_layers: int, filter
     return max(1, math.floor(prompt_share(memory, num_layers, filter_layers) * prompt_length + 1e-6))
 
 
-def selector_weights(ages: Tensor, selector: Selector) -> Tensor:
-    """Weights of queries by age, 0 for the newest: 1 for it alone, 1 for all, or 1/2 for it and half for each before.
+def selector_weights(distances: Tensor, selector: Selector) -> Tensor:
+    """Weights of queries by distance from the newest: 1 at 0 alone (last), 1 (uniform), or 2^-(1 + distance).
 
     Args:
-        ages: int [...].
-        selector: which.
+        distances: queries back from the newest, int [...].
+        selector: name of the rule.
     Returns:
-        Float32, shape of `ages`.
+        Float32, shape of `distances`.
     """
     if selector == "last":
-        return (ages == 0).float()
+        return (distances == 0).float()
     if selector == "uniform":
-        return (ages >= 0).float()
-    return 0.5 ** (ages + 1).float()
+        return (distances >= 0).float()
+    return 0.5 ** (distances + 1).float()
 
 
 def selection_scores(attention: Tensor, weights: Tensor) -> Tensor:
-    """Maximum over query heads, summed over queries with weights.
+    """Take the maximum over query heads, and sum over queries with weights.
 
     Args:
         attention: [S, H_q, queries, N].
@@ -249,20 +249,20 @@ def selection_scores(attention: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class Choice:
-    """What a filter layer has chosen for the sequences that decode in this pass."""
+    """Prompt tokens that a filter layer has chosen for the sequences that decode in this pass."""
 
     positions: Tensor
-    """Tokens of the prompt, ascending, int64 [S, k]; anything beyond the count."""
+    """Positions of the prompt tokens, ascending, int64 [S, k]; arbitrary beyond the count."""
     counts: Tensor
-    """How many of them, int64 [S]."""
+    """Number of chosen tokens, int64 [S]."""
     is_new: Tensor | None = None
-    """Whether it differs from the last choice, bool [S]; None: it always may."""
+    """Whether the choice differs from the last one, bool [S]; None: unknown."""
     reads: tuple[Tensor, Tensor] | None = None
-    """With all generated tokens, int64 [S, K], and how many that are, int32 [S, 1]; once a layer has asked."""
+    """The chosen and all generated tokens, int64 [S, K], and their number, int32 [S, 1]; set by the first reader."""
 
 
 class OmniKVAttention(CacheAttention):
-    """Attends to everything in full layers, and to the choice of a filter layer in sparse ones."""
+    """Attends to everything in full layers, and to a filter layer's choice in sparse layers."""
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: OmniKV) -> None:
         super().__init__(cache, backend)
@@ -288,7 +288,7 @@ class OmniKVAttention(CacheAttention):
     def read_all(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
     ) -> Tensor:
-        """Feed a full layer, [T, H_q, D]; a filter layer chooses."""
+        """Run a full layer, [T, H_q, D]; a filter layer also chooses."""
         seen = self.append(layer_index, batch, tokens)
         if layer_index in self._runs:
             self._remember(layer_index, batch, query)
@@ -303,7 +303,7 @@ class OmniKVAttention(CacheAttention):
     def read_prompt(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
     ) -> Tensor:
-        """Feed tokens of prompts to a sparse layer, [T, H_q, D]."""
+        """Run a sparse layer on prompt tokens, [T, H_q, D]."""
         seen = self.append(layer_index, batch, tokens)
         if self._prefill is None:
             return self.attend_to_all(layer_index, batch, query, seen, scaling)
@@ -314,7 +314,7 @@ class OmniKVAttention(CacheAttention):
     def read_choice(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
     ) -> Tensor:
-        """Feed generated tokens to a sparse layer, [S, H_q, D]."""
+        """Run a sparse layer on generated tokens, [S, H_q, D]."""
         self.append(layer_index, batch, tokens)
         assert self._choice is not None
         if self._choice.reads is None:
@@ -331,7 +331,7 @@ class OmniKVAttention(CacheAttention):
         return attended
 
     def _with_generated(self, batch: ForwardBatch, choice: Choice) -> tuple[Tensor, Tensor]:
-        """Return what layers read under a choice: see `Choice.reads`."""
+        """Return the tokens that layers read under a choice, see `Choice.reads`."""
         prompt, end = batch.ends_of_prompts, batch.tokens_seen
         most_generated = max(end - prompt for end, prompt in zip(batch.ends, batch.prompt_ends, strict=True))
         width = choice.positions.shape[1] + most_generated
@@ -360,7 +360,7 @@ class OmniKVAttention(CacheAttention):
         is_last = self.policy.selector == "last" and not self.policy.raw_scores
         wanted: dict[str, Any] = {"return_scores": is_last, "num_scores": self.whole_pages(most_seen)}
         answer = self.attend_once(layer_index, batch, query, scaling, **wanted)
-        if is_last:  # softmax over everything, normalised again, is softmax over the prompt
+        if is_last:  # softmax over everything, normalized again, is softmax over the prompt
             attended, attention = answer[0], answer[1][..., :longest]
             is_prompt = torch.arange(longest, device=rows.device) < prompt[:, None]
             attention = attention * is_prompt[:, None]
@@ -383,9 +383,9 @@ class OmniKVAttention(CacheAttention):
         return answer, scores
 
     def _remember(self, layer_index: int, batch: ForwardBatch, query: Tensor) -> None:
-        """Keep the last queries of a filter layer, if more than the newest one choose."""
+        """Keep the last queries of a filter layer, if several choose."""
         window = self.policy.num_queries
-        if window > 1:  # the query at position p lies at p % W
+        if window > 1:  # the query at position p is stored at p % W
             for row, span in zip(batch.rows, batch.spans, strict=True):
                 last = slice(max(span.start, span.stop - window), span.stop)
                 place = row, batch.positions[last] % window
@@ -399,7 +399,7 @@ class OmniKVAttention(CacheAttention):
         return queries[batch.row_index[:, None], positions % window].transpose(1, 2), positions
 
     def _prefer_last_choice(self, layer_index: int, batch: ForwardBatch, choice: Choice, threshold: float) -> None:
-        """Go back to the last choice of sequences where it has more than a share of the new one."""
+        """Keep the last choice of sequences where it contains more than a share of the new one."""
         width = choice.positions.shape[1]
         exists = torch.arange(width, device=batch.row_index.device) < choice.counts[:, None]
         every = self.cache.fields.widen("chosen", width)[self._filter[layer_index]]
@@ -418,25 +418,25 @@ Pages = tuple[Tensor, Tensor, Tensor]
 
 
 class SparsePrefill:
-    """Reads prompts in chunks (OmniKV-prefill); exact while what came before a chunk is no longer than what it reads.
+    """Reads prompts in chunks (OmniKV-prefill); exact while a chunk may read all tokens before it.
 
     Args:
-        policy: how long chunks are and how much they read.
+        policy: gives the length of chunks and how much they read.
         backend: kernel module that serves pages of one entry.
     """
 
     def __init__(self, policy: OmniKV, backend: ModuleType) -> None:
         self._policy, self._backend = policy, backend
-        self._chosen: dict[int, list[Tensor]] = {}  # of the latest filter layer: by row, positions for each chunk
+        self._chosen: dict[int, list[Tensor]] = {}  # of the latest filter layer: by row, each chunk's positions
 
     def choose(self, layer: LayerCache, batch: ForwardBatch, query: Tensor, scaling: float) -> None:
-        """Choose for every chunk, by all of its queries alike; the new tokens are in the layer already."""
+        """Choose for every chunk, by all of its queries with equal weights; the layer holds the new tokens already."""
         for i, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
             chunks, rows = self._chunks(batch.begins[i], query[span]), batch.row_index[i : i + 1]
             self._chosen[row] = [self._choose(layer, rows, begin, chunk, scaling) for begin, chunk in chunks]
 
     def attend(self, pages: Pages, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
-        """Attend in a sparse layer from each chunk to what was chosen for it and to its own tokens, [T, H_q, D]."""
+        """Attend in a sparse layer from each chunk to its chosen tokens and to its own, [T, H_q, D]."""
         key_pages, value_pages, tables = pages
         block_size, parts = key_pages.shape[1], []
         for i, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
@@ -460,7 +460,7 @@ class SparsePrefill:
         return torch.cat(parts)
 
     def _chunks(self, begin: int, query: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut the queries of one sequence: (position of the first, [<= chunk, H_q, D])."""
+        """Cut the queries of one sequence into chunks: (position of the first, [<= chunk, H_q, D])."""
         size = self._policy.chunk
         return [(begin + i * size, chunk) for i, chunk in enumerate(query.split(size))]
 
@@ -472,35 +472,35 @@ class SparsePrefill:
         slots = torch.full((1, layer.lengths.shape[1], len(chunk)), begin, device=rows.device)
         scores = torch.zeros(1, begin, device=rows.device)
         for block in attention_probabilities(chunk.transpose(0, 1)[None], layer, rows, slots, scaling):
-            ages = torch.zeros(1, block.shape[3], dtype=torch.long, device=rows.device)
-            scores += selection_scores(block.flatten(1, 2), selector_weights(ages, "uniform"))
+            distances = torch.zeros(1, block.shape[3], dtype=torch.long, device=rows.device)
+            scores += selection_scores(block.flatten(1, 2), selector_weights(distances, "uniform"))
         return top_positions(scores, torch.tensor([count], device=rows.device), count)[0]
 
 
 @dataclass
 class Load:
-    """What a filter layer has sent for."""
+    """A copy of chosen tokens from the host that a filter layer has started."""
 
     arrival: Any
-    """A `PendingCopy`, [tokens, layers, H, 2, D]."""
+    """The `PendingCopy`, [tokens, layers, H, 2, D]."""
     member: Tensor
-    """Which sequence of the batch each token belongs to, int64 [tokens]."""
+    """Index in the batch of each token's sequence, int64 [tokens]."""
     slot: Tensor
-    """Where it shall lie among the sequence's slots, int64 [tokens]."""
+    """Slot of each token in its sequence, int64 [tokens]."""
 
 
 class OffloadedOmniKV(OmniKVAttention):
-    """Reads the same as `OmniKVAttention`, from a fast pool that holds only what is read.
+    """Reads the same tokens as `OmniKVAttention`, from a fast pool that holds only these.
 
-    A filter layer sends for the chosen tokens of all layers up to the next one; the layer after it hides the copy.
+    A filter layer starts copying the chosen tokens of all layers up to the next one; the layer after it hides the copy.
     """
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: OmniKV) -> None:
         super().__init__(cache, backend, policy)
-        self._loads: dict[int, Load] = {}  # by the first layer that waits for it
+        self._loads: dict[int, Load] = {}  # by the first layer that needs it
 
     def choose(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
-        """See `OmniKVAttention.choose`; sends for what is new in the choice."""
+        """See `OmniKVAttention.choose`; starts copying the newly chosen tokens."""
         attended = super().choose(layer_index, batch, query, scaling)
         assert self._choice is not None
         positions = self._choice.positions.cpu()
@@ -520,14 +520,14 @@ class OffloadedOmniKV(OmniKVAttention):
     def read_choice(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
     ) -> Tensor:
-        """See `OmniKVAttention.read_choice`: everything in pages."""
+        """See `OmniKVAttention.read_choice`: reads all tokens in pages."""
         seen = self.append(layer_index, batch, tokens)
         if (load := self._loads.pop(layer_index, None)) is not None:
             self._unpack(layer_index, batch, load)
         return self.attend_to_all(layer_index, batch, query, seen, scaling)
 
     def _unpack(self, first_layer: int, batch: ForwardBatch, load: Load) -> None:
-        """Write what has arrived into the pages of all layers of a run."""
+        """Write the copied tokens into the pages of all layers of a run."""
         packed, cache = load.arrival.on_device(), self.cache
         tables = cache.block_tables[first_layer : first_layer + packed.shape[1], batch.row_index]
         slots = load.slot.repeat(len(tables))[:, None, None]
@@ -539,7 +539,7 @@ class OffloadedOmniKV(OmniKVAttention):
     def read_prompt(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
     ) -> Tensor:
-        """See `OmniKVAttention.read_prompt`: keys and values of one sequence and layer at a time pass through."""
+        """See `OmniKVAttention.read_prompt`: loads keys and values of one sequence and layer at a time."""
         attended = []
         for i, span in enumerate(batch.spans):
             one = batch.part([i])[0]
@@ -556,10 +556,10 @@ class OffloadedOmniKV(OmniKVAttention):
         return torch.cat(attended)
 
     def _offload(self, layer_index: int, batch: ForwardBatch, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Send one sequence's new tokens [H, n, D] to the slow pool, behind generated ones that lie in pages.
+        """Copy one sequence's new tokens [H, n, D] to the slow pool, after its generated tokens in pages.
 
         Returns:
-            All that there are.
+            All its keys and values.
         """
         (row,), (begin,), (prompt_end,), rows = batch.rows, batch.begins, batch.prompt_ends, batch.row_index
         slow, layer = self.cache.slow, self.cache.layer(layer_index)
@@ -571,14 +571,14 @@ class OffloadedOmniKV(OmniKVAttention):
         old_key, old_value = slow.read(layer_index, row, offloaded)
         slow.write(layer_index, row, offloaded, new_key, new_value)
         held = room + len(generated)
-        # one more slot for each new token at most: the pass has made sure of those
+        # at most one more slot for each new token: the pass has reserved them
         wanted = min(held + key.shape[1], self.policy.num_chosen(prompt_end))
         self._resize(layer_index, row, held, wanted)
         slow.room[layer_index, row] = wanted
         return torch.cat((old_key, new_key), dim=1), torch.cat((old_value, new_value), dim=1)
 
     def _resize(self, layer_index: int, row: int, held: int, wanted: int) -> None:
-        """Give a layer of one sequence so many slots; what they hold does not matter."""
+        """Set the number of slots of one sequence in a layer; their content is arbitrary."""
         layer, layout = self.cache.layer(layer_index), self.cache.layout
         if wanted > held:
             shape = (wanted - held, layout.num_kv_heads, layout.head_dim)

@@ -12,15 +12,15 @@ from dmc.policies.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """Keep SnapKV's entries, most in the first layer and fewest in the last, k^l = k^0 - l (k^0 - k^(m-1)) / (m - 1).
 
-    Differs from the authors' code: real-valued budgets rounded so that their total is exact (`official_floor` rounds as
-    they do, and holds more than its nominal size); uniform where the pyramid would not fit.
+    Differs from the authors' code: budgets are rounded so that their total is exact (`official_floor` rounds as they
+    do, and holds more than its nominal size), and uniform where the pyramid would not fit.
 
     Raises:
         ValueError: `beta` is below 1, the decay is unknown; see `SnapKV`.
     """
 
     window: int = 8
-    """Queries that are observed, whose tokens stay ("alpha" in the paper); at most half of the budget."""
+    """Last queries that are observed, whose tokens stay ("alpha" in the paper); at most half of the budget."""
     beta: float = 20.0
     """The last layer gets average / beta beside the window; 1 is SnapKV."""
     decay: Decay = "linear"

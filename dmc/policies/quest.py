@@ -21,7 +21,7 @@ from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 class Quest(ReadingPolicy):
     """Bound the scores of every page of keys by their elementwise minimum and maximum; read the most promising pages.
 
-    The newest token's page is among them. Nothing is compressed: less is read. Prompts are read in full.
+    The newest token's page is always read. Nothing is evicted, only less is read. Prompts are read in full.
 
     Differs from the authors' code: one choice for each KV head, by the sum over its group, where they choose for every
     query head.
@@ -31,11 +31,11 @@ class Quest(ReadingPolicy):
     """
 
     budget: Budget
-    """Entries that are read, in whole pages, at least one; a ratio counts the prompt."""
+    """Entries that are read, in whole pages, at least one; a ratio is of the prompt."""
     page_size: int = 16
     """Entries of a page, a divisor of the engine's `block_size`."""
     dense_layers: int = 2
-    """First layers, which read everything."""
+    """Number of first layers, which read everything."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -53,7 +53,7 @@ class Quest(ReadingPolicy):
         return self
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """Two keys of every page, its elementwise minimum and maximum."""
+        """The elementwise minimum and maximum of every page's keys."""
         shape = (layout.head_dim,)
         return tuple(Field(name, layout.dtype, "block", shape, self.page_size) for name in ("lowest", "largest"))
 
@@ -62,7 +62,7 @@ class Quest(ReadingPolicy):
         return QuestAttention(cache, backend, self)
 
     def num_pages(self, num_tokens: int, prompt_length: int) -> int:
-        """Pages that one of `num_tokens` tokens reads: all of them while the budget holds all tokens."""
+        """Number of pages that the last of `num_tokens` tokens reads: all while the budget holds all tokens."""
         limit, pages = self.budget.entries(prompt_length), -(-num_tokens // self.page_size)
         return pages if num_tokens <= limit else min(pages, max(1, limit // self.page_size))
 
@@ -105,7 +105,7 @@ class QuestAttention(CacheAttention):
         return self.by_phase(batch, query, attend_part)
 
     def _pages_read(self, batch: ForwardBatch) -> list[int] | None:
-        """How many pages each sequence reads; None: all of theirs."""
+        """Return the number of pages that each sequence reads; None: all of theirs."""
         reads = [self.policy.num_pages(*each) for each in zip(batch.ends, batch.prompt_ends, strict=True)]
         has = [begin // self.policy.page_size + 1 for begin in batch.begins]
         return None if reads == has else reads
@@ -131,7 +131,7 @@ class QuestAttention(CacheAttention):
     def _attend_to_pages(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, reads: list[int], scaling: float
     ) -> Tensor:
-        """Attend from one generated token of each sequence to as many pages as `reads` says."""
+        """Attend from one generated token of each sequence to its `reads` most promising pages."""
         layer, size, (lowest, largest) = self.cache.layer(layer_index), self.policy.page_size, self._bounds()
         tables, device = layer.block_tables[batch.row_index], query.device
         heads, most = tables.shape[1], max(batch.begins) // size + 1

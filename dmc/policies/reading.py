@@ -1,6 +1,6 @@
-"""Policies that drop nothing and read part of the cache, and how they choose it.
+"""Policies that keep every entry and read a part of the cache, and helpers that choose the part.
 
-A part is read without a copy: to a kernel, pages are also a pool of pages of fewer entries (`small_pages`).
+A part is read without a copy: a kernel can view pages as a pool of smaller pages (`small_pages`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def top_positions(scores: Tensor, counts: Tensor, most: int) -> Tensor:
     """Find the highest scores of the last dimension, in ascending order; of equal ones the first count.
 
     Args:
-        scores: [..., N], as many above -inf as are to be found.
-        counts: how many, int64 [...], 0 to N.
+        scores: [..., N], at least `counts` of them above -inf.
+        counts: number of scores to find, int64 [...], 0 to N.
         most: a bound on `counts`, at least 1.
     Returns:
         int64 [..., min(most, N)]; 0 beyond the count.
@@ -35,7 +35,7 @@ def top_positions(scores: Tensor, counts: Tensor, most: int) -> Tensor:
     above, equal = scores > cut, scores == cut
     missing = counts - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1) <= missing))
-    rank = (chosen.cumsum(-1) - 1).where(chosen, most)  # what is not chosen goes into a column of its own
+    rank = (chosen.cumsum(-1) - 1).where(chosen, most)  # unchosen ones go into an extra column
     position = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     found = torch.zeros(*scores.shape[:-1], most + 1, dtype=torch.long, device=scores.device)
     return found.scatter(-1, rank, position)[..., :most]
@@ -49,14 +49,14 @@ def backend_for_pages(backend: ModuleType, layout: CacheLayout, page_size: int) 
 
 
 def with_tail(chosen: Tensor, counts: Tensor, begins: Tensor, ends: Tensor, width: int) -> Tensor:
-    """Let positions begin..end-1 of each sequence follow the chosen ones.
+    """Append positions begin..end-1 of each sequence to the chosen ones.
 
     Args:
         chosen: int64 [S, k].
-        counts: how many of them there are, [S].
-        begins: [S].
-        ends: [S].
-        width: a bound on what there is in all.
+        counts: number of chosen positions, [S].
+        begins: first position to append, [S].
+        ends: end of the positions to append, [S].
+        width: a bound on the total number.
     Returns:
         int64 [S, width]; the last position again and again beyond the end.
     """

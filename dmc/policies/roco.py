@@ -1,4 +1,4 @@
-"""RoCo (arXiv:2402.06262): mean attention, after the entries whose attention varies most are safe."""
+"""RoCo (arXiv:2402.06262): mean attention, except that entries whose attention varies most always stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmc.policies.budgets import keep_top
 from dmc.policies.eviction import EvictionPolicy
 
 NEWEST = 10
-"""Last entries whose deviation counts as infinite: too few queries have seen them."""
+"""Number of last entries whose deviation counts as infinite, because too few queries have seen them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RoCo(EvictionPolicy):
 
     budget: Budget
     recent_ratio: float = 0.3
-    """Share of the budget that deviation keeps."""
+    """Share of the budget that is chosen by deviation."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "squares")
     needs_row: ClassVar[bool] = True

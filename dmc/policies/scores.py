@@ -1,4 +1,4 @@
-"""Scores that methods are made of."""
+"""Pooling of scores over neighboring entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pooling = Literal["max", "avg"]
 
 
 def check_pooling(kernel_size: int, pooling: str) -> None:
-    """Refuse what cannot be centred on an entry.
+    """Refuse a pooling that cannot be centered on an entry.
 
     Raises:
         ValueError: the kernel is even or below 1, or the pooling is unknown.
@@ -25,9 +25,9 @@ def check_pooling(kernel_size: int, pooling: str) -> None:
 
 
 def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
-    """Let each entry take the maximum or the mean of its neighbourhood along the last dimension.
+    """Replace each score by the maximum or the mean of its neighborhood along the last dimension.
 
-    Beyond the ends the maximum sees nothing; the mean sees zeros and still divides by the kernel, as the authors do.
+    Beyond the ends the maximum ignores, the mean counts zeros and still divides by the kernel, as the authors do.
     """
     flat = scores.reshape(-1, 1, scores.shape[-1])
     if pooling == "max":
@@ -38,12 +38,12 @@ def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
 
 
 def pool_before(entries: Entries, scores: Tensor, window: int | Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
-    """Pool the scores of the entries before each head's last `window` (number or [S]), which themselves become +inf.
+    """Pool the scores of the entries before each head's last `window` (number or [S]), whose own scores become +inf.
 
     Args:
-        entries: whose scores they are.
+        entries: the entries that the scores are of.
         scores: [S, H, N].
-        window: entries that stay whatever happens.
+        window: number of last entries, which always stay.
         kernel_size: odd.
         pooling: max or avg.
     """

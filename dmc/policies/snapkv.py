@@ -1,4 +1,4 @@
-"""SnapKV (arXiv:2404.14469): what the last queries of the prompt attend to."""
+"""SnapKV (arXiv:2404.14469): the entries that the last queries of the prompt attend to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmc.policies.scores import Pooling, check_pooling, pool_before
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(EvictionPolicy):
-    """Keep the prompt's last `window` tokens, and what they attend to most; nothing is evicted while generating.
+    """Keep the prompt's last `window` tokens and the entries they attend to most; evict nothing while generating.
 
     Differs from the authors' code: one set for each KV head, by the mean over its group taken before pooling.
 
@@ -26,11 +26,11 @@ class SnapKV(EvictionPolicy):
 
     budget: Budget
     window: int = 32
-    """Queries that are observed, whose tokens stay; at most half of the budget."""
+    """Number of last queries that are observed, whose tokens stay; at most half of the budget."""
     kernel_size: int = 7
-    """Entries that share a score, odd."""
+    """Size of the pooling kernel, odd."""
     pooling: Pooling = "max"
-    """max or avg, over the neighbourhood."""
+    """Pooling over the neighborhood: max or avg."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
@@ -41,13 +41,13 @@ class SnapKV(EvictionPolicy):
         check_pooling(self.kernel_size, self.pooling)
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
-        """Mean attention of the window, pooled over neighbours; +inf for the window itself."""
+        """Mean attention of the window, pooled over neighbors; +inf for the window itself."""
         assert entries.rows is not None
         window = effective_window(self.window, limit)
         attention = entries.rows[..., -window:, :].mean((2, 3))
         return pool_before(entries, attention, window, self.kernel_size, self.pooling)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """What was observed."""
+        """The result of `observe`."""
         assert entries.observed is not None
         return entries.observed

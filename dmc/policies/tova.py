@@ -1,4 +1,4 @@
-"""Token Omission Via Attention (TOVA, arXiv:2401.06104): what the last query attends to."""
+"""Token Omission Via Attention (TOVA, arXiv:2401.06104): the entries that the last query attends to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dmc.policies.eviction import EvictionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(EvictionPolicy):
-    """Keep the entries that the newest query attends to most; the newest itself may go.
+    """Keep the entries that the newest query attends to most; the newest entry itself may be evicted.
 
-    One set for each layer, by the mean over all query heads, as in the authors' code.
+    All heads of a layer keep the same tokens, by the mean over all query heads, as in the authors' code.
     """
 
     budget: Budget

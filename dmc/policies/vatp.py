@@ -1,4 +1,4 @@
-"""VATP (arXiv:2406.12335): attention is worth what the value behind it is."""
+"""VATP (arXiv:2406.12335): attention weighted by the norm of the value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class VATP(H2O):
     """
 
     sinks: int = 4
-    """First entries held that stay; no more than the heavy half."""
+    """Number of first entries that stay; at most the heavy half."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "value_norm")
 

@@ -20,7 +20,7 @@ class LocalWindow(EvictionPolicy):
     budget: Budget
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """The younger, the higher."""
+        """Positions: the youngest entry has the highest score."""
         return entries.positions.float()
 
 
@@ -28,17 +28,17 @@ class LocalWindow(EvictionPolicy):
 class StreamingLLM(LocalWindow):
     """Keep the first entries (attention sinks) and the last ones.
 
-    Differs from the authors' code: tokens stay at their own positions, unless `rerotate` moves the sinks up to the last
-    ones, so that distances are those inside the cache.
+    Differs from the authors' code: tokens keep their own positions, unless `rerotate` moves the sinks right before the
+    last ones, so that distances are those inside the cache.
 
     Raises:
         ValueError: `sinks` is negative.
     """
 
     sinks: int = 4
-    """First entries that stay; a budget that leaves no recent entry beside them keeps fewer."""
+    """Number of first entries that stay; fewer if the budget leaves no recent entry beside them."""
     rerotate: bool = False
-    """Whether a generated token sees the sinks right before the last entries, as in the paper."""
+    """Whether a generated token sees the sinks at the positions right before the last entries, as in the paper."""
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -50,7 +50,7 @@ class StreamingLLM(LocalWindow):
         return self.rerotate
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
-        """The sinks' keys as they came, for `rerotate`."""
+        """Space for the sinks' original keys, for `rerotate`."""
         return self.sinks * num_kv_heads * head_dim if self.rerotate else 0
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class StreamingLLM(LocalWindow):
         return super().scores(entries, budget).masked_fill(entries.among_first(sinks), torch.inf)
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Turn the sinks' keys by as many positions as entries are gone.
+        """Rotate the sinks' keys by as many positions as entries were evicted.
 
-        They are turned from what they were when the first entry left: turning again and again would add up errors.
+        They are rotated from their keys at the first eviction: repeated rotations would add up errors.
         """
         gone = entries.tokens_seen - (entries.lengths - leaving.sum(-1))[:, 0]
         slots = entries.order[:, :, : self.sinks]

@@ -72,7 +72,7 @@ def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing():
 
 def test_a_teacher_of_other_words_is_refused():
     head = LossHead(8, 500, bias=False)
-    with pytest.raises(ValueError, match="the teacher knows 400 words, the model 500"):
+    with pytest.raises(ValueError, match="the teacher's vocabulary has 400 tokens, the model's 500"):
         head(
             torch.randn(1, 4, 8), torch.zeros(1, 4, dtype=torch.long), Taught(torch.randn(1, 4, 8), torch.randn(400, 8))
         )

@@ -1,4 +1,4 @@
-"""Causal attention to a cache that compresses itself: every position's view of it at once, without a T x T mask."""
+"""Causal attention over a compressed cache, as every position sees it, in parallel and without a T x T mask."""
 
 import math
 
@@ -11,7 +11,7 @@ from dmc.models.masked_attention.flash_ops import find_flash_kernel
 from dmc.models.masked_attention.form import AttentionForm, accumulation_dtype
 
 _SHORT, _WIDE = 1536, 128
-"""Up to so many tokens, or above such a delay, matrix products beat the flash kernel of a CPU."""
+"""Sequence length up to which, and delay above which, matrix products beat the flash kernel of a CPU."""
 
 
 def masked_attention(
@@ -34,10 +34,10 @@ def masked_attention(
         value: partial states, [batch, kv_heads, time, head_dim].
         log_keep: log(1 - alpha) of the token after each key, 0 or -inf included, [batch, kv_heads, time].
         scaling: multiplies query . key, > 0.
-        hidden: True at padding, which nobody may see, [batch, time]. Rows that see nothing are 0, and so are their
+        hidden: True at padding, which no query may see, [batch, time]. Rows that see nothing are 0, and so are their
             gradients.
-        free_channel: channel that is 0 in query and key. The bias travels there and saves widening the head by one;
-            its gradient is 0.
+        free_channel: channel that is 0 in query and key. The bias is stored there, which saves widening the head by
+            one; its gradient is 0.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in query, key, value, log_keep.
     Raises:
@@ -61,7 +61,7 @@ def delayed_masked_attention(
     hidden: Tensor | None = None,
     free_channel: int | None = None,
 ) -> Tensor:
-    """Attend to the newest `delay` tokens raw and to the compressed stream of those before, in one softmax.
+    """Attend to the newest `delay` tokens raw and to the compressed stream of the tokens before, in one softmax.
 
     Query i sees raw token j for i - delay < j <= i without a bias, and stream entry j for j <= i - delay with the bias
     log_keep[j]; but for a merge gate (keep_top) the top of the stream, j = i - delay, has none. delay = 0 with keep_top
@@ -77,7 +77,7 @@ def delayed_masked_attention(
         scaling: multiplies query . key, > 0.
         delay: newest tokens seen raw, including the query's own.
         keep_top: True for a merge gate, False for a drop gate (which needs delay >= 1).
-        hidden: True at padding, which nobody may see, [batch, time]. Rows that see nothing are 0, and so are their
+        hidden: True at padding, which no query may see, [batch, time]. Rows that see nothing are 0, and so are their
             gradients.
         free_channel: channel that is 0 in query and keys, as in `masked_attention`.
     Returns:
@@ -92,7 +92,7 @@ def delayed_masked_attention(
             "for a drop gate, which would drop the query's own token: raise delay."
         )
     if delay >= query.shape[-2]:
-        # The raw tokens, seen whole, are a stream without a bias.
+        # A delay that covers the whole sequence leaves the raw tokens, a stream without a bias.
         form = AttentionForm(scaling, delay=0, keep_top=False, free_channel=free_channel)
         return _attend(form, query, None, None, recent_key, recent_value, torch.zeros_like(log_keep), hidden)
     form = AttentionForm(scaling, delay, keep_top, free_channel)
@@ -113,7 +113,7 @@ def eager_delayed_masked_attention(
     keep_top: bool,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Compute `delayed_masked_attention` as it is defined, with T x T scores: what the fast forms must agree with."""
+    """Compute `delayed_masked_attention` by its definition, with T x T scores: the reference of the fast forms."""
     group, dtype = query.shape[1] // stream_key.shape[1], accumulation_dtype(query)
 
     def of_query_heads(states: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def eager_delayed_masked_attention(
 def eager_masked_attention(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float, *, hidden: Tensor | None = None
 ) -> Tensor:
-    """Compute `masked_attention` as it is defined, with T x T scores: what the fast forms must agree with."""
+    """Compute `masked_attention` by its definition, with T x T scores: the reference of the fast forms."""
     return eager_delayed_masked_attention(
         query, key, value, key, value, log_keep, scaling, delay=0, keep_top=True, hidden=hidden
     )
@@ -164,12 +164,12 @@ def _attend(
     is_blocked = query.device.type == "cpu" and (query.shape[2] <= _SHORT or form.delay > _WIDE)
     is_blocked = is_blocked or find_flash_kernel(query) is None
     implementation = BlockedAttention if is_blocked else FlashAttention
-    with torch.autocast(query.device.type, enabled=False):  # each product has the dtype it needs
+    with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
         return implementation.apply(form, *operands)
 
 
 def _product_dtype(query: Tensor) -> torch.dtype:
-    """Give what autocast makes of the operands of PyTorch's own attention: rotated queries and keys are float32."""
+    """Return the dtype that autocast gives PyTorch's own attention: rotated queries and keys are float32."""
     device = query.device.type
     if query.dtype == torch.float64 or not (
         torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from dmc.models.masked_attention.form import MASKED, Gradients, Operands
 
 _SCORES = {"cpu": 1 << 19}
-"""Scores held at once: on a CPU what stays in its cache."""
+"""Scores held at once: on a CPU as many as fit its cache."""
 
 
 class Band:
@@ -31,7 +31,7 @@ class Band:
         self.causal = self.causal.masked_fill_(unseen, -torch.inf).unsqueeze(1)  # [rows, 1, columns]
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Give the softmax over the band, [heads, time, group, channels], and its log-sum-exp, [heads, time, group]."""
+        """Return the band's softmax, [heads, time, group, channels], and its log-sum-exp, [heads, time, group]."""
         query = self.operands.query
         out = self.value.new_empty(*query.shape[:-1], self.operands.channels, dtype=self.operands.accumulation)
         log_sum_exp = torch.empty_like(out[..., 0])
@@ -39,7 +39,7 @@ class Band:
             scores = self._scores(self._query(heads), self._keys(heads))
             peak = scores.amax(-1)
             probabilities = torch.softmax(scores, dim=-1, out=scores)
-            # The largest probability is exp(peak - log_sum_exp), and never less than 1 / columns.
+            # The largest probability is exp(peak - log_sum_exp), which is at least 1 / columns.
             log_sum_exp[heads] = self._join(peak - probabilities.amax(-1).log())
             out[heads] = self._join(torch.bmm(probabilities, self._windows(self.value[heads])))
         return out, log_sum_exp
@@ -50,7 +50,7 @@ class Band:
         Args:
             grad: gradient of the output, times the band's share of each row, [heads, time, group, channels].
             delta: output . gradient of the whole row, times the band's share of it, [heads, time, group].
-            gradients: where to add.
+            gradients: sums to add to.
         """
         assert gradients.recent_key is not None and gradients.recent_value is not None
         for heads in self._slices():
@@ -98,7 +98,7 @@ class Band:
     def _windows(self, states: Tensor, before: float = 0.0) -> Tensor:
         """Gather [heads, time, channels] as [heads * blocks, halo + rows, channels], overlapping by the halo.
 
-        `before` is the bias of the columns before token 0.
+        `before` fills the columns before token 0.
         """
         states = functional.pad(states.to(self.operands.accumulation), (0, 0, self.halo, -states.shape[1] % self.rows))
         if before:

@@ -1,4 +1,4 @@
-"""Masked attention in blocks of rows, by matrix products: on any device, and the fastest on a CPU when short."""
+"""Masked attention in blocks of rows by matrix products: any device; the fastest on a CPU for short sequences."""
 
 import math
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from dmc.models.masked_attention.form import AttentionForm, Gradients, Operands, accumulation_dtype
 
 _ROWS = 64
-"""Query rows of one KV head in a block: more are better matrix products, fewer waste less beside the diagonal."""
+"""Query rows of one KV head in a block: more give faster matrix products, fewer waste less beside the diagonal."""
 _SCORES = {"cpu": 1 << 19}
-"""Scores held at once: on a CPU what stays in its cache."""
+"""Scores held at once: on a CPU as many as fit its cache."""
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -36,7 +36,7 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Give the gradients of `forward`'s arguments."""
+        """Return the gradients of `forward`'s arguments."""
         operands = _scaled_operands(ctx.form, ctx.saved_tensors)
         gradients = Gradients(operands)
         grad = operands.rows_of(operands.sighted(grad), operands.channels)
@@ -73,11 +73,11 @@ class _Block:
     """0 where a row sees a column from `unseen` on, else -inf, [rows, 1, columns]."""
 
     def keys(self, operands: Operands, heads: slice) -> Tensor:
-        """Give the keys of the block's columns, [heads, columns, width]."""
+        """Return the keys of the block's columns, [heads, columns, width]."""
         return self._columns(operands.recent_key, operands.stream_key, heads)
 
     def values(self, operands: Operands, heads: slice) -> Tensor:
-        """Give the values of the block's columns, [heads, columns, channels]."""
+        """Return the values of the block's columns, [heads, columns, channels]."""
         return self._columns(operands.recent_value, operands.stream_value, heads)
 
     def _columns(self, recent: Tensor | None, stream: Tensor, heads: slice) -> Tensor:
@@ -87,13 +87,13 @@ class _Block:
         return torch.cat([stream[heads, : self.kept], recent], dim=1) if self.kept else recent
 
     def add(self, columns: Tensor, recent: Tensor | None, stream: Tensor, heads: slice) -> None:
-        """Add what belongs to the block's columns to the recent and stream entries they came from."""
+        """Add values of the block's columns to the recent and stream entries they came from."""
         stream[heads, : self.kept] += columns[:, : self.kept]
         if recent is not None:
             recent[heads, self.window : self.stop] += columns[:, self.kept :]
 
     def probabilities(self, operands: Operands, heads: slice, key: Tensor) -> Tensor:
-        """Give the attention of the block's rows to its columns, [heads, rows * group, columns]."""
+        """Return the attention of the block's rows to its columns, [heads, rows * group, columns]."""
         scores = torch.bmm(operands.query[heads, self.start : self.stop].flatten(1, 2), key.mT)
         scores.unflatten(1, (self.stop - self.start, -1))[..., self.unseen :] += self.causal
         if operands.top is not None and self.kept:
@@ -116,7 +116,7 @@ def _scaled_operands(form: AttentionForm, tensors: tuple[Tensor | None, ...]) ->
 
 
 def _blocks(operands: Operands) -> Iterator[tuple[_Block, slice]]:
-    """Give each block of rows with each slice of heads, so few of them that their scores are held at once."""
+    """Yield each block of rows with each slice of heads, small enough that their scores fit `_SCORES`."""
     num_heads, time, group, _ = operands.query.shape
     device, delay = operands.query.device, operands.form.delay
     num_rows = max(1, _ROWS // group)

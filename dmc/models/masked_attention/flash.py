@@ -1,4 +1,4 @@
-"""Masked attention by the device's flash kernel, with the few keys it cannot treat merged by log-sum-exp."""
+"""Masked attention by the device's flash kernel; the few keys it cannot handle are merged by log-sum-exp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from dmc.models.masked_attention.form import MASKED, AttentionForm, Gradients, O
 
 
 class FlashAttention(torch.autograd.Function):
-    """One softmax over up to three parts, which are computed apart and merged by their log-sum-exps.
+    """One softmax over up to three parts, which are computed separately and merged by their log-sum-exps.
 
     far: queries from `delay + keep_top` on against the stream from 0 on: causal attention, by the flash kernel.
     top: stream entry i - delay without its bias: one score per row.
@@ -59,7 +59,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Give the gradients of `forward`'s arguments."""
+        """Return the gradients of `forward`'s arguments."""
         form, kernel = ctx.form, ctx.kernel
         *tensors, shares, attended = ctx.saved_tensors
         operands = Operands(form, tensors, tensors[0].dtype, kernel.multiple)
@@ -94,7 +94,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _far(operands: Operands, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give query, key and value of the causal part, [heads, group, time - shift, width]; keys are not copied for it."""
+    """Return query, key and value of the causal part, [heads, group, time - shift, width]; keys are not copied."""
     query = operands.query[:, shift:].transpose(1, 2)
     value = operands.stream_value
     if operands.width > operands.channels:

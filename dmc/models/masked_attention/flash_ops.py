@@ -1,4 +1,4 @@
-"""Causal flash attention of each device as a pair of functions that give and take the log-sum-exp."""
+"""Causal flash attention of each device: a forward that returns the log-sum-exp, and a backward that takes it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class FlashKernel:
 
 
 def find_flash_kernel(query: Tensor) -> FlashKernel | None:
-    """Give the flash kernel for `query`'s device, dtype and head dimension, or None if there is none."""
+    """Return the flash kernel for `query`'s device, dtype and head dimension, or None if there is none."""
     if query.device.type == "cpu":
         return FlashKernel(_cpu_forward, _cpu_backward, multiple=1)
     if query.device.type != "cuda" or query.dtype == torch.float64:

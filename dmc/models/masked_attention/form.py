@@ -1,4 +1,4 @@
-"""What the implementations of masked attention share: the form they compute and the layout of its operands."""
+"""Shared by the implementations of masked attention: the form they compute and the layout of its operands."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Which keys a query sees, and how; `delayed_masked_attention` says it in full."""
+    """Which keys a query sees, and how; `delayed_masked_attention` defines it."""
 
     scaling: float
     """Multiplies query . key."""
     delay: int
     """Newest tokens that a query sees raw."""
     keep_top: bool
-    """Whether the newest stream entry a query sees, i - delay, is seen without its bias."""
+    """Whether a query sees its newest stream entry, i - delay, without a bias."""
     free_channel: int | None
     """Channel that is 0 in query and keys and may carry the bias; None: one is added."""
 
@@ -44,9 +44,9 @@ class Operands:
         """Copy what must be copied.
 
         Args:
-            form: what is computed.
+            form: the attention to compute.
             tensors: query, recent_key, recent_value, stream_key, stream_value, log_keep, hidden.
-            dtype: what the products run in.
+            dtype: dtype of the products.
             multiple: the width of queries and keys is a multiple of this.
         """
         query, recent_key, recent_value, stream_key, stream_value, log_keep, hidden = tensors
@@ -98,7 +98,7 @@ class Operands:
         return states.transpose(1, 2)
 
     def sighted(self, states: Tensor) -> Tensor:
-        """Give [batch, query heads, time, channels] with 0 where a token and all tokens before it are hidden."""
+        """Return [batch, query heads, time, channels] with 0 where a token and all tokens before it are hidden."""
         hidden = self.tensors[-1]
         if hidden is None:
             return states
@@ -134,7 +134,7 @@ class Gradients:
         self.stream_value = torch.zeros_like(operands.stream_value, dtype=operands.accumulation)
 
     def unpack(self) -> tuple[Tensor | None, ...]:
-        """Give the gradients of the tensors that `Operands` was made of, in their shapes and dtypes."""
+        """Return the gradients of the tensors that `Operands` was made of, in their shapes and dtypes."""
         operands = self.operands
         channels, channel = operands.channels, operands.channel
         bias = self.stream_key[..., channel].clone()
@@ -156,5 +156,5 @@ class Gradients:
 
 
 def accumulation_dtype(states: Tensor) -> torch.dtype:
-    """Give float64 for float64, else float32."""
+    """Return float64 for float64, else float32."""
     return torch.promote_types(states.dtype, torch.float32)
