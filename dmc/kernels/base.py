@@ -1,9 +1,9 @@
-"""What kernels share: one layer of the cache, the tokens that enter it, and what a query then sees.
+"""Types that kernels share: one layer of the cache, its new tokens, and the keys that a query then sees.
 
-A head's slots are in no order: who needs the age of what lies in one reads its position.
+A head's slots are in no order: the age of an entry follows from its position.
 
 Shapes beyond the legend of `dmc.compression.base`: C cache rows, S sequences of one call, T new tokens of all of them
-in one row (S while decoding), R tokens of raw history, W the gate's delay, N blocks of the pool, M blocks of a block
+in one flat row (S while decoding), R tokens of raw history, W the gate's delay, N blocks of the pool, M blocks of a
 table. Query head h uses KV head h // group.
 """
 
@@ -22,19 +22,19 @@ class LayerCache:
     key_pages: Tensor
     """Rotated keys, [N, block, D]."""
     value_pages: Tensor
-    """[N, block, D]."""
+    """Values, [N, block, D]."""
     free_blocks: Tensor
     """Stack of free block ids, int32 [N]; the next one to take is `free_blocks[num_free - 1]`."""
     num_free: Tensor
-    """Height of the stack, int32 [1]. Whoever calls a kernel has made sure that it suffices."""
+    """Height of the stack, int32 [1]; the caller of a kernel ensures that it suffices."""
     block_tables: Tensor
     """Blocks of each head in order, int32 [C, H, M]; M suffices for what a call may append."""
     lengths: Tensor
-    """Slots in pages, int32 [C, H]."""
+    """Number of slots in pages, int32 [C, H]."""
     history_key: Tensor
-    """The last R raw keys, unrotated, in a ring: the token at position p lies at p % R; [C, H, R, D]."""
+    """The last R raw keys, unrotated, in a ring buffer: the token at position p is at p % R; [C, H, R, D]."""
     history_value: Tensor
-    """[C, H, R, D]."""
+    """The last R raw values, [C, H, R, D]."""
     history_merged: Tensor
     """Their thresholded decisions, bool [C, H, R]."""
     history_omega: Tensor
@@ -44,27 +44,27 @@ class LayerCache:
     weight: Tensor | None = None
     """Exact accumulation only: total importance of the open slot, 0 before the first token, float32 [C, H]."""
     notes: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What else is kept for every slot, 4 bytes each, [N, block]."""
+    """Further metadata of every slot, 4 bytes each, [N, block]."""
 
     @property
     def block_size(self) -> int:
-        """Slots of a page."""
+        """Number of slots of a page."""
         return self.key_pages.shape[1]
 
     @property
     def slot_pages(self) -> list[Tensor]:
-        """All that belongs to a slot, and moves with it."""
+        """All pages with data of slots, which move with their slot."""
         return [self.key_pages, self.value_pages, *self.notes.values()]
 
 
 @dataclass
 class NewTokens:
-    """What the tokens of a batch bring, as their gates see them."""
+    """Keys, values and gate outputs of the new tokens of a batch."""
 
     key: Tensor
-    """Unrotated, [T, H, D]; already rotated where there is no compression."""
+    """Unrotated keys, [T, H, D]; already rotated where there is no compression."""
     value: Tensor
-    """[T, H, D]."""
+    """Values, [T, H, D]."""
     merged: Tensor | None = None
     """Thresholded decisions, bool [T, H]; None: there is no compression, every token is appended."""
     omega: Tensor | None = None
@@ -73,38 +73,38 @@ class NewTokens:
 
 @dataclass
 class Recent:
-    """Raw tokens that a delayed gate holds back; flat, W - 1 more of each sequence before its new ones.
+    """Raw tokens that a delayed gate holds back, flat: W - 1 earlier ones of each sequence, then its new ones.
 
     The i-th query of a sequence sees its i-th to (i + W - 1)-th that exist.
     """
 
     key: Tensor
-    """Rotated, [T + S (W - 1), H, D]."""
+    """Rotated keys, [T + S (W - 1), H, D]."""
     value: Tensor
-    """[T + S (W - 1), H, D]."""
+    """Values, [T + S (W - 1), H, D]."""
     exists: Tensor
     """False before the start of a sequence, bool [T + S (W - 1)]."""
 
 
 @dataclass
 class OpenSlotState:
-    """The open slot as it was after each token that entered the stream: query i sees state i if it exists."""
+    """State of the open slot after each token that entered the stream: query i sees state i if it exists."""
 
     key: Tensor
-    """Rotated at the position of the last token merged, [T, H, D]."""
+    """Key, rotated at the position of the last token merged, [T, H, D]."""
     value: Tensor
-    """[T, H, D]."""
+    """Value, [T, H, D]."""
     exists: Tensor
     """False while the delay holds back the first token, bool [T]."""
 
 
 @dataclass
 class VisibleKeys:
-    """What the queries of the new tokens attend to, besides nothing."""
+    """Everything that the queries of the new tokens attend to."""
 
     slots: Tensor
-    """The first so many slots in pages, which no later token of the call changes, int32 [T, H]."""
+    """Number of first slots in pages that a query sees; no later token of the call changes them, int32 [T, H]."""
     top: OpenSlotState | None = None
-    """Merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
+    """Set by merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
     recent: Recent | None = None
-    """Delayed gates."""
+    """Set by delayed gates."""

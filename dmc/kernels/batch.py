@@ -1,4 +1,4 @@
-"""Which tokens of which sequences one pass feeds, and where each of them lies."""
+"""The tokens of a forward pass: which sequences they belong to, and where they are in the flat row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Phase(enum.Flag):
-    """What tokens that are fed together are to a policy."""
+    """Part of a sequence that tokens fed together belong to, for policies."""
 
     PROMPT = enum.auto()
-    """Tokens of a prompt; no sign: generated ones."""
+    """Prompt tokens; without this flag: generated tokens."""
     FIRST = enum.auto()
     """The prompt's first token is among them."""
     LAST = enum.auto()
@@ -28,24 +28,24 @@ GENERATED = Phase(0)
 
 @dataclass(eq=False)
 class ForwardBatch:
-    """New tokens of S sequences, T in all, in one flat row: those of a sequence side by side, and no padding.
+    """New tokens of S sequences, T in all, in one flat row without padding, the tokens of a sequence contiguous.
 
-    The host knows all that the lists say; the tensors are made of them once and serve every layer.
+    The lists are on the host; the tensors are made from them once and serve every layer.
     """
 
     rows: list[int]
     """Cache row of each sequence."""
     begins: list[int]
-    """Position of its first new token."""
+    """Position of each sequence's first new token."""
     num_new: list[int]
-    """How many new tokens, at least one."""
+    """Number of each sequence's new tokens, at least one."""
     device: torch.device | str = "cpu"
     phases: list[Phase] = dataclasses.field(default_factory=list)
-    """What the tokens of each are to a policy; empty: there is none."""
+    """Phase of each sequence's tokens; empty without a policy."""
     prompt_ends: list[int] = dataclasses.field(default_factory=list)
-    """Where each prompt ends that is being fed, or was fed last; empty: nobody asks."""
+    """End of each sequence's prompt that is being fed, or was fed last; empty: unused."""
     is_known: bool = True
-    """Whether the lists of rows and positions are true; else only the device knows them."""
+    """Whether the lists of rows and positions are valid; else only the device knows them."""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin, borrowed neuron removed, [T + S W, D] each: at the W positions before each sequence's new tokens and
     at theirs (`extended`), W the gate's delay; None: keys come rotated."""
@@ -60,10 +60,10 @@ class ForwardBatch:
         """Make a batch of one token of each sequence.
 
         Args:
-            count: of sequences.
-            device: of all tensors.
-            rows: of the cache, where the host does not know them, int64 [count]; None: their numbers.
-            positions: of the tokens likewise; None: nobody asks.
+            count: number of sequences.
+            device: device of all tensors.
+            rows: cache rows, where the host does not know them, int64 [count]; None: 0 .. count - 1.
+            positions: positions of the tokens, likewise; None: unused.
         """
         batch = cls(list(range(count)), [0] * count, [1] * count, device, is_known=rows is None)
         known = {"row_index": rows, "begin_index": positions}
@@ -72,17 +72,17 @@ class ForwardBatch:
 
     @property
     def most_new(self) -> int:
-        """New tokens of the sequence that has most."""
+        """Largest number of new tokens of a sequence."""
         return max(self.num_new)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return sum(self.num_new)
 
     @cached_property
     def row_index(self) -> Tensor:
-        """The rows on the device, int64 [S]."""
+        """`rows` on the device, int64 [S]."""
         return torch.tensor(self.rows, device=self.device)
 
     @cached_property
@@ -92,7 +92,7 @@ class ForwardBatch:
 
     @cached_property
     def _even(self) -> int | None:
-        """How many new tokens each sequence has, if all have as many: then the host makes no tensors; None: not so."""
+        """Number of new tokens of each sequence if all have as many, so that no host tensors are needed; else None."""
         return self.num_new[0] if len(set(self.num_new)) == 1 else None
 
     @cached_property
@@ -104,21 +104,21 @@ class ForwardBatch:
 
     @cached_property
     def sequence(self) -> Tensor:
-        """Which sequence each token belongs to, int64 [T]."""
+        """Index of each token's sequence, int64 [T]."""
         if (count := self._even) is not None:
             return torch.arange(self.num_tokens, device=self.device) // count
         return torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.num_new)).to(self.device)
 
     @cached_property
     def offset(self) -> Tensor:
-        """Place of each token among the new ones of its sequence, int64 [T]."""
+        """Index of each token among the new ones of its sequence, int64 [T]."""
         if (count := self._even) is not None:
             return torch.arange(self.num_tokens, device=self.device) % count
         return torch.cat([torch.arange(new) for new in self.num_new]).to(self.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        """Place of each token in its sequence, int64 [T]."""
+        """Position of each token in its sequence, int64 [T]."""
         if (count := self._even) is not None:
             return (self.begin_index[:, None] + torch.arange(count, device=self.device)).flatten()
         every = [torch.arange(begin, begin + new) for begin, new in zip(self.begins, self.num_new, strict=True)]
@@ -126,23 +126,23 @@ class ForwardBatch:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """Where the tokens of each sequence lie in the flat row."""
+        """Slices of the flat row with the tokens of each sequence."""
         ends = list(itertools.accumulate(self.num_new))
         return [slice(end - new, end) for end, new in zip(ends, self.num_new, strict=True)]
 
     @cached_property
     def last(self) -> Tensor:
-        """The last token of each sequence, int64 [S], into the flat row."""
+        """Index in the flat row of each sequence's last token, int64 [S]."""
         return self.cu_seqlens[1:] - 1
 
     @cached_property
     def ends(self) -> list[int]:
-        """Tokens of each sequence so far, the new ones included."""
+        """Number of tokens of each sequence so far, the new ones included."""
         return [begin + new for begin, new in zip(self.begins, self.num_new, strict=True)]
 
     @cached_property
     def tokens_seen(self) -> Tensor:
-        """The same on the device, int64 [S]."""
+        """`ends` on the device, int64 [S]."""
         return torch.tensor(self.ends, device=self.device)
 
     @cached_property
@@ -151,7 +151,7 @@ class ForwardBatch:
         return torch.tensor(self.prompt_ends, device=self.device)
 
     def extended(self, count: int) -> ForwardBatch:
-        """Let each sequence begin `count` positions earlier; what lies before its start has a negative position."""
+        """Begin each sequence `count` positions earlier; tokens before its start have negative positions."""
         if count == 0:
             return self
         if count not in self._extended:
@@ -162,7 +162,7 @@ class ForwardBatch:
         return self._extended[count]
 
     def new_in_extended(self, count: int) -> Tensor:
-        """Where the new tokens lie in the row of `extended(count)`, int64 [T]."""
+        """Indices of the new tokens in the flat row of `extended(count)`, int64 [T]."""
         if count not in self._in_extended:
             index = torch.arange(self.num_tokens, device=self.device) + (self.sequence + 1) * count
             self._in_extended[count] = index
@@ -180,7 +180,7 @@ class ForwardBatch:
         return cos[index], sin[index]
 
     def part(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
-        """Take some sequences, in order; also return where their tokens lie in this row."""
+        """Take some sequences, in order; also return the indices of their tokens in this flat row."""
         spans = self.spans
         taken = ForwardBatch(
             [self.rows[i] for i in members],
@@ -202,7 +202,7 @@ class ForwardBatch:
 
     @cached_property
     def by_phase(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
-        """Take apart generated tokens and those of prompts: each part, and where its tokens lie in this row."""
+        """Split into generated and prompt tokens: each part with the indices of its tokens in this flat row."""
         kinds = [Phase.PROMPT in phase for phase in self.phases]
         if len(set(kinds)) < 2:
             return [(self, slice(None))]
@@ -211,11 +211,11 @@ class ForwardBatch:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether the tokens, which are alike, are those of prompts."""
+        """Whether the tokens, all of one phase, are prompt tokens."""
         return bool(self.phases) and Phase.PROMPT in self.phases[0]
 
     def pad(self, states: Tensor, before: int = 0) -> Tensor:
-        """Lay flat states [T + S before, ...] out as a rectangle [S, n + before, ...] with zeros, n the most of any."""
+        """Pad flat states [T + S before, ...] with zeros to [S, n + before, ...], n the most new tokens of any."""
         wide = self.extended(before)
         if wide.num_tokens == len(self.rows) * wide.most_new:
             return states.unflatten(0, (len(self.rows), wide.most_new))
@@ -224,7 +224,7 @@ class ForwardBatch:
         return padded
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Take the tokens out of a rectangle [S, n, ...] again, [T, ...]."""
+        """Take the tokens out of padded states [S, n, ...], [T, ...]; the inverse of `pad`."""
         if self.num_tokens == len(self.rows) * self.most_new:
             return padded.flatten(0, 1)
         return padded[self.sequence, self.offset]

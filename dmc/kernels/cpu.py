@@ -1,4 +1,4 @@
-"""The CPU backend: compiled code (`cpu.cpp`), or the reference where that cannot be had."""
+"""The CPU backend: compiled code (`cpu.cpp`), or the reference where that is not available."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dmc.kernels.layout import history_size
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
-"""Compiled head sizes: multiples of the one up to the other."""
+"""Compiled head sizes: multiples of `DIM_STEP` up to `MAX_DIM`."""
 
 LINEAR_ROWS, LINEAR_STEP = 16, 32
-"""Most rows of a compiled linear layer, and what its inputs must be a multiple of."""
+"""Maximum rows of a compiled linear layer, and the divisor of its number of inputs."""
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
@@ -385,7 +385,7 @@ def _attend(
     scores: Tensor | None = None,
     batch: ForwardBatch | None = None,
 ) -> Tensor:
-    """Attend from queries [T, H_q, D]; without a batch one of each sequence, and the slots seen are [C, H] by row."""
+    """Attend from queries [T, H_q, D]; without a batch, one per sequence, and the visible slots are [C, H] by row."""
     query = _rows_of_channels(query)
     num_tokens, heads, dim = query.shape
     num_rows, kv_heads, _ = block_tables.shape
@@ -446,7 +446,7 @@ def _expect_batch(batch: ForwardBatch) -> None:
 
 
 def _heads(cache: LayerCache, rows: Tensor, pages: Sequence[Tensor]) -> tuple[tuple[int, ...], object]:
-    """Fill the fields of `Heads`, for what `pages` keep of slots; what they point to lives as long as the second."""
+    """Return the fields of `Heads` for slot data in `pages`, and the object that keeps their targets alive."""
     _expect_cache(cache, None)
     _expect("rows", rows, torch.int64, (len(rows),))
     for page in pages:
@@ -478,7 +478,7 @@ def _int64s(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def _bounds(tables: Tensor, block_size: int) -> tuple[int, int]:
-    """Give the rows of a cache, and the slots that the table of a head can name."""
+    """Return the number of rows of a cache, and of slots that the table of a head can name."""
     return tables.shape[0], tables.shape[2] * block_size
 
 
@@ -486,7 +486,7 @@ def _call(library: ctypes.CDLL, name: str, arguments: ctypes.Structure) -> None:
     """Run a compiled function.
 
     Raises:
-        ValueError: an index leads out of what it was given; nothing has changed.
+        ValueError: an index is out of bounds; nothing has changed.
     """
     if (problem := _function(library, name)(ctypes.byref(arguments))) is not None:
         raise ValueError(f"kernels.cpu: {problem.decode()}; nothing has changed")
@@ -500,7 +500,7 @@ def _function(library: ctypes.CDLL, name: str) -> Callable[..., bytes | None]:
 
 
 def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], dense: bool = True) -> None:
-    """Refuse a tensor whose address compiled code would misread: it has nothing but the address."""
+    """Refuse a tensor that compiled code, which sees only its address, would misread."""
     if tensor.is_cpu and tensor.dtype is dtype and tensor.shape == shape and (not dense or tensor.is_contiguous()):
         return
     raise ValueError(
@@ -511,7 +511,7 @@ def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int],
 
 
 def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
-    """Refuse a cache that is not what its compiled mirror says; of the gates' state what `config` makes use of."""
+    """Refuse a cache that differs from its compiled mirror; checks the gates' state that `config` uses."""
     pages, (rows, heads, width) = cache.key_pages, cache.block_tables.shape
     _expect("key_pages", pages, pages.dtype, pages.shape)
     _expect("value_pages", cache.value_pages, pages.dtype, pages.shape)
@@ -531,7 +531,7 @@ def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
 
 
 def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
-    """Return the compiled kernels, None where the reference has to serve."""
+    """Return the compiled kernels; None where the reference has to serve."""
     dim = pages.shape[-1]
     query_dtype = pages.dtype if query is None else query.dtype
     alike = query_dtype == pages.dtype
@@ -563,7 +563,7 @@ def _contiguous(raw: OpenSlotState | Recent | None) -> OpenSlotState | Recent | 
 
 
 def _raw(like: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make room for the key, value and exists of tokens, for heads like those of `like` [T, H, D]."""
+    """Allocate key, value and exists of tokens, for heads like those of `like` [T, H, D]."""
     both = torch.empty(2, num_tokens, *like.shape[1:], dtype=like.dtype)
     return both[0], both[1], torch.empty(num_tokens, dtype=torch.bool)
 

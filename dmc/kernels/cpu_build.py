@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = tuple(SOURCE.read_text().split("// flags: ", 1)[1].splitlines()[0].split())
 BUILT = {"AVX512": SOURCE.with_name("cpu_avx512.so"), "AVX2": SOURCE.with_name("cpu_avx2.so")}
-"""What a wheel of this platform brings, by torch's name of what the processor can do; see setup.py."""
+"""Kernels in a wheel of this platform, by torch's name of the processor's capability; see setup.py."""
 
 
 @functools.cache
@@ -42,12 +42,12 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Where built kernels are kept: `dmc/kernels` under XDG_CACHE_HOME, or under ~/.cache."""
+    """Return the folder of built kernels: `dmc/kernels` under XDG_CACHE_HOME, or under ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmc" / "kernels"
 
 
 def _built() -> Path | None:
-    """Return what came with the wheel for this processor, if anything did."""
+    """Return the wheel's kernels for this processor, if there are any."""
     path = BUILT.get(torch.backends.cpu.get_cpu_capability())
     return path if path and path.is_file() else None
 
@@ -67,7 +67,7 @@ def _compile() -> Path:
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)} failed: {result.stderr.strip()[-500:]}")
-        built.replace(target)  # atomic: whoever builds at the same time finds either nothing or all of it
+        built.replace(target)  # atomic: a concurrent build finds either nothing or the whole file
     return target
 
 
@@ -81,7 +81,7 @@ def _compiler() -> list[str]:
 
 
 def _cpu() -> bytes:
-    """Tell processors with different instruction sets apart."""
+    """Return a key that differs between processors with different instruction sets."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor().encode()
@@ -90,7 +90,7 @@ def _cpu() -> bytes:
 
 
 def _openmp_of_torch() -> str | None:
-    """Return the path of the OpenMP runtime in this process, torch's own if there are several; None: there is none."""
+    """Return the path of this process's OpenMP runtime, torch's own if there are several, or None."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     found = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")))

@@ -1,4 +1,4 @@
-"""Decode by flash-attn's paged kernel: KV heads are folded into the batch, so each has a length and a table of its own.
+"""Decode with flash-attn's paged kernel: KV heads are folded into the batch, so each has its own length and table.
 
 Everything but decode attention without scores is left to the best other backend of the device. FlashAttention-3
 (Hopper) takes pages of any size, flash-attn 2 multiples of 256.
@@ -22,7 +22,7 @@ FLASH_2_PAGE = 256
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
-    """Say why flash-attn cannot serve such a cache, None if it can.
+    """Return why flash-attn cannot serve such a cache, or None.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
@@ -46,7 +46,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
 
 @functools.cache
 def _paged_decode() -> tuple[Callable[..., Any], str]:
-    """Find the installed `flash_attn_with_kvcache`, and what it calls the block table."""
+    """Return the installed `flash_attn_with_kvcache`, and the name of its block-table argument."""
     for module, table_name in (("flash_attn_interface", "page_table"), ("flash_attn", "block_table")):
         try:
             return importlib.import_module(module).flash_attn_with_kvcache, table_name
@@ -83,7 +83,7 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores, who wants them gets another backend's.
+    """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores: another backend computes them.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.

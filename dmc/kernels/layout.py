@@ -1,4 +1,4 @@
-"""What a cache keeps, declared: the model's shape, keys and values, the gates' state, and the fields of a policy."""
+"""Declaration of a cache's content: the model's shape, keys and values, the gates' state, and a policy's fields."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dmc.compression import CompressionConfig
 from dmc.ranks import ALONE, Ranks
 
 FIRST_TABLE_BLOCKS = 4
-"""Of a head's block table, which grows."""
+"""Initial number of blocks of a head's block table, which grows."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a cache keeps for each slot, block or row, declared once; its store does the rest."""
+    """A tensor that the cache keeps for each slot, block or row; the store allocates, moves and frees it."""
 
     name: str
     dtype: torch.dtype
     per: Literal["slot", "block", "row"]
-    """slot: [N, block, *shape], it moves with the slot; block: [N, ceil(block / every), *shape], it stays where it is;
-    row: [layers, C, *shape], it belongs to a sequence."""
+    """slot: [N, block, *shape], moves with the slot; block: [N, ceil(block / every), *shape], stays in its block;
+    row: [layers, C, *shape], belongs to a sequence."""
     shape: tuple[int, ...] = ()
-    """Of one."""
+    """Shape of one element."""
     every: int = 1
-    """Of a block: one for so many of its slots, rounded up."""
+    """For per="block": number of slots that share one element."""
     start: float = 0.0
-    """Of a row: what it begins with."""
+    """For per="row": initial value."""
     num_layers: int | None = None
-    """Of a row: layers that keep it; None: all."""
+    """For per="row": number of layers that keep it; None: all."""
 
     def shape_of(self, block_size: int) -> tuple[int, ...]:
-        """Of what one block (`slot`, `block`), or one row of one layer, takes."""
+        """Return the shape that one block, or for per="row" one row of one layer, takes."""
         if self.per == "row":
             return self.shape
         return (-(-block_size // self.every), *self.shape)
 
     def num_bytes(self, block_size: int) -> int:
-        """Bytes of the same."""
+        """Return the bytes of `shape_of`."""
         return math.prod(self.shape_of(block_size)) * self.dtype.itemsize
 
 
@@ -56,13 +56,13 @@ class CacheLayout:
     device: torch.device
     compression: CompressionConfig | None = None
     ranks: Ranks = ALONE
-    """The processes that share the model, each with its own heads; `num_kv_heads` counts this one's."""
+    """Processes that share the model, each with its own heads; `num_kv_heads` is this process's number."""
     num_query_heads: int = 0
-    """This process's; only policies ask."""
+    """This process's number of query heads; only policies use it."""
     policy_fields: tuple[Field, ...] = ()
-    """What a policy keeps beside keys and values."""
+    """Fields that a policy keeps beside keys and values."""
     offloaded: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """Layers of which a policy keeps a part in the host's memory, in runs by name."""
+    """Runs of layers that a policy keeps partly in the host's memory, by name of the run."""
 
     @property
     def history_size(self) -> int:
@@ -71,14 +71,14 @@ class CacheLayout:
 
     @property
     def keeps_mean(self) -> bool:
-        """Whether the open slot's mean and weight are state of their own: merging without a window."""
+        """Whether the open slot's mean and weight are kept as separate state: merging without a window."""
         return (
             self.compression is not None and self.compression.action == "merge" and self.compression.window_size is None
         )
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """All that is kept."""
+        """Return all declared fields."""
         heads, size, dim = (self.num_kv_heads,), self.history_size, self.head_dim
         ring = (*heads, size)
         own = [
@@ -99,12 +99,12 @@ class CacheLayout:
         return (*own, *self.policy_fields)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block, all that is kept for its slots included."""
+        """Return the bytes of one block, with all data kept for its slots."""
         return sum(each.num_bytes(block_size) for each in self.fields if each.per != "row")
 
     @property
     def delay(self) -> int:
-        """Raw recent tokens every head holds (W)."""
+        """Number of raw recent tokens that every head holds (W)."""
         return 0 if self.compression is None else self.compression.delay
 
 

@@ -1,4 +1,4 @@
-"""From slots to pages: the one place that knows how a block table is read."""
+"""Access to slots in pages: the only code that reads block tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
 
 
 def places(block_tables: Tensor, slots: Tensor, block_size: int, sequence: Tensor | None = None) -> Tensor:
-    """Find slots in pages that are laid out as one row; parts of a block are found by their number likewise.
+    """Return the indices of slots (or of parts of a block) in flattened pages.
 
     Args:
         block_tables: int32 [S, H, M].
-        slots: [S or 1, H or 1, K], or [T, H] of flat tokens; any number within the table where it does not matter.
+        slots: [S or 1, H or 1, K], or [T, H] of flat tokens; unused ones may be any number within the table.
         block_size: slots (or parts) of a block.
-        sequence: which each flat token belongs to, int64 [T].
+        sequence: index of each flat token's sequence, int64 [T].
     Returns:
         int64 [S, H, K] or [T, H], into `pages.flatten(0, 1)`.
     """
@@ -43,5 +43,5 @@ def gather_slots(pages: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor:
 
 
 def slots_below(lengths: Tensor, num_slots: int) -> Tensor:
-    """Whether a slot is held, bool [..., num_slots]; lengths [...]."""
+    """Return whether each slot is below the length, bool [..., num_slots]; lengths [...]."""
     return torch.arange(num_slots, device=lengths.device) < lengths[..., None]

@@ -1,4 +1,4 @@
-"""Attention probabilities over paged keys, a block of queries at a time: what policies see while a prompt is fed."""
+"""Attention probabilities over paged keys, one block of queries at a time, for policies during prefill."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.pages import gather_pages, slots_below
 
 QUERY_BLOCK = 128
-"""Queries whose scores are held at once."""
+"""Number of queries whose scores are held at once."""
 
 
 def attention_probabilities(
     query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
 ) -> Iterator[Tensor]:
-    """Compute softmax(q k^T), at most `QUERY_BLOCK` queries at a time; no [n, n] tensor is made.
+    """Compute softmax(q k^T) for at most `QUERY_BLOCK` queries at a time, without an [n, n] tensor.
 
     Args:
         query: rotated, [S, H_q, n, D].
-        cache: whose keys are attended to.
+        cache: layer with the keys.
         rows: cache row of each sequence, int64 [S].
         slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
         scaling: factor on the scores.
@@ -48,12 +48,12 @@ def attention_probabilities(
 def attention_received(
     query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum what slots receive from all queries, without an [n, n] tensor; a backend may have a faster way.
+    """Sum the attention that slots receive from all queries, without an [n, n] tensor; a backend may be faster.
 
     Args:
         query: rotated, [T, H_q, D].
-        cache: whose keys are attended to.
-        batch: whose queries they are.
+        cache: layer with the keys.
+        batch: the batch of the queries.
         slots: query i sees the first `slots[i]` slots, at least one; int32 [T, H], does not fall within a sequence.
         scaling: factor on the scores.
     Returns:
@@ -67,7 +67,7 @@ def attention_received(
     blocks = attention_probabilities(padded, cache, batch.row_index, seen.clamp_min(1), scaling)
     for block, limits in zip(blocks, seen.split(QUERY_BLOCK, dim=2), strict=True):
         is_seen = slots_below(limits, block.shape[-1])[:, :, None]
-        weights = block.where(is_seen, 0)  # of padding nothing, and of what is no number no more than the slots it sees
+        weights = block.where(is_seen, 0)  # padding adds nothing, and a NaN reaches only the slots it sees
         columns[..., : block.shape[-1]] += weights.sum(3)
         squares[..., : block.shape[-1]] += weights.mean(2).square().sum(2)
     return columns, squares

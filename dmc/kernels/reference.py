@@ -1,4 +1,4 @@
-"""The reference backend: what every kernel must compute, written for reading. Other backends are tested against it."""
+"""The reference backend: the specification of every kernel, written for reading; others are tested against it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from dmc.kernels.probabilities import attention_received as attention_received
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
-    """Say why this backend cannot serve such a cache, None if it can: the reference serves all."""
+    """Return why this backend cannot serve such a cache, or None: the reference serves all."""
     return None
 
 
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
 ) -> VisibleKeys:
-    """Let the next tokens of each sequence into the cache (DMC, algorithm 1), in place.
+    """Append the next tokens of each sequence to the cache or merge them (DMC, algorithm 1), in place.
 
     With delay W the tokens that enter the compressed stream are the ones W positions behind the new ones. A merge
-    gate's state after each token is the windowed closed form of eq. 10 over the raw history; exact accumulation goes on
-    from the open slot's mean. All sequences lie in one row: nothing merges across a start.
+    gate's state after each token is the windowed closed form of eq. 10 over the raw history; exact accumulation
+    continues from the open slot's mean. All sequences share one flat row: nothing merges across a start.
 
     Args:
         cache: pages, free list, tables, lengths, history and means are updated.
         batch: which tokens of which sequences.
-        tokens: what enters.
+        tokens: the new tokens.
         config: the gate's action, delay and window; None appends every token.
     Returns:
-        What the queries of the new tokens see.
+        The keys that the queries of the new tokens see.
     """
     if config is None:
         length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
@@ -75,17 +75,17 @@ def append_or_merge(
 
 @dataclass
 class RawTokens:
-    """Tokens before compression, flat: R of history and the new ones of each sequence."""
+    """Tokens before compression, flat: each sequence's R tokens of history, then its new ones."""
 
     key: Tensor
     value: Tensor
     merged: Tensor
     omega: Tensor
     positions: Tensor
-    """Negative: there is no such token, [T + S R]."""
+    """Positions, [T + S R]; negative where no such token exists."""
 
     def part(self, batch: ForwardBatch, size: int, begin: int, before: int) -> RawTokens:
-        """Take, of each sequence's R + n tokens, n + `before` from `begin` on."""
+        """Take n + `before` of each sequence's R + n tokens, from `begin` on."""
         wide = batch.extended(before)
         index = wide.new_in_extended(size - before) - (size - before) + begin
         omega, positions = self.omega[index], self.positions[index]
@@ -93,14 +93,14 @@ class RawTokens:
 
 
 def _lengths_after(cache: LayerCache, batch: ForwardBatch, appended: Tensor) -> Tensor:
-    """Slots in pages after each token, int32 [T, H]."""
+    """Return the number of slots in pages after each token, int32 [T, H]."""
     total, start = appended.cumsum(0), batch.cu_seqlens[:-1]
     before = total[start] - appended[start].long()
     return (total + (cache.lengths[batch.row_index] - before)[batch.sequence]).int()
 
 
 def _with_history(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, size: int) -> RawTokens:
-    """Let the ring of each row, in time order, precede its new tokens."""
+    """Put each row's history, in time order, before its new tokens."""
     assert tokens.merged is not None and tokens.omega is not None
     wide = batch.extended(size)
     rings = cache.history_key, cache.history_value, cache.history_merged, cache.history_omega
@@ -133,7 +133,7 @@ def _running_states(
         if config.delay > 0:
             past = raw.part(batch, size, 0, window - 1)
         states, alpha, omega = _stream(past)
-        alpha = alpha.index_fill(0, wide.cu_seqlens[:-1], 0.0)  # what came before has no weight in what follows
+        alpha = alpha.index_fill(0, wide.cu_seqlens[:-1], 0.0)  # nothing merges across a start
         pooled = _accumulate(states, alpha, omega, window)[batch.new_in_extended(window - 1)]
     else:
         assert cache.mean is not None and cache.weight is not None
@@ -161,16 +161,16 @@ def _running_states(
 
 
 def _stream(raw: RawTokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values side by side, decisions and importance, float32; neutral where there is no token."""
+    """Return keys and values side by side, decisions and importance, float32; neutral where there is no token."""
     alpha = (raw.merged & (raw.positions > 0)[:, None]).float()
     omega = raw.omega.where((raw.positions >= 0)[:, None], 1.0)
     return torch.cat((raw.key, raw.value), dim=-1).float(), alpha, omega
 
 
 def _accumulate(states: Tensor, alpha: Tensor, omega: Tensor, window_size: int | None) -> Tensor:
-    """Pool flat states [T, H, C]; what is no number breaks its own slot alone.
+    """Pool flat states [T, H, C]; a NaN or infinity affects only its own slot.
 
-    To others it would come multiplied by a weight of 0, which is no number either: it takes part as a mark.
+    Multiplied by another slot's weight of 0 it would be NaN: it is replaced by a mark, which is pooled instead.
     """
     broken = ~(states.sum(-1) + omega).isfinite()
     marked = torch.cat((states.masked_fill(broken[..., None], 0), broken[..., None].float()), dim=-1)
@@ -185,7 +185,7 @@ def _store(
     """Take the blocks that `length` [T, H] needs and write the states that stay (None: all) into slot length - 1."""
     take_blocks(cache, batch.row_index, length[batch.last].long())
     place = places(cache.block_tables[batch.row_index], (length - 1).clamp_min(0), cache.block_size, batch.sequence)
-    if stays is not None:  # what does not stay repeats the first that does: nothing waits for how many do
+    if stays is not None:  # unused ones repeat the first used: no host sync for their number
         stays, place = stays.expand_as(place).flatten(), place.flatten()
         first = stays.byte().argmax(0, keepdim=True)
         place, is_any = place.where(stays, place[first]), stays[first, None]
@@ -198,9 +198,9 @@ def _store(
 
 
 def take_blocks(cache: LayerCache, rows: Tensor, lengths: Tensor) -> None:
-    """Set the lengths of heads to `lengths` [S, H], not below what they are, with blocks off the free list.
+    """Grow the lengths of heads to `lengths` [S, H], with blocks off the free list.
 
-    A prefix sum over the heads, in the order (sequence, head), says who takes which: nothing waits for the device.
+    A prefix sum over the heads, in the order (sequence, head), assigns the blocks without a host sync.
     """
     tables = cache.block_tables[rows]
     old = _blocks_of(cache.lengths[rows].long(), cache.block_size)
@@ -221,7 +221,7 @@ def _blocks_of(lengths: Tensor, block_size: int) -> Tensor:
 
 
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
-    """Evict slots: those that stay move together, in order, with all that is kept for them; in place.
+    """Evict slots: those that stay move together, in order, with all their data; in place.
 
     Blocks that a head no longer needs go onto the free stack in the order (sequence, head, block). Table entries beyond
     the new length stay as they are.
@@ -229,7 +229,7 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     Args:
         cache: pages, free list and lengths are updated.
         rows: cache row of each sequence, int64 [S].
-        keep: which slots stay, bool [S, H, K], K no less than any head has; beyond its length it is not read.
+        keep: which slots stay, bool [S, H, K], K at least the longest head's length; not read beyond a head's length.
     """
     old = cache.lengths[rows].long()
     keep = keep & slots_below(old, keep.shape[-1])
@@ -245,19 +245,19 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
 
 
 def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
-    """Evict at most one slot of each head, in place: what lies in the last one moves there; nothing waits.
+    """Evict at most one slot of each head, in place: the last slot's entry moves there; no host sync.
 
     Args:
         cache: pages, free list and lengths are updated.
         rows: cache row of each sequence, int64 [S].
-        slots: which one goes; negative: none; int64 [S, H].
+        slots: the slot to evict; negative: none; int64 [S, H].
     """
     old, tables = cache.lengths[rows].long(), cache.block_tables[rows].long()
     last, chosen = (old - 1).clamp_min(0), (slots >= 0).flatten()
     source, target = (
         places(tables, each[..., None], cache.block_size).flatten() for each in (last, slots.where(slots >= 0, last))
     )
-    first = chosen.byte().argmax(0, keepdim=True)  # a head that loses nothing repeats the move of one that does
+    first = chosen.byte().argmax(0, keepdim=True)  # a head that evicts nothing repeats the move of one that does
     source, target = (each.where(chosen, each.gather(0, first)) for each in (source, target))
     for pages in cache.slot_pages:
         flat = pages.flatten(0, 1)
@@ -268,12 +268,12 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
 
 
 def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tensor) -> None:
-    """Push the blocks that lengths `new` [S, H] need no more onto the free stack, in their order."""
+    """Push the blocks that lengths `new` [S, H] no longer need onto the free stack, in their order."""
     place = torch.arange(tables.shape[-1], device=tables.device)
     first, end = _blocks_of(new, cache.block_size), _blocks_of(old, cache.block_size)
     is_free = ((place >= first[..., None]) & (place < end[..., None])).flatten()
     count = is_free.sum()
-    rank = (is_free.cumsum(0) - 1).where(is_free, is_free.numel())  # what is not free goes where nobody looks
+    rank = (is_free.cumsum(0) - 1).where(is_free, is_free.numel())  # others go to an extra, unread index
     blocks = tables.new_zeros(is_free.numel() + 1).scatter_(0, rank, tables.flatten())
     height = torch.arange(len(cache.free_blocks), device=tables.device) - cache.num_free
     pushed = blocks[height.clamp(0, is_free.numel())].to(cache.free_blocks.dtype)
@@ -282,12 +282,12 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
 
 
 def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
-    """Write what is kept of the slots of a batch that has just been appended, every token of it, in place.
+    """Write metadata of a batch's slots, right after every token of it was appended, in place.
 
     Args:
         cache: tables and lengths are read, notes updated.
-        batch: whose tokens they are.
-        notes: [T, H] each.
+        batch: the batch of the tokens.
+        notes: metadata by name, [T, H] each.
     """
     rows = batch.row_index
     behind = (batch.cu_seqlens[1:, None] - cache.lengths[rows])[batch.sequence]  # of tokens, to the slots
@@ -298,21 +298,21 @@ def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]
 
 
 def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
-    """Copy what is kept of slots, [S, H, num_slots] each; -1 of whole numbers, 0 of others beyond the length."""
+    """Copy metadata of slots, [S, H, num_slots] each; beyond the length -1 for integers, else 0."""
     tables, held = cache.block_tables[rows], slots_below(cache.lengths[rows], num_slots)
     read = (gather_pages(cache.notes[name], tables, num_slots) for name in names)
     return [each.where(held, 0 if each.is_floating_point() else -1) for each in read]
 
 
 def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[str, int], num_slots: int) -> Tensor:
-    """Add what the newest query attends to to running sums, in place.
+    """Add the newest query's attention to running sums, in place.
 
     Args:
         cache: tables and lengths are read, notes updated.
         rows: cache row of each sequence, int64 [S].
-        scores: of each slot, from `paged_attention`, float32 [S, H_q, num_slots or more].
-        powers: for each sum, which power of the attention is added, 1 or 2.
-        num_slots: of the longest head.
+        scores: attention to each slot, from `paged_attention`, float32 [S, H_q, num_slots or more].
+        powers: power of the attention that each sum accumulates, 1 or 2.
+        num_slots: slots of the longest head.
     Returns:
         The attention, mean over the group, float32 [S, H, num_slots]; 0 beyond the length.
     """
@@ -332,7 +332,7 @@ def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
         positions: int32 [S, H, N], -1 beyond the length.
         counts: n, int64 [S, H].
     Returns:
-        int32 [S, H]; 0 where there are not as many, the largest number where none is asked for.
+        int32 [S, H]; 0 where a head has fewer, the largest int32 where n is 0.
     """
     descending = positions.sort(dim=-1, descending=True).values
     found = descending.gather(-1, (counts - 1).clamp(0, positions.shape[-1] - 1)[..., None])[..., 0].clamp_min(0)
@@ -341,15 +341,15 @@ def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
 
 
 def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-    """Find the entry with the lowest score of each head that holds too many; of equal ones the youngest.
+    """Find the entry with the lowest score in each head above its limit; of equal ones the youngest.
 
     Args:
-        scores: float32 [S, H, N]; what it says beyond the length is not read.
+        scores: float32 [S, H, N]; not read beyond the length.
         positions: int32 [S, H, N].
         lengths: entries of each head, at least 1, int64 [S, H].
-        limits: how many are not too many, int64 [S].
+        limits: maximum number of entries of a head, int64 [S].
     Returns:
-        Its slot, -1 for heads that do not hold too many, int64 [S, H].
+        Its slot, -1 for heads within the limit, int64 [S, H].
     """
     scores = scores.where(slots_below(lengths, scores.shape[-1]), torch.inf)
     lowest = scores.amin(-1, keepdim=True)
@@ -383,8 +383,8 @@ def paged_attention(
         rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
         recent: raw tokens, [B W, H, D].
         return_scores: also return each slot's attention probability.
-        num_scores: of how many slots, no fewer than the longest head has, so that nobody asks for the lengths; None: as
-            many as the tables can name.
+        num_scores: number of slots with scores, at least the longest head's, so that lengths need no host sync; None:
+            as many as the tables can name.
     Returns:
         [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """
@@ -415,15 +415,15 @@ def prefill_attention(
         key_pages: [N, block, D].
         value_pages: [N, block, D].
         block_tables: int32 [C, H, M].
-        batch: whose queries they are.
-        seen: what each query sees, from `append_or_merge`.
+        batch: the batch of the queries.
+        seen: the keys that each query sees, from `append_or_merge`.
         scaling: factor on the scores.
     Returns:
         [T, H_q, D]; zeros where a query sees nothing.
     """
     attended = torch.empty_like(query)
     delay = 0 if seen.recent is None else (len(seen.recent.exists) - batch.num_tokens) // len(batch.rows) + 1
-    for count in sorted(set(batch.num_new)):  # a prompt beside tokens of others would fill a rectangle with padding
+    for count in sorted(set(batch.num_new)):  # equal counts together: one rectangle for all would be mostly padding
         members = [i for i, new in enumerate(batch.num_new) if new == count]
         part, where = batch.part(members)
         top, recent = seen.top, seen.recent
@@ -451,14 +451,14 @@ def _attend(
     """Return the output, padded [S, n, H_q, D], and the last block of queries' probabilities, slots first.
 
     Args:
-        batch: None: one query of each sequence.
+        batch: the batch of the queries; None: one query of each sequence.
         query: [T, H_q, D].
         key_pages: [N, block, D].
         value_pages: [N, block, D].
-        block_tables: of each sequence, int32 [S, H, M].
-        seen: what each query sees.
+        block_tables: block tables of the sequences, int32 [S, H, M].
+        seen: the keys that each query sees.
         scaling: factor on the scores.
-        most_slots: no fewer than any query sees, and within the tables.
+        most_slots: an upper bound of the slots that a query sees, within the tables.
     """
     batch, delay = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch, 0
     keys, values = (gather_pages(pages, block_tables, most_slots).float() for pages in (key_pages, value_pages))
@@ -495,7 +495,7 @@ def _attend(
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
         scores = rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
-        # what another sequence has left beyond the length may be no number, and 0 times it none either
+        # data of other sequences beyond the length may be NaN, and 0 times NaN is NaN
         unseen = ~mask.any(-2)[..., None]
         outputs.append(weights @ torch.cat(block_values, dim=2)[:, :, None].masked_fill(unseen, 0))
     attended = torch.cat(outputs, dim=3).view(sequences, query_heads, num_new, head_dim).transpose(1, 2)

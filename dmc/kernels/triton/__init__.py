@@ -1,4 +1,4 @@
-"""The NVIDIA backend: Triton kernels, no host synchronisation while decoding, so a step fits into a CUDA graph.
+"""The NVIDIA backend: Triton kernels without host synchronization while decoding, so a step fits a CUDA graph.
 
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
 attention.py   decode: split-K attention over the ragged heads, then a reduction over the splits
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
-    """Say why these kernels cannot serve such a cache, None if they can; every block size is served.
+    """Return why these kernels cannot serve such a cache, or None; every block size is served.
 
     The interpreter of Triton (`TRITON_INTERPRET=1`) runs them on a CPU, for tests, in float32 alone.
     """

@@ -1,4 +1,4 @@
-"""Let one new token per head into the cache: a kernel that plans for all heads, then one program per head."""
+"""Append or merge one new token per head: a kernel that plans for all heads, then one program per head."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RECENT_TILE = 16
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
 ) -> VisibleKeys:
-    """See `dmc.kernels.reference.append_or_merge`; a batch with several tokens of a sequence takes its path.
+    """See `dmc.kernels.reference.append_or_merge`, which also serves batches with several tokens of a sequence.
 
-    With one token of each nothing waits for the device and no shape depends on data.
+    With one token of each sequence there is no host sync and no shape depends on data.
     """
     if batch.most_new > 1:
         return reference.append_or_merge(cache, batch, tokens, config)
@@ -218,7 +218,7 @@ def _store_halves(states, channel, first, second, keep, HALF: tl.constexpr):
 
 @triton.jit
 def _average(states, place, weight, channel, HALF: tl.constexpr):
-    """Sum entries of the history [ages], weighted; those of weight 0 are not read."""
+    """Sum entries of the history, [tokens], weighted; those of weight 0 are not read."""
     known = (weight > 0)[:, None] & (channel < HALF)[None, :]
     entry = states + place[:, None] * (2 * HALF) + channel[None, :]
     first = tl.load(entry, mask=known, other=0.0).to(tl.float32)

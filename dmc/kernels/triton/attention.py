@@ -34,8 +34,8 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`.
 
-    Nothing waits for the device: the number of splits follows from the tables' capacity, and each head cuts its own
-    length into that many pieces.
+    There is no host sync: the number of splits follows from the tables' capacity, and each head cuts its own length
+    into that many pieces.
     """
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
     batch, query_heads, head_dim = query.shape
@@ -103,7 +103,7 @@ def paged_attention(
 
 
 def split_count(heads: int, capacity: int, device: torch.device) -> int:
-    """Pieces per head that keep the device busy, a power of two: from shapes alone, so that a graph may hold them."""
+    """Return the pieces per head that fill the device, a power of two, from shapes alone (for CUDA graphs)."""
     wanted = triton.cdiv(2 * _multiprocessors(device), heads)
     return triton.next_power_of_2(max(1, min(wanted, triton.cdiv(capacity, SHORTEST_SPLIT), MOST_SPLITS)))
 

@@ -1,4 +1,4 @@
-"""Close the gaps that eviction leaves: move what stays inside each head's own pages, and give blocks back."""
+"""Close the gaps that eviction leaves: move the kept slots within each head's own pages, and free blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dmc.kernels.base import LayerCache
 from dmc.kernels.triton.tile import load_rows
 
 MOVED_TOGETHER = 32
-"""Slots that a program moves at once."""
+"""Number of slots that a program moves at once."""
 
 
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
-    """See `dmc.kernels.reference.compact`; nothing waits for the device."""
+    """See `dmc.kernels.reference.compact`; no host sync."""
     sequences, kv_heads, num_slots = keep.shape
     num_pairs = sequences * kv_heads
     kept = cache.lengths.new_empty(sequences, kv_heads)
@@ -72,7 +72,7 @@ def _move_kernel(
     CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Move one field of one head's slots that stay down, in order; count them, and the blocks that they leave."""
+    """Move one field of one head's kept slots down, in order; count them and the blocks that become free."""
     pair = tl.program_id(0).to(tl.int64)
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     length = tl.load(lengths + cell)
@@ -113,7 +113,7 @@ def _release_kernel(
     PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Push one head's last blocks onto the free stack, above those of the heads before it."""
+    """Push one head's freed blocks onto the free stack, above those of the heads before it."""
     pair = tl.program_id(0)
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     every = tl.arange(0, PAIRS)

@@ -1,6 +1,6 @@
 """Prefill attention: a block of queries of one KV head, its query heads packed together so that keys are read once.
 
-It goes over the slots that any of them sees, then over what is beside pages.
+It iterates over the slots that any of them sees, then over the keys outside the pages.
 """
 
 from __future__ import annotations

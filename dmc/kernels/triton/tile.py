@@ -16,7 +16,7 @@ def tile_keys(channels: int, itemsize: int) -> int:
 
 @triton.jit
 def attend_tile(query, key, value, visible, scaling, peak, total, acc):
-    """Go on from (peak, total, acc) of the queries [rows] over a tile of keys; also return its scores [rows, keys]."""
+    """Update (peak, total, acc) of the queries [rows] with a tile of keys; also return its scores [rows, keys]."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
     scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -30,7 +30,7 @@ def attend_tile(query, key, value, visible, scaling, peak, total, acc):
 
 @triton.jit
 def attend_own(query, key, value, visible, scaling, peak, total, acc):
-    """Go on as `attend_tile`, query i over key i alone."""
+    """Update as `attend_tile` does, with query i attending to key i alone."""
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
     score = tl.where(visible, score, float("-inf"))
     new_peak = tl.maximum(peak, score)
