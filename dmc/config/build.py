@@ -1,4 +1,4 @@
-"""Plain nested values, as YAML or JSON gives them, become validated dataclasses."""
+"""Build validated dataclasses from plain nested values, as YAML or JSON gives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build_config(config_class: type, values: Any, name: str = "") -> Any:
     Args:
         config_class: the dataclass.
         values: mapping of its fields, as YAML or JSON gives it.
-        name: where the values stand, for messages.
+        name: name of the values, for messages.
     Raises:
         ValueError: a key is unknown or missing, or a value has another type or is out of its `Bounds`; the message
             names the key and what was expected.
@@ -51,7 +51,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    """Check `value` against a type hint and convert what YAML cannot say (tuples, whole floats, nested classes)."""
+    """Check `value` against a type hint and convert types that YAML lacks (tuples, whole floats, nested classes)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -88,7 +88,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ValueError(f"{name}={value!r}: expected a mapping")
         if arguments[1] is Any:
             return dict(value)
-        given = {key: each for key, each in value.items() if each is not None}  # null takes an entry out
+        given = {key: each for key, each in value.items() if each is not None}  # null removes an entry
         if typing.get_origin(arguments[0]) is Literal:
             _check_keys(given, typing.get_args(arguments[0]), name)
         return {key: _convert(arguments[1], each, _join(name, key)) for key, each in given.items()}

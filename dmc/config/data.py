@@ -19,13 +19,12 @@ class TokenizerConfig:
     path: str | None = None
     """Folder or hub name; None: the model's."""
     train_vocab_size: Annotated[int, VOCABULARY] | None = None
-    """Train one of this size and keep it in `folder`."""
+    """Train a tokenizer of this size and keep it in `folder`."""
     folder: str | None = None
     bos: bool | None = None
-    """Whether the bos token stands before each document; None: where the tokenizer itself puts it before a text."""
+    """Whether the bos token precedes each document; None: as the tokenizer itself does before a text."""
     eod_token: str | None = None
-    """Token behind each document; None: the end of a text in pretraining, which is not that of an instruct model's
-    turn."""
+    """Token after each document; None: the end-of-text token of pretraining, not an instruct model's end of turn."""
 
     def __post_init__(self) -> None:
         if self.train_vocab_size is not None and (self.folder is None or self.path is not None):
@@ -34,18 +33,18 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class LessonConfig:
-    """A part of a training on facts: sequences that are shorter or simpler than those that follow."""
+    """A part of the curriculum of facts: sequences that are shorter or simpler than later ones."""
 
     kind: Literal["copies", "pairs", "facts"]
-    """Random tokens that come twice; keys and values without text; facts and questions in text."""
+    """copies: random tokens repeated once; pairs: keys and values without text; facts: facts and questions in text."""
     length: Annotated[int, Bounds(least=8, most=2**24, whole=True, note="tokens of a sequence")]
-    """It divides the run's."""
+    """Tokens of a sequence, a divisor of the run's length."""
     sequences: Count
-    """Of the run's length, which the lesson lasts: whole optimizer steps."""
+    """Length of the lesson in sequences of the run's length: whole optimizer steps."""
     keys: Count = 4
-    """Different ones in a sequence."""
+    """Number of different keys in a sequence."""
     of_keys: Count | None = None
-    """They are drawn from so many; None: from all."""
+    """Number of first keys to draw them from; None: all."""
 
 
 Words = Literal["all", "first_half", "second_half"]
@@ -56,23 +55,23 @@ class FactsConfig:
     """Facts and questions that are written into the text, see `dmc.data.facts`."""
 
     keys: Count = 40
-    """Asked for in a sequence."""
+    """Number of keys asked for in a sequence."""
     num_keys: Count = 57
-    """That there are, and as many values."""
+    """Number of keys in all, and of values."""
     words: Words = "all"
-    """Which keys and values are said: a half leaves the other to be said for the first time when a model is asked."""
+    """Keys and values to use: a half leaves the other half unseen, for measuring generalization."""
     rebinding: Share = 0.2
-    """Of keys that get a value twice, of which the newer one counts."""
+    """Share of keys that are assigned twice, where the newer value counts."""
     answer_weight: Annotated[float, Bounds(above=0, most=1e3, note="that of other tokens is 1")] = 9.0
-    """Of an answer in the loss."""
+    """Weight of an answer in the loss."""
     lessons: list[LessonConfig] = field(default_factory=list)
-    """One after the other, before sequences of the run's length; empty: no lessons."""
+    """Lessons, one after the other, before sequences of the run's length; empty: no lessons."""
     random_forms: Share = 0.3
-    """Of facts in lessons and after them that stand among random tokens, in none of the known forms."""
+    """Share of training facts that are written among random tokens, in none of the known forms."""
     asked_last: Share = 0.5
-    """Of sequences whose questions come behind all facts; in others each comes somewhere behind its own."""
+    """Share of sequences whose questions follow all facts; in others each question follows anywhere after its fact."""
     asked_twice: Share = 0.1
-    """Of questions in lessons and after them that come twice in a row."""
+    """Share of training questions that are asked twice in a row."""
 
     def __post_init__(self) -> None:
         if self.keys > self.num_keys:
@@ -81,31 +80,31 @@ class FactsConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
+    """Text of a run. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
 
     train: dict[str, dict[str, Any]]
     validation: dict[str, dict[str, Any]]
     calibration: dict[str, dict[str, Any]] | None = None
     """Held-out text for calibration; None: the validation text."""
     test: dict[str, dict[str, Any]] | None = None
-    """Held-out text for what is reported, on which nothing is chosen; None: the validation text, and reports say so."""
+    """Held-out text for reports, never for choosing; None: the validation text, and reports say so."""
     cache_folder: str = "outputs/cache"
-    """Where tokenised text is kept."""
+    """Folder of tokenized text."""
     streaming: bool = False
-    """Tokenise the training text on the fly."""
+    """Tokenize the training text on the fly."""
     stream_shards: Count = 16
-    """Parts that a stream is read in, one sample of each in turn: a multiple of the ranks of all starts of the run."""
+    """Number of parts of a stream, read in turn: a multiple of the number of ranks at every start of the run."""
     num_workers: Annotated[int, READERS] = 0
-    """Processes that read cached text for a rank, or threads that read streams; they change no sample."""
+    """Processes per rank that read cached text, or threads that read streams; samples do not depend on it."""
     tokenize_num_proc: Annotated[int, PROCESSES] | None = None
-    """Processes that tokenise; None: the cores that the process may use."""
+    """Processes that tokenize; None: as many as the process may use cores."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     facts: FactsConfig | None = None
-    """Written into text of all splits; None: the text is as it is."""
+    """Facts written into the text of all splits; None: no facts."""
 
     @property
     def reported_split(self) -> str:
-        """What reports are measured on."""
+        """Name of the split that reports are measured on."""
         return "validation" if self.test is None else "test"
 
     def __post_init__(self) -> None:

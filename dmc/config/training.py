@@ -1,4 +1,4 @@
-"""What a run trains for: its stages, losses, recipe and bookkeeping."""
+"""Training settings of a run: stages, losses, recipe and bookkeeping."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ class StageConfig:
     tokens_per_ratio: Tokens | None = None
     """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
     learning_rate: Rate | None = None
-    """None: the run's."""
+    """Learning rate of the stage; None: the run's."""
     warmup_steps: Annotated[int, Bounds(least=0, most=10**9, whole=True)] = 0
     """Steps of a linear rise from 0."""
     final_fraction: Share = 1.0
     """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
     ramp_fraction: Share | None = None
-    """Of a retrofit stage: share of it in which the target CR climbs; 0: it is there from the first step
-    (DMC-immediate); None: 1 for learned decisions, 0 for fixed ones."""
+    """Share of a retrofit stage in which the target CR climbs; 0: it is reached at the first step (DMC-immediate);
+    None: 1 for learned decisions, 0 for fixed ones."""
     ramp_to: Annotated[float, Bounds(above=1, most=1e6, note="a compression ratio")] | None = None
-    """Of a retrofit stage: CR that it leads to in its length. A lower target ends with the first part of it, so that
-    runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is shared anyway."""
+    """CR that the ramp of a retrofit stage reaches at its end. A run with a lower target ends after the first part of
+    it, so that runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is always
+    shared."""
 
     def check(self, name: str) -> None:
-        """Refuse what the stage `name` cannot have.
+        """Refuse options that the stage `name` does not support.
 
         Raises:
-            ValueError: not exactly one length is given, or an option is of another stage.
+            ValueError: not exactly one length is given, or an option belongs to another stage.
         """
         given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
         if len(given) != 1:
@@ -61,13 +62,13 @@ class StageConfig:
                 )
 
     def ramp_share(self, decisions: str) -> float:
-        """Share of a retrofit stage in which the target CR climbs, for gates with such decisions."""
+        """Return the share of a retrofit stage in which the target CR climbs, given who decides."""
         if self.ramp_fraction is None:
             return 0.0 if decisions == "fixed" else 1.0
         return self.ramp_fraction
 
     def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
-        """Optimizer steps of this stage; of a ramp that leads beyond the target, those until it reaches it."""
+        """Return the optimizer steps of this stage; a ramp beyond the target counts until it reaches the target."""
         if self.tokens_per_ratio is not None:
             steps = self.tokens_per_ratio * (target_ratio - 1) / tokens_per_step
         else:
@@ -83,14 +84,14 @@ class DistillationConfig:
     weight: Annotated[float, Bounds(above=0, most=1, note="share of the divergence")] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
     temperature: Annotated[float, Bounds(least=1e-3, most=1e3, note="beyond, float32 has one-hot or uniform")] = 1.0
-    """Both distributions are softened by it."""
+    """Softens both distributions."""
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
 
 @dataclass(frozen=True)
 class RatioControlConfig:
-    """Integral control of the ratio loss's weight: its log grows by gain * (CR asked for * share held - 1) a step."""
+    """Integral control of the ratio loss's weight: its log grows by gain * (target CR * share held - 1) each step."""
 
     gain: Annotated[float, Bounds(above=0, most=1, note="at 1 a cache twice too large adds 170 % a step")] = 0.05
     """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
@@ -100,95 +101,95 @@ class RatioControlConfig:
 
 @dataclass(frozen=True)
 class MeasuredStartConfig:
-    """Adapters that start from what compressing each head alone costs, so that cheap heads are compressed first.
+    """Initializes adapters by the sensitivity of each head to compression, so that cheap heads are compressed first.
 
-    With d_h the loss that held-out text gains when head h merges (or drops) every token it can and all others none,
+    With d_h the increase in held-out loss when head h merges (or drops) every token it can and all others none,
     and z_h = log(max(d_h, floor * max d)) over its standard deviation, the decision bias of head h is
     spread * (max z - z_h).
     """
 
     sequences: Count = 16
-    """Held-out sequences, read once for every KV head of the model."""
+    """Number of held-out sequences, read once for every KV head of the model."""
     spread: Annotated[float, Bounds(above=0, most=100, note="logits")] = 1.5
-    """Logits for each standard deviation of the log cost."""
+    """Logits per standard deviation of the log cost."""
     floor: Annotated[float, Bounds(above=0, below=1, note="a share")] = 0.01
     """Costs below this share of the largest count as equal: they are noise."""
 
 
 @dataclass(frozen=True)
 class RegressedStartConfig:
-    """Adapters that start as a linear fit of what a second pass over the text attends to (KVzip+, as KVzap's).
+    """Initializes adapters by a linear fit to the attention of a second pass over the text (KVzip+, as KVzap's).
 
-    A token's logit is how far its predicted log score lies below the mean of all heads, in standard deviations.
+    A token's logit is its predicted log score's distance below the mean of all heads, in standard deviations.
     """
 
     sequences: Count = 64
-    """Of the calibration text, whose first halves are read twice; no more than training.calibration_sequences."""
+    """Number of calibration sequences, whose first halves are read twice; at most training.calibration_sequences."""
     ridge: Annotated[float, Bounds(above=0, most=1e6, note="in units of the inputs' mean square")] = 1e-3
     """Penalty on squared weights."""
 
 
 @dataclass(frozen=True)
 class MilestonesConfig:
-    """Checkpoints that are kept for good, in the run's folder `milestones`: to branch from, or to look at later."""
+    """Checkpoints that are kept for good, in the run's folder `milestones`, for branches and analysis."""
 
     every_steps: Count | None = None
-    """Optimizer steps between two, `step_0001000`; None: none."""
+    """Optimizer steps between two milestones, `step_0001000`; None: no such milestones."""
     ratios: list[Ratio] = field(default_factory=list)
-    """Target CRs on the ramp, the last one too, `cr4`."""
+    """Target CRs of the ramp at which to keep one, `cr4`; the last may be among them."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Optimisation: stages, batch, AdamW, the compression loss, what is saved when."""
+    """Optimization: stages, batch, AdamW, the compression loss, and what is saved when."""
 
     stages: dict[StageName, StageConfig]
-    """One after the other, none where gates are only fitted. pretrain: plain; zero_out: remove the borrowed neuron;
+    """Stages in order; empty where gates are only fitted. pretrain: plain; zero_out: remove the borrowed neuron;
     retrofit: CR on its ramp; solidify: CR at its target."""
     sequence_length: Annotated[int, Bounds(least=2, whole=True, note="tokens: the last has none to predict")] = 4096
     """Tokens per sequence."""
     batch_size: Count = 1024
     """Sequences per optimizer step, over all devices."""
     micro_batch_size: Count = 1
-    """Sequences per forward pass on one device; the rest is accumulated."""
+    """Sequences per forward pass on one device; gradients are accumulated over the batch."""
     learning_rate: Rate = 3e-5
     betas: tuple[Average, Average] = (0.9, 0.95)
     adam_eps: Annotated[float, Bounds(above=0, most=1, note="0 would divide by 0")] = 1e-5
     weight_decay: Annotated[float, Bounds(least=0, most=10, note="times the rate what a weight loses a step")] = 0.1
-    """Of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     gradient_clip: Annotated[float, Bounds(above=0, most=1e6, note="largest norm; null: never scaled")] | None = 1.0
     """Largest gradient norm; None: gradients are never scaled."""
     ratio_weight: LossWeight = 1.0
     """Weight of the compression-ratio loss."""
     ratio_control: RatioControlConfig | None = None
-    """Let the weight follow the error, from `ratio_weight` on; None: constant."""
+    """Control of the weight by the error, starting at `ratio_weight`; None: constant."""
     distillation: DistillationConfig | None = None
     """Learn from the logits of a frozen teacher; None: from the text alone."""
     measured_start: MeasuredStartConfig | None = None
-    """Start adapters from the cost of compressing each head; None: from zero."""
+    """Initialize adapters by the cost of compressing each head; None: by zero."""
     regressed_start: RegressedStartConfig | None = None
-    """Start adapters from a fit; without stages that is all of the run."""
+    """Initialize adapters by a fit; without stages that is the whole run."""
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
     delays: list[Annotated[int, Bounds(least=0, whole=True, note="tokens")]] = field(default_factory=list)
-    """Delays of equal parts of the retrofit stage, of all of it where its `ramp_to` leads beyond the target; the last
-    one is the model's own, which solidify has; empty: the model's own throughout."""
+    """Delays of equal parts of the retrofit stage, counted up to its `ramp_to`; the last one is the model's delay,
+    which solidify uses; empty: the model's delay throughout."""
     soft_ratio_loss: bool = False
-    """Relaxed decisions in the ratio loss; False: straight-through."""
+    """Whether the ratio loss uses relaxed decisions; False: straight-through."""
     ratio_prior: Literal["global", "local"] = "global"
-    """What the ratio loss holds to the target: the mean over all layers, or each layer by itself."""
+    """Whether the mean over all layers (global) or each layer (local) must meet the target."""
     head_agreement_weight: LossWeight = 0.0
     """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
     head_agreement: HeadAgreement = "mean"
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
     document_masking: bool = False
-    """Decisions and attention start anew at each document of a packed sequence."""
+    """Whether decisions and attention restart at each document of a packed sequence."""
     overfit_sequences: Count | None = None
-    """Train on so many sequences again and again, to see that the loss can fall; None: on all."""
+    """Train on this many sequences repeatedly, to check that the loss can fall; None: on all."""
     activation_checkpointing: bool = False
     """Recompute activations in backward (non-reentrant)."""
     branch_from: str | None = None
-    """A milestone of another run's ramp that this one goes on from, such as RUN/milestones/cr4; None: from the base."""
+    """Milestone of another run to continue from, such as RUN/milestones/cr4; None: start from the base."""
     snapshot_ratios: list[Ratio] = field(default_factory=list)
     """Target CRs at which a ready-to-use model is exported along the run."""
     calibrate: bool = True
@@ -200,12 +201,12 @@ class TrainingConfig:
     validate_every_steps: Count = 1000
     checkpoint_every_steps: Count = 100
     milestones: MilestonesConfig = field(default_factory=MilestonesConfig)
-    """What is kept of them for good."""
+    """Checkpoints that are kept for good."""
     log_every_steps: Count = 10
     max_nonfinite_steps: Count = 10
-    """Steps in a row skipped for a loss or gradient that is not finite, after which the run ends."""
+    """Number of consecutive steps with a non-finite loss or gradient, which are skipped, before the run ends."""
     hang_timeout_minutes: Annotated[float, Bounds(least=0, most=1e6, note="0: never")] = 30.0
-    """Without a micro-batch for so long, the stacks of all threads are written down; 0: never."""
+    """Minutes without a micro-batch after which the stacks of all threads are written to a file; 0: never."""
 
     def __post_init__(self) -> None:
         if not self.stages and self.regressed_start is None:

@@ -1,8 +1,8 @@
-"""Serving from pages: allocator, cache, scheduler, engine, and the cache of `generate()`.
+"""Inference on a paged cache: allocator, cache, scheduler, engine, and the cache of `generate()`.
 
 A cache is a set of fields, declared per slot, block or row (`dmc.kernels.layout`): keys and values, the gates' state,
-and what a policy asks for. One store allocates, grows, forgets, copies and counts all of them; a block table for each
-(layer, sequence, KV head) says which blocks are whose, and what belongs to a slot or block comes and goes with it.
+and a policy's fields. One store allocates, grows, resets, copies and counts all of them; each (layer, sequence, KV
+head) has a block table, and the data of a slot or block moves and is freed with it.
 """
 
 from dmc.runtime.engine import Engine

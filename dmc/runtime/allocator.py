@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: a free list as a stack on the cache's device, and who shares what is taken."""
+"""Blocks of the paged cache: a free list as a stack on the cache's device, and reference counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+    """Raised when the pool has fewer free blocks than were asked for; nothing was allocated."""
 
 
 class BlockAllocator:
-    """Owns block ids 0..num_blocks-1; kernels take from `stack` on the device, everybody gives back here.
+    """Owns block ids 0..num_blocks-1; kernels take them from `stack` on the device, and `free` returns them.
 
     Raises:
         ValueError: `num_blocks` < 0.
@@ -24,21 +24,21 @@ class BlockAllocator:
         self.stack = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
         """Free ids, the next one to take on top, int32 [num_blocks]."""
         self.height = torch.tensor([num_blocks], dtype=torch.int32, device=device)
-        """How many of `stack` are free, int32 [1]."""
+        """Number of free ids on `stack`, int32 [1]."""
         self.extra = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-        """Holders of each block beside the first: one that a kernel takes has none, int32 [num_blocks]."""
+        """References to each block beyond the first, int32 [num_blocks]; 0 for a block that a kernel takes."""
         self._place = torch.arange(
             num_blocks - 1, -1, -1, device=device
-        )  # where each block was last put, not by a kernel
+        )  # stack index where each block was last put, except by kernels
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken; waits for the device."""
+        """Number of free blocks; waits for the device."""
         return int(self.height)
 
     @property
     def num_in_use(self) -> int:
-        """Blocks handed out; waits for the device."""
+        """Number of allocated blocks; waits for the device."""
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> Tensor:
@@ -54,15 +54,15 @@ class BlockAllocator:
         return self.stack[free - count : free].clone()
 
     def share(self, blocks: Tensor) -> None:
-        """Give blocks, each named once, one more holder; each of its holders frees it."""
+        """Add a reference to blocks, each named once; every holder frees them."""
         self.extra[blocks.long()] += 1
 
     def free(self, blocks: Tensor) -> None:
-        """Let one holder of each block go, in time that does not depend on how many there are; the last gives it back.
+        """Drop a reference to each block, in time independent of their number; the last reference returns the block.
 
         Raises:
-            RuntimeError: a block is not in use, or is named twice; nothing is given back. What a kernel has given back
-                before is only noticed when more blocks come back than there are.
+            RuntimeError: a block is not in use, or is named twice; nothing is freed. A block that a kernel has freed
+                before is only noticed when more blocks are freed than there are.
         """
         blocks = blocks.long()
         is_shared = self.extra[blocks] > 0
@@ -70,7 +70,7 @@ class BlockAllocator:
         before, after = self._place[blocks], torch.arange(free, free + blocks.numel(), device=blocks.device)
         twice = (before < free) & (self.stack[before] == blocks)
         self._place[blocks] = after
-        twice |= self._place[blocks] != after  # of a block that is named twice, one place remains
+        twice |= self._place[blocks] != after  # a block that is named twice has one place only
         if free + blocks.numel() > self.num_blocks or bool(twice.any()):
             self._place[blocks] = before
             raise RuntimeError("a block was freed twice")
@@ -79,7 +79,7 @@ class BlockAllocator:
         self.height += blocks.numel()
 
     def grow(self, num_blocks: int) -> None:
-        """Add blocks up to `num_blocks` in all."""
+        """Add blocks up to a total of `num_blocks`."""
         free = self.num_free
         added = torch.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=torch.int32, device=self.stack.device)
         stack = self.stack.new_zeros(num_blocks)
@@ -92,7 +92,7 @@ class BlockAllocator:
         self.num_blocks, self.stack = num_blocks, stack
 
     def reset(self) -> None:
-        """Take every block back, whoever holds it."""
+        """Free every block, whoever holds it."""
         self.stack.copy_(torch.arange(self.num_blocks - 1, -1, -1))
         self._place.copy_(self.stack)  # the same permutation both ways
         self.extra.zero_()

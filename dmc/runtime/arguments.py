@@ -1,4 +1,4 @@
-"""Checks of what callers give: a value of the right kind, or one error that says what was expected."""
+"""Checks of callers' arguments: each returns a value of the right kind or raises one error that names the expected."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     """Return a whole number, NumPy's and torch's included, as an int.
 
     Args:
-        name: of the argument.
-        value: given for it.
-        least: smallest one allowed.
-        most: largest one allowed; None: any.
-        also: what else may be given, for the error.
+        name: name of the argument.
+        value: its value.
+        least: smallest allowed number.
+        most: largest allowed number; None: any.
+        also: other allowed values, for the error.
     Raises:
-        ValueError: it is none, or out of range.
+        ValueError: the value is no whole number, or out of range.
     """
     number = index_of(value)
     if number is None or number < least or (most is not None and number > most):
@@ -29,7 +29,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
 
 
 def index_of(value: Any) -> int | None:
-    """Return what counts as a whole number (no float, no bool) as an int, else None."""
+    """Return an integer of any library (no float, no bool) as an int, else None."""
     if isinstance(value, bool):
         return None
     try:
@@ -42,11 +42,11 @@ def real_number(name: str, value: Any, expected: str) -> float:
     """Return a finite number as a float.
 
     Args:
-        name: of the argument.
-        value: given for it.
-        expected: what may be given, for the error.
+        name: name of the argument.
+        value: its value.
+        expected: allowed values, for the error.
     Raises:
-        ValueError: it is none.
+        ValueError: the value is no finite number.
     """
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
@@ -58,7 +58,7 @@ def real_number(name: str, value: Any, expected: str) -> float:
 
 
 def listed(name: str, value: Any, of: str) -> list[Any]:
-    """Return the items of a list or another collection; a text is no list of its letters.
+    """Return the items of a list or another collection; a string is not accepted.
 
     Raises:
         TypeError: it is none.
@@ -69,7 +69,7 @@ def listed(name: str, value: Any, of: str) -> list[Any]:
 
 
 def of_kind(name: str, value: Any, kind: type, example: str) -> Any:
-    """Return an object of a class.
+    """Return the value if it is an instance of a class.
 
     Raises:
         TypeError: it is none.

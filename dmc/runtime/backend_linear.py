@@ -1,4 +1,4 @@
-"""Linear layers of a model that is served by a backend with a faster product for few rows."""
+"""Replaces a model's linear layers, during a pass, by a backend's product that is faster for few rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 class BackendLinear:
-    """Lets a model's linear layers ask `backend.linear`, if it has one, while a pass runs; after it they are as before.
+    """Lets a model's linear layers call `backend.linear`, if it has one, while a pass runs; restores them after it.
 
-    Their parameters, and what they compute, stay as they are. A layer with a `forward` of its own, as offloading and
-    adapters give it, is left alone.
+    Their parameters and results do not change. A layer with a `forward` of its own, as offloading and adapters set
+    one, is left alone.
 
     Args:
         backend: kernel module.
-        model: whose layers are meant, as they are now.
+        model: the model, with its present layers.
     """
 
     def __init__(self, backend: ModuleType, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""One store of all that a cache keeps: fields are declared, it allocates, grows, resets and copies them."""
+"""One store of all tensors of a cache: it allocates, grows, resets and copies the declared fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class FieldStore:
     """Tensors by name; `field_store[name]` is valid until the pool or the rows grow.
 
     Args:
-        fields: what is kept.
-        num_layers: of the model.
-        num_rows: sequences.
+        fields: the declared fields.
+        num_layers: layers of the model.
+        num_rows: number of sequences.
         num_blocks: blocks of the pool.
         block_size: slots of a block.
-        device: where it lies.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FieldStore:
         for field in fields:
             lead = (num_layers if field.num_layers is None else field.num_layers, num_rows)
             shape = (*(lead if field.per == "row" else (num_blocks,)), *field.shape_of(block_size))
-            states = torch.zeros(shape, dtype=field.dtype, device=device)  # of a large pool nothing is touched yet
+            states = torch.zeros(shape, dtype=field.dtype, device=device)  # untouched pages take no memory
             self._tensors[field.name] = states if field.start == 0 else states.fill_(field.start)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -47,18 +47,18 @@ class FieldStore:
         return name in self._tensors
 
     def names(self, *per: str) -> list[str]:
-        """Fields that are kept per slot, block or row."""
+        """Return the names of fields that are kept per slot, block or row."""
         return [name for name, field in self.fields.items() if field.per in per]
 
     def grow(self, num_blocks: int) -> None:
-        """Add blocks up to `num_blocks` in all."""
+        """Add blocks up to a total of `num_blocks`."""
         for name in self.names("slot", "block"):
             old = self._tensors[name]
             self._tensors[name] = old.new_zeros(num_blocks, *old.shape[1:])
             self._tensors[name][: len(old)] = old
 
     def widen(self, name: str, width: int) -> Tensor:
-        """Let the last dimension of a row's field have at least so many places, and return it."""
+        """Grow the last dimension of a row's field to at least `width`, and return the field."""
         missing = width - self._tensors[name].shape[-1]
         if missing > 0:
             start = self.fields[name].start
@@ -66,7 +66,7 @@ class FieldStore:
         return self._tensors[name]
 
     def open_row(self, row: int, states: dict[str, Tensor] | None = None) -> None:
-        """Let a row hold what was read of another, or forget what its last sequence left: it may be no number."""
+        """Write states read from another row, or reset what the last sequence left, which may be NaN."""
         for name in self.names("row"):
             held = self._tensors[name][:, row]
             held[...] = self.fields[name].start
@@ -74,16 +74,16 @@ class FieldStore:
                 held[..., : states[name].shape[-1]] = states[name]
 
     def read_row(self, row: int) -> dict[str, Tensor]:
-        """Copy what a row holds, [layers, ...] each."""
+        """Copy a row's fields, [layers, ...] each."""
         return {name: self._tensors[name][:, row].clone() for name in self.names("row")}
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Let blocks hold what others do, int64 [n] each."""
+        """Copy the content of blocks to other blocks, int64 [n] each."""
         for name in self.names("slot", "block"):
             self._tensors[name][targets] = self._tensors[name][sources]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, all layers together."""
+        """Return the bytes of one row, summed over layers."""
         rows = (self._tensors[name][:, 0] for name in self.names("row"))
         return sum(row.numel() * row.element_size() for row in rows)

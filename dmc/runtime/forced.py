@@ -1,4 +1,4 @@
-"""A continuation that a sequence is forced along, and what is kept of each prediction."""
+"""A teacher-forced continuation, and the log-probabilities kept of each prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dmc.runtime.generation import GenerationStats, Scoring
 
 Keep = Callable[[Tensor, Tensor], Tensor]
-"""Chooses what is kept of log-probabilities, float32 [n, vocab], and the tokens that really came, int64 [n]."""
+"""Reduces log-probabilities, float32 [n, vocab], given the true tokens, int64 [n]."""
 
 
 def of_all_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
@@ -20,25 +20,25 @@ def of_all_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def of_given_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
-    """Keep the log-probability of each token that came, [n]."""
+    """Keep the log-probability of each true token, [n]."""
     return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 @dataclass(eq=False)
 class Forced:
-    """One continuation on its way through the engine."""
+    """State of one teacher-forced continuation in the engine."""
 
     tokens: list[int]
     keep: Keep
     kept: list[Tensor] = field(default_factory=list)
     num_predicted: int = 0
     stats: GenerationStats | None = None
-    """Memory at the last step; None: that is still to come."""
+    """Memory at the last step; None until then."""
     error: Exception | None = None
-    """Why it could not go on."""
+    """Error that ended it early."""
 
     def add(self, logits: Tensor) -> None:
-        """Keep what is wanted of the next predictions, [n, vocab]."""
+        """Reduce and keep the next predictions, [n, vocab]."""
         end = self.num_predicted + len(logits)
         tokens = torch.tensor(self.tokens[self.num_predicted : end], device=logits.device)
         self.kept.append(self.keep(logits.float().log_softmax(-1), tokens))
@@ -46,10 +46,10 @@ class Forced:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that was kept are numbers."""
+        """Whether all kept values are finite."""
         return all(not each.isnan().any() for each in self.kept)
 
     def scoring(self) -> Scoring:
-        """Put it together."""
+        """Return the finished result."""
         assert self.stats is not None
         return Scoring(torch.cat(self.kept), self.stats)

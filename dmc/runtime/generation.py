@@ -1,4 +1,4 @@
-"""What comes out of the engine: continuations, their probabilities and honest memory figures."""
+"""Results of the engine: continuations, their probabilities and their memory statistics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ FinishReason = Literal["length", "stop", "abort", "error"]
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Memory of one sequence at its last step, before release, and over all of them; all zero if it never ran.
+    """Memory of one sequence at its last step, before release, and averaged over steps; all zero if it never ran.
 
-    What is called a mean is one over the positions whose predictions were asked for (of a turn, in a session), each
-    measured after its step, as it would be token by token; where there were none, what is held at the last step. Rings
-    and tables count as they are in the end. Blocks that are shared count as if they were not: `Engine.blocks_in_use`
-    counts them once.
+    Means are over the positions whose predictions were requested (of a turn, in a session), each measured after its
+    step as it would be token by token; without any, they are the values of the last step. Ring buffers and tables count
+    with their final size. Shared blocks count fully for each holder: `Engine.blocks_in_use` counts them once.
     """
 
     tokens_seen: int
@@ -33,24 +32,24 @@ class GenerationStats:
     achieved_ratio: float
     """tokens_seen * L * H / sum(slots), >= 1 for a compressed cache."""
     bytes_used: int
-    """Slots and state: ring, means and tables included."""
+    """Bytes of slots and state: ring buffers, means and tables included."""
     bytes_allocated: int
-    """The same with whole pages."""
+    """Bytes with whole pages."""
     bytes_fast: int
-    """Of those allocated, the ones on the cache's device: all but what a policy has moved to slow memory."""
+    """Allocated bytes on the cache's device: all but those that a policy has offloaded."""
     num_preemptions: int
     """Times the sequence lost its cache to others and was computed again."""
     mean_tokens_seen: float
     mean_slots: Tensor
-    """float64 [L, H]."""
+    """Mean of `slots` over positions, float64 [L, H]."""
     mean_bytes_used: float
     mean_bytes_allocated: float
     peak_bytes_allocated: int
-    """The most at any of these positions; before it is compressed, a policy's prompt may have held more."""
+    """Maximum over these positions; a policy's prompt may have held more before it was compressed."""
 
     @classmethod
     def of(cls, sequence: Sequence, cache: PagedCache) -> GenerationStats:
-        """Measure a sequence's place in the cache."""
+        """Measure a sequence in the cache."""
         layout, row = cache.layout, sequence.row
         if row is None:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
@@ -81,10 +80,10 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Scoring:
-    """A continuation that was given and teacher-forced."""
+    """Scores of one teacher-forced continuation."""
 
     logprobs: Tensor
-    """Natural-log probabilities at every position, float32 [len(continuation), vocab], or what was kept of them."""
+    """Natural-log probabilities at every position, float32 [len(continuation), vocab], or as reduced by `keep`."""
     stats: GenerationStats
 
 
@@ -103,10 +102,10 @@ class Generation:
     """`length`: max_new_tokens; `stop`: end of sequence, stop token or stop string; `abort`: taken off;
     `error`: the model's logits were no numbers, or the sequence has outgrown the memory."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """For each token the most likely ones, as many as were asked for, under the unmodified distribution."""
+    """The most likely tokens at each position, as many as requested, under the unmodified distribution."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Of each token of the prompt but the first, if they were asked for."""
+    """Log-probabilities of the prompt's tokens but the first, if requested."""
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """For each of these the most likely ones."""
+    """The most likely tokens at each of these positions."""
     alternatives: list[Generation] = field(default_factory=list)
-    """The others of `n` continuations."""
+    """The other ones of `n` continuations."""

@@ -36,7 +36,7 @@ class PagedGenerationCache(Cache):
         self._num_columns = 0
         self._rows: list[int] = []
         self.paged: PagedCache | None = None
-        """The storage, None before the first forward pass."""
+        """The paged cache, None before the first forward pass."""
 
     def attend(
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
@@ -77,15 +77,15 @@ class PagedGenerationCache(Cache):
         raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch fed so far, padding included: logical tokens, not slots."""
+        """Return the number of columns fed so far, padding included: logical tokens, not slots."""
         return self._num_columns
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Column of the first new token."""
+        """Return the column of the first new token."""
         return self._num_columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys a padding mask covers."""
+        """Return length and offset of the keys that a padding mask covers."""
         return self._num_columns + query_length, 0
 
     @property
@@ -94,7 +94,7 @@ class PagedGenerationCache(Cache):
         return False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row `beam_idx[i]` holds (beam search)."""
+        """Let row i continue from the cache of row `beam_idx[i]` (beam search)."""
         if self.paged is not None:
             snapshots = [self.paged.snapshot(row, moves=True) for row in self._rows]
             self._rows = [self.paged.open_row(snapshots[i]) for i in beam_idx.tolist()]
@@ -102,7 +102,7 @@ class PagedGenerationCache(Cache):
                 self.paged.drop(snapshot)
 
     def crop(self, max_length: int) -> None:
-        """Refuse: merged tokens cannot be taken back, so assisted decoding does not work."""
+        """Refuse: merged tokens cannot be rolled back, so assisted decoding does not work."""
         raise NotImplementedError("a compressed cache cannot be cropped: use generate() without an assistant model")
 
 

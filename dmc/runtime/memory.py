@@ -1,4 +1,4 @@
-"""How much memory the cache's pages may take, beside what a forward pass needs."""
+"""Memory available to the cache's pages, beside a forward pass's activations."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dmc.kernels.layout import CacheLayout
 from dmc.kernels.probabilities import QUERY_BLOCK
 
 AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
-"""Share of the free memory that "auto" gives to pages and activations; the rest is for what the allocator wastes and,
-on a CPU, for other programs."""
+"""Share of the free memory that "auto" gives to pages and activations; the rest covers the allocator's fragmentation
+and, on a CPU, other programs."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What forward passes need beside the pages."""
+    """Memory that forward passes need beside the pages."""
 
     largest: int
     """Bytes of the largest pass."""
     logits: int
-    """Bytes of the most logits that a pass may be asked for."""
+    """Bytes of the largest logits of a pass."""
     share: float
-    """Bytes for each byte of pages: every token of a pass takes room in them, so that a small pool has small passes."""
+    """Bytes for each byte of pages: every token of a pass takes page space, so that a small pool has small passes."""
     share_of_layers: float
-    """The same without logits."""
+    """Bytes for each byte of pages without logits."""
 
     def room(self, usable: int) -> int:
-        """Return the most bytes of pages that leave room for every pass."""
+        """Return the largest number of bytes for pages that leaves room for every pass."""
         beside_logits = int((usable - self.logits) / (1 + self.share_of_layers))
         return max(usable - self.largest, beside_logits, int(usable / (1 + self.share)))
 
@@ -47,17 +47,17 @@ class Activations:
         num_logits: int | None = None,
         shows_attention: bool = False,
     ) -> Activations:
-        """Bound them from a model's configuration.
+        """Compute bounds from a model's configuration.
 
-        Layers run one after the other, so it is one layer's attention or MLP, or the logits of all tokens with their
-        log-probabilities, as scoring wants them.
+        Layers run one after the other, so the bound is one layer's attention or MLP, or the logits of all tokens with
+        their log-probabilities, as scoring computes them.
 
         Args:
-            config: of a transformers causal LM.
-            layout: of its cache.
-            num_tokens: of the largest pass.
-            num_logits: of its tokens, those whose logits may be wanted; None: all.
-            shows_attention: whether a policy looks at attention, a block of queries at a time.
+            config: configuration of a transformers causal LM.
+            layout: layout of its cache.
+            num_tokens: tokens of the largest pass.
+            num_logits: number of its tokens that need logits at most; None: all.
+            shows_attention: whether a policy reads attention, a block of queries at a time.
         """
         size, heads = layout.dtype.itemsize, config.num_attention_heads // layout.ranks.size
         attention = (heads + 2 * layout.num_kv_heads) * layout.head_dim
@@ -84,9 +84,9 @@ def pool_bytes(
 
     Args:
         memory: bytes as a whole number, a fraction of the device's free memory as a float, "auto", or None.
-        device: where the pages will lie; the weights are there already.
-        most: bytes beyond which "auto" has no use.
-        activations: for which "auto" leaves room.
+        device: device of the pages, which already holds the weights.
+        most: upper limit of "auto" in bytes.
+        activations: memory that "auto" leaves for passes.
     Returns:
         Bytes for pages; None: no limit.
     Raises:
@@ -111,7 +111,7 @@ def pool_bytes(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, those that torch holds in reserve included."""
+    """Return the bytes that can still be allocated on a device, including those that torch has reserved."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve

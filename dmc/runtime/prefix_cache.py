@@ -1,4 +1,4 @@
-"""Prefixes that were computed before: snapshots of sequences, found by the hashes of their tokens' blocks."""
+"""Prefix cache: snapshots of computed sequences, found by the hashes of their blocks of tokens."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.sequence import Sequence
 
 LEAST_BLOCKS = 4
-"""Shorter prefixes are computed again: that is no slower than to find and copy them."""
+"""Minimum blocks of a reused prefix: recomputing a shorter one is no slower than finding and copying it."""
 CHUNK = 256
-"""Prompts of which nothing is known are cut at multiples of so many tokens where they are cut at all."""
+"""Unknown prompts that are split are split at multiples of this many tokens."""
 MOST_STATES = 0.25
-"""What snapshots may hold beside their blocks, in shares of the pool."""
+"""Maximum size of the snapshots' states beside their blocks, as a share of the pool."""
 MOST_SEEN = 2**16
-"""Hashes that are remembered of prompts, with or without a snapshot."""
+"""Maximum number of remembered hashes of prompts, with or without a snapshot."""
 
 Key = tuple[bytes, tuple[int, ...]]
-"""Of a prefix: the hash of its whole blocks, and the tokens after them."""
+"""Key of a prefix: the hash of its whole blocks, and the tokens after them."""
 
 
 class PrefixCache:
-    """Holds on to what sequences held after a prefix, for others that begin alike; the longest unused goes first.
+    """Keeps snapshots of sequences after a prefix, for others that begin alike; evicts the least recently used first.
 
-    What a gate does with a token is a function of the tokens before, so that a snapshot serves whoever has the same.
-    One of a full cache serves every shorter prefix of whole blocks too; else one is taken where prompts part, and where
-    chunks end. Blocks that snapshots alone hold count as free.
+    A gate's decision is a function of the tokens so far, so that a snapshot serves every sequence with the same tokens.
+    That of a full cache also serves every shorter prefix of whole blocks; else snapshots are taken where prompts
+    diverge and where chunks end. Blocks that only snapshots hold count as free.
 
     Args:
-        cache: whose sequences; no policy acts on them.
+        cache: cache of the sequences, without a policy.
     """
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache, self._block_size = cache, cache.block_size
         self._found: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
-        self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # the longest unused first
-        self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others part there
+        self._keys: OrderedDict[Snapshot, list[Key]] = OrderedDict()  # least recently used first
+        self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others diverge there
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._keys)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that snapshots alone hold: their blocks and states."""
+        """Bytes that only snapshots hold: their blocks and states."""
         states = sum(snapshot.num_bytes for snapshot in self)
         return self._cache.blocks_only_in(self) * self._cache.block_bytes + states
 
     def note(self, sequence: Sequence) -> None:
-        """Remember a prompt, and where it parts from those before it."""
+        """Remember a prompt, and where it diverges from earlier ones."""
         hashes, parting = self._hashes(sequence, _most(sequence)), 0
         for number, each in enumerate(hashes, 1):
             if each in self._seen:
@@ -64,7 +64,7 @@ class PrefixCache:
             self._seen.popitem(last=False)
 
     def find(self, sequence: Sequence) -> Snapshot | None:
-        """Return what was held after the longest known prefix of a sequence that leaves a token to predict from."""
+        """Return the snapshot of a sequence's longest known prefix that leaves a token to predict from."""
         most = _most(sequence)
         hashes = self._hashes(sequence, most)
         for number in range(len(hashes), LEAST_BLOCKS - 1, -1):
@@ -77,7 +77,7 @@ class PrefixCache:
         return None
 
     def chunk(self, sequence: Sequence, count: int) -> int:
-        """Say how many of the next `count` tokens to feed so that the pass ends where a snapshot may be wanted."""
+        """Return how many of the next `count` tokens to feed so that the pass ends where a snapshot may be useful."""
         begin, size = sequence.num_computed_tokens, self._block_size
         if count == 1:
             return count
@@ -89,13 +89,13 @@ class PrefixCache:
         return count - beyond if begin + count < len(sequence.tokens) and beyond < count else count
 
     def waits(self, sequence: Sequence, others: list[Sequence]) -> bool:
-        """Whether others are about to compute more of a sequence's beginning than it would go on from now."""
+        """Whether others are about to compute a longer prefix of a sequence than it could reuse now."""
         own = self._hashes(sequence, _most(sequence))
         for other in others:
             if other.num_waiting == 1:
                 continue
             theirs = self._hashes(other, _most(other))
-            # a hash is of all that comes before too: from the first that differs on, all do
+            # a hash covers all earlier blocks too: from the first difference on, all differ
             common = bisect_left(range(min(len(own), len(theirs))), True, key=lambda i: own[i] != theirs[i])
             if common < LEAST_BLOCKS or not self._seen.get(own[common - 1]):
                 continue
@@ -104,7 +104,7 @@ class PrefixCache:
         return False
 
     def keep(self, running: list[Sequence]) -> None:
-        """Take snapshots of sequences that stand where others may go on, as far as there is room."""
+        """Take snapshots of sequences where others may continue, as far as there is room."""
         for sequence in running:
             number, rest = divmod(sequence.num_computed_tokens, self._block_size)
             if rest or number < LEAST_BLOCKS:
@@ -118,28 +118,28 @@ class PrefixCache:
                 self._add(sequence, self._cache.snapshot(sequence.row))
 
     def take(self, sequence: Sequence) -> bool:
-        """Take over what a sequence holds that has ended, its row closed; False: it is not worth it."""
+        """Take over the cache of an ended sequence and close its row; False: it is not worth it."""
         if sequence.row is None or sequence.num_computed_tokens < LEAST_BLOCKS * self._block_size:
             return False
         self._add(sequence, self._cache.snapshot(sequence.row, moves=True))
         return True
 
     def reclaim(self, spared: int = 0) -> bool:
-        """Let go of the snapshot that was longest unused; False: there are none but so many, the latest used."""
+        """Drop the least recently used snapshot; False: only the `spared` most recently used are left."""
         if len(self._keys) <= spared:
             return False
         self._forget(next(iter(self._keys)))
         return True
 
     def shrink(self) -> bool:
-        """Let go of a snapshot, not the latest used, if a pool that grows would grow for snapshots more than others."""
+        """Drop a snapshot, but not the latest used, if a growing pool would grow mainly for snapshots."""
         cache = self._cache
         most = 2 * cache.blocks_only_in(self) >= cache.allocator.num_blocks
-        # pools of several ranks grow each by itself, but all must find alike
+        # each rank's pool grows by itself, but all must decide alike
         return bool(cache.layout.ranks.maximum(most)) and self.reclaim(spared=1)
 
     def empty(self) -> None:
-        """Let go of all snapshots."""
+        """Drop all snapshots."""
         while self.reclaim():
             pass
 
@@ -163,7 +163,7 @@ class PrefixCache:
                 if not self._keys[old]:
                     self._forget(old)
         most = MOST_STATES * self._cache.allocator.num_blocks * self._cache.block_bytes
-        ranks = self._cache.layout.ranks  # what a state takes differs between ranks, and all must keep the same
+        ranks = self._cache.layout.ranks  # the size of a state differs between ranks, and all must keep the same
         while ranks.maximum(int(sum(each.num_bytes for each in self) > most)) and self.reclaim():
             pass
 
@@ -175,7 +175,7 @@ class PrefixCache:
         self._cache.drop(snapshot)
 
     def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Hashes of a sequence's first 1, 2, ... whole blocks within so many tokens."""
+        """Return the hashes of a sequence's first 1, 2, ... whole blocks within `num_tokens` tokens."""
         size, known = self._block_size, sequence.hashes
         while (len(known) + 1) * size <= len(sequence.tokens):
             block = array("q", sequence.tokens[len(known) * size : (len(known) + 1) * size]).tobytes()
@@ -184,5 +184,5 @@ class PrefixCache:
 
 
 def _most(sequence: Sequence) -> int:
-    """Tokens that need not be fed again: before the last one, and before the first whose logits are wanted."""
+    """Return how many first tokens may be reused: those before the last, and before the first that needs logits."""
     return min(sequence.wanted, len(sequence.tokens) - 1)

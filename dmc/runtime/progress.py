@@ -1,4 +1,4 @@
-"""The bar of offline generation: tokens a second, and what runs and waits."""
+"""The progress bar of offline generation: tokens per second, and running and waiting sequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tqdm.auto import tqdm
 from dmc.runtime.request import Request, TokenEvent
 
 SECONDS_BEFORE_BAR = 3
-"""A run that is over by then shows no bar unless one was asked for."""
+"""A shorter run shows no bar unless one was requested."""
 
 
 def open_bar(requests: Collection[Request], progress: bool | None) -> tqdm:
-    """Open a bar over the most tokens that requests may bring; None: on a terminal, if it takes long."""
+    """Open a bar over the maximum number of new tokens; None: on a terminal, if it takes long."""
     return tqdm(
         desc="generating",
         total=sum(request.params.max_new_tokens * request.params.n for request in requests),
@@ -24,7 +24,7 @@ def open_bar(requests: Collection[Request], progress: bool | None) -> tqdm:
 
 
 def advance_bar(bar: tqdm, events: list[TokenEvent], num_running: int, num_waiting: int) -> None:
-    """Count new tokens; what a finished request leaves unused comes off the total."""
+    """Count new tokens; the total falls by a finished request's unused ones."""
     if bar.disable:
         return
     for event in events:

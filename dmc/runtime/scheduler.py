@@ -1,4 +1,4 @@
-"""Which tokens are fed next: decoding first, then prompts; sessions that rest and the youngest give way for blocks."""
+"""Chooses the tokens of each pass: decoding first, then prompts; resting sessions and the youngest are preempted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dmc.runtime.sequence import Sequence
 from dmc.runtime.tally import Held
 
 RESERVE = 2
-"""A sequence that gave way returns when so many times the blocks are free that its known tokens will take.
+"""A preempted sequence returns when this many times the blocks that its known tokens will take are free.
 
-So it gives way again only when new tokens have filled about as many: what is computed again stays in proportion.
+It is thus preempted again only after new tokens have filled about as many: recomputation stays in proportion.
 """
 
 
@@ -26,39 +26,39 @@ class ScheduledChunk:
     sequence: Sequence
     tokens: list[int]
     first_logit_position: int
-    """Tokens before this one of the segment need no logits."""
+    """Index in the chunk of the first token whose logits are needed."""
     phase: Phase = GENERATED
-    """What they are to a policy."""
+    """Phase of the tokens, for policies."""
 
     @property
     def num_wanted(self) -> int:
-        """Tokens whose logits are of interest."""
+        """Number of tokens whose logits are needed."""
         return len(self.tokens) - self.first_logit_position
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a policy wants tokens to be fed."""
+    """A policy's requirements on how tokens are fed."""
 
     one_by_one: bool
-    """Whether each generated token has a pass of its own."""
+    """Whether each generated token needs its own pass."""
     whole_prompts: bool
-    """Whether the token budget cuts no prompt, so that its layers are compressed one after the other."""
+    """Whether prompts are exempt from the token budget, so that their layers are compressed one after the other."""
     can_fork: bool = True
-    """Whether what a sequence holds can be held by another one too."""
+    """Whether sequences can share cache entries."""
 
 
 class Scheduler:
     """Continuous batching over the rows of a cache.
 
-    A sequence is in one of the lists at every moment, so that `reset` finds it wherever a step was interrupted.
+    A sequence is in one of the lists at every moment, so that `reset` finds it after an interrupted step.
 
     Args:
-        cache: gives rows and says whether blocks suffice.
-        prefill_chunk_size: most tokens of one sequence in one step; None: all.
-        token_budget: most tokens in one step; None: no limit.
-        pace: what a policy asks for; None: prompts and generated tokens are fed alike.
-        prefixes: what was computed before; None: nothing is kept.
+        cache: allocates rows and checks whether blocks suffice.
+        prefill_chunk_size: maximum tokens of one sequence in one step; None: all.
+        token_budget: maximum tokens in one step; None: no limit.
+        pace: a policy's requirements; None: prompts and generated tokens are fed alike.
+        prefixes: the prefix cache; None: no prefix is kept.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Scheduler:
         self.pace, self.prefixes = pace, prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In the order in which they were let in."""
+        """Running sequences, in the order of admission."""
         self.resting: list[Sequence] = []
-        """Kept ones that have a row but do not run, or wait for their turn to; the longest unused first."""
+        """Kept sequences with a row that do not run, or wait to run; the least recently used first."""
         self.outgrown: Sequence | None = None
-        """One for whose next token the whole memory does not suffice; whoever asks for steps takes it off."""
+        """Sequence whose next token does not fit the whole memory; the caller of `next_segments` removes it."""
         self.suspects: list[Sequence] = []
-        """Those that took part in a pass that has failed: each has to go through one alone."""
+        """Sequences of a failed pass: each has to run one pass alone."""
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -92,16 +92,16 @@ class Scheduler:
             self.resting.append(sequence)
 
     def next_segments(self) -> list[ScheduledChunk]:
-        """Choose the next step's tokens so that blocks suffice even if none is merged; admit and preempt as needed.
+        """Choose the next step's tokens so that blocks suffice even if no token is merged; admit and preempt as needed.
 
-        A sequence that has all the memory to itself and not enough of it becomes `outgrown`; then there are none.
+        A sequence that has all the memory and needs more becomes `outgrown`; then no chunk is returned.
         """
         if self.prefixes is not None:
             self.prefixes.keep(self.running)
         self.suspects = [each for each in self.suspects if each.row is None or each.num_waiting > 1]
         segments = self._choose()
         if not segments and self.outgrown is None and self.suspects:
-            self.suspects.clear()  # beside those that have shown their innocence there is no room
+            self.suspects.clear()  # no room beside sequences that have already passed alone
             segments = self._choose()
         return segments
 
@@ -128,15 +128,15 @@ class Scheduler:
         return segments
 
     def _make_room(self, sequence: Sequence | None = None, spared: int = 0) -> bool:
-        """Take blocks from those who do not run, `sequence` and the latest used prefixes apart; False: none has any."""
+        """Free blocks of idle sequences except `sequence`, or of all but the latest prefixes; False: there are none."""
         return (self.prefixes is not None and self.prefixes.reclaim(spared)) or self._evict_another(sequence)
 
     def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
-        """Let others go on from where one stands that runs, or rests as they will; else it is computed again."""
+        """Let others continue from the cache of a running or resting sequence; else they recompute it."""
         cache, waiting, rests = self.cache, deque(others), sequence in self.resting
         assert sequence.row is not None
         while (self.pace is None or self.pace.can_fork) and waiting and cache.num_free_rows:
-            if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # of a snapshot too
+            if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # for a snapshot too
                 if self._make_room(sequence):
                     continue
                 break
@@ -149,11 +149,11 @@ class Scheduler:
             self.waiting.extendleft(reversed(waiting))
 
     def finish(self, sequence: Sequence, sound: bool = True) -> None:
-        """Take a sequence off; its blocks return, or rest until they are needed if it is kept.
+        """Remove a sequence; its blocks are freed, or if it is kept, rest until they are needed.
 
         Args:
-            sequence: runs, waits, or neither.
-            sound: whether what it holds are numbers; else all that others may go on from is forgotten.
+            sequence: a running, waiting or other sequence.
+            sound: whether its cache is finite; else all that others could reuse of it is dropped.
         """
         if sequence in self.running:
             if sequence.kept:
@@ -171,19 +171,19 @@ class Scheduler:
             self._release(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take a sequence off and its blocks back, kept or not."""
+        """Remove a sequence and free its blocks, kept or not."""
         self.finish(sequence)
         self._release(sequence)
 
     def recover(self, segments: list[ScheduledChunk]) -> Sequence | None:
-        """Compute all again after a pass that has failed, in which whatever took part in it goes alone for once.
+        """Recompute everything after a failed pass; each of its sequences then runs one pass alone.
 
         Returns:
-            The one sequence that took part, whose fault it was; None: others did too.
+            The sequence at fault if it was alone in the pass, else None.
         """
         queue = [*self.running, *self.waiting]
         for segment in segments:
-            if segment.num_wanted > 1:  # some layers may have counted its tokens
+            if segment.num_wanted > 1:  # some layers may have counted its tokens already
                 segment.sequence.held, segment.sequence.row = Held(), None
         for sequence in (*self.running, *self.resting):
             if sequence.row is not None:
@@ -197,7 +197,7 @@ class Scheduler:
         return parts[0] if len(segments) == 1 and parts else None
 
     def reset(self) -> None:
-        """Drop everything, whatever state an interrupted step has left behind; all blocks return."""
+        """Drop everything, whatever state an interrupted step has left behind; all blocks are freed."""
         for sequence in (*self.waiting, *self.running, *self.resting):
             sequence.row, sequence.num_computed_tokens = None, 0
         self.waiting.clear()
@@ -209,7 +209,7 @@ class Scheduler:
         self.cache.reset()
 
     def _share_out(self, shrinks: bool = False) -> list[ScheduledChunk]:
-        """Give running sequences their share of the budget, those with one token to feed first."""
+        """Divide the budget among running sequences, those with one token to feed first."""
         segments: list[ScheduledChunk] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
             if self.suspects and sequence is not self.suspects[0]:
@@ -244,9 +244,9 @@ class Scheduler:
             segments.append(segment)
 
     def _open(self, sequence: Sequence, others: list[ScheduledChunk]) -> bool:
-        """Give a sequence a row and, as far as others leave room, what it goes on from; False: there is no row.
+        """Give a sequence a row and, as far as there is room, its known prefix; False: there is no row.
 
-        It rests there until it runs; that a prefix is forgotten takes no more from it.
+        It rests there until it runs; dropping the prefix later does not affect it.
         """
         if sequence.row is not None:
             return True
@@ -266,7 +266,7 @@ class Scheduler:
         return True
 
     def _prefix_of(self, sequence: Sequence) -> Snapshot | None:
-        """Return what a sequence without a row goes on from, if anything."""
+        """Return the snapshot that a sequence without a row continues from, if any."""
         if sequence.row is not None or self.prefixes is None:
             return None
         prefix = self.prefixes.find(sequence)
@@ -294,7 +294,7 @@ class Scheduler:
         return ScheduledChunk(sequence, sequence.tokens[begin : begin + count], wanted, phase)
 
     def _shrunk(self, segment: ScheduledChunk, others: list[ScheduledChunk]) -> ScheduledChunk:
-        """Cut tokens off that do not fit beside those of others; a policy's prompts stay whole."""
+        """Drop tokens that do not fit beside those of others; a policy's prompts stay whole."""
         if self.pace is not None or len(segment.tokens) == 1:
             return segment
         fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
@@ -313,13 +313,13 @@ class Scheduler:
         return [row for row, _ in held], [count for _, count in held]
 
     def _waits_for_others(self, sequence: Sequence) -> bool:
-        """Whether what it begins with is being computed; it keeps nobody back who need not wait for that."""
+        """Whether its prefix is being computed; sequences that need not wait for that pass it."""
         return self.prefixes is not None and sequence.row is None and self.prefixes.waits(sequence, self.running)
 
     def _may_enter(self, sequence: Sequence) -> bool:
-        """Whether there is room for what a sequence is expected to hold of its tokens, beside what others have to come.
+        """Whether there is room for the expected cache of a sequence, beside the expected growth of others.
 
-        One that gave way returns when it would not soon give way again; those who rest keep nobody out.
+        A preempted one returns when it would not soon be preempted again; resting ones keep no sequence out.
         """
         if not self.running or self.cache.grows:
             return True
@@ -343,7 +343,7 @@ class Scheduler:
         self.running.pop()
 
     def _evict_another(self, sequence: Sequence | None) -> bool:
-        """Take the place of the one that rests and was longest unused, `sequence` apart; False: there is none."""
+        """Evict the least recently used resting sequence except `sequence`; False: there is none."""
         others = [each for each in self.resting if each is not sequence]
         for each in others[:1]:
             each.num_preemptions += each.num_computed_tokens > 0

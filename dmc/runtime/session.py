@@ -1,4 +1,4 @@
-"""Several turns on one cache."""
+"""Sessions: several turns on one cache."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dmc.runtime.sequence import Sequence
 class Session:
     """A conversation whose cache stays between turns: `with engine.session() as session: ...`.
 
-    A further turn feeds its prompt and the last token generated before it, nothing else; `feed` takes a context without
-    generating. While the session rests, the engine may take its blocks for others; the next turn then computes them
-    again from the tokens.
+    A further turn feeds only its prompt and the last token generated before it; `feed` takes a context without
+    generating. While the session rests, the engine may free its blocks for others; the next turn then recomputes them
+    from the tokens.
 
     Args:
-        engine: the `Engine` that serves it, which knows this class.
+        engine: the `Engine` that serves it.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.sequence = Sequence([], wanted=0, kept=True)
-        """All turns so far, and their place in the cache."""
+        """Tokens of all turns so far, and their state in the cache."""
         self.is_closed = False
 
     def __enter__(self) -> Session:
@@ -49,7 +49,7 @@ class Session:
 
         Args:
             prompt: text or token ids, not empty; a special token at its start is only added in the first turn.
-            params: of this turn.
+            params: sampling parameters of this turn.
         Returns:
             The continuation; its `stats` are those of the whole conversation.
         Raises:
@@ -63,16 +63,16 @@ class Session:
     def feed(self, prompt: str | list[int]) -> GenerationStats:
         """Take a context into the cache and generate nothing; no logits are computed.
 
-        The next turn goes on as if its prompt began here: with the whole cache, or gates that decide token by token,
-        both prompts make what one of both would. A policy compresses when a prompt ends, so it does after this one.
+        The next turn's prompt begins after it: with the full cache or learned gates, both give the same cache as
+        one joint prompt. A policy compresses at the end of each prompt, so also after this one.
 
         Args:
-            prompt: as of `generate`.
+            prompt: see `generate`.
         Returns:
-            Those of the whole conversation.
+            Statistics of the whole conversation.
         Raises:
-            ValueError: see `Engine.submit`. After any other error the context is a part of the conversation, which the
-                next turn goes on with: do not feed it again.
+            ValueError: see `Engine.submit`. After any other error the context is part of the conversation, which the
+                next turn continues: do not feed it again.
         """
         return self.engine.feed(prompt, self)
 
@@ -81,7 +81,7 @@ class Session:
         return self.engine.stream(prompt, params, self)
 
     def fork(self) -> Session:
-        """Return another session that goes on from here: the cache is shared until one of the two writes.
+        """Return another session that continues from here: the cache is shared until one of the two writes.
 
         Raises:
             ValueError: see `Engine.submit`.
@@ -89,15 +89,15 @@ class Session:
         return self.engine.fork(self)
 
     def positions_held(self) -> list[list[Tensor]]:
-        """List the positions of the tokens that are still held, by layer and KV head, int64 in ascending order.
+        """List the positions of the tokens held, by layer and KV head, int64, ascending.
 
         Raises:
-            ValueError: nothing is cached yet or any more; no policy evicts tokens, or the model merges them.
+            ValueError: nothing is cached; no policy evicts tokens, or the model merges them.
         """
         if self.sequence.row is None:
             raise ValueError("the session holds nothing: give it a turn first")
         return self.engine.cache.positions_held(self.sequence.row)
 
     def close(self) -> None:
-        """End the session: a turn that runs is aborted, the blocks return. May be called twice."""
+        """End the session: abort a running turn and free the blocks. May be called twice."""
         self.engine.end_session(self)

@@ -1,4 +1,4 @@
-"""The host's memory beside a device's: entries of runs of layers, packed token by token, and copies on their way."""
+"""Cache entries offloaded to the host's memory, packed by token for runs of layers, and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FIRST_BLOCKS = 64
 
 @dataclass
 class PendingCopy:
-    """A copy that may still be on its way."""
+    """An asynchronous copy, possibly unfinished."""
 
     states: Tensor
     event: torch.cuda.Event | None = None
 
     def on_host(self) -> Tensor:
-        """Wait until the host may read it."""
+        """Wait for the copy and return it for reading on the host."""
         if self.event is not None:
             self.event.synchronize()
         return self.states
 
     def on_device(self) -> Tensor:
-        """Let what the device does from now on wait for it."""
+        """Make later work of the device wait for the copy, and return it."""
         if self.event is not None:
             stream = torch.cuda.current_stream(self.states.device)
             stream.wait_event(self.event)
@@ -36,10 +36,10 @@ class PendingCopy:
 
 
 class CopyStream:
-    """Copies beside the computation, through pinned memory; where device and host are one, there is nothing to copy.
+    """Copies concurrently with the computation, through pinned memory; on a CPU nothing is copied.
 
     Args:
-        device: whose other side is the host.
+        device: device of the cache.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,11 +47,11 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def empty_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate what `to_device` takes, pinned where that helps."""
+        """Allocate a source for `to_device`, pinned where that helps."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def to_host(self, states: Tensor) -> PendingCopy:
-        """Send states of the device."""
+        """Start a copy from the device."""
         if self._stream is None:
             return PendingCopy(states)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -61,7 +61,7 @@ class CopyStream:
             return PendingCopy(host, self._stream.record_event())
 
     def to_device(self, states: Tensor) -> PendingCopy:
-        """Send states of the host."""
+        """Start a copy from the host."""
         if self._stream is None:
             return PendingCopy(states)
         with torch.cuda.stream(self._stream):
@@ -72,16 +72,16 @@ class CopyStream:
 class SlowPool:
     """Keys and values of some layers in the host's memory, in blocks under one table for each sequence.
 
-    The layers of a run lie together, token by token, so that one gather fetches tokens for all of them.
+    The layers of a run are stored together, token by token, so that one gather fetches tokens for all of them.
 
     Args:
         runs: layers of each run, by name.
-        entry_shape: of one token of one layer, [H, 2, D].
-        dtype: of keys and values.
-        num_layers: of the model.
-        max_sequences: rows.
+        entry_shape: shape of one token of one layer, [H, 2, D].
+        dtype: dtype of keys and values.
+        num_layers: layers of the model.
+        max_sequences: number of rows.
         block_size: tokens of a block.
-        lane: to and from the device.
+        lane: copies to and from the device.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class SlowPool:
         lane: CopyStream,
     ) -> None:
         self.tokens = torch.zeros(num_layers, max_sequences, dtype=torch.long)
-        """Tokens here, the first ones of each sequence, [L, C]."""
+        """Number of first tokens of each sequence that are here, [L, C]."""
         self.room = torch.zeros_like(self.tokens)
-        """Slots in pages for those of them that are read, [L, C]."""
+        """Number of slots in pages for those of them that are read, [L, C]."""
         self.entry_bytes = math.prod(entry_shape) * dtype.itemsize
         """Bytes of one token of one layer."""
         self._lane, self._block_size = lane, block_size
@@ -108,15 +108,15 @@ class SlowPool:
         }
         self._allocator = BlockAllocator(FIRST_BLOCKS)
         self._tables: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(max_sequences)]
-        self._coming: list[tuple[PendingCopy, int, Tensor]] = []  # with layer and slots
+        self._coming: list[tuple[PendingCopy, int, Tensor]] = []  # unfinished copies to the host, with layer and slots
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are, free ones included."""
+        """Number of blocks, free ones included."""
         return self._allocator.num_blocks
 
     def not_in_pages(self, row: int) -> Tensor:
-        """Entries of a sequence that each head of a layer holds here alone, int64 [L]."""
+        """Return the number of a sequence's entries that each head of a layer holds only here, int64 [L]."""
         return self.tokens[:, row] - self.room[:, row]
 
     def bytes_allocated(self, row: int) -> int:
@@ -124,18 +124,18 @@ class SlowPool:
         return len(self._tables[row]) * self._block_size * len(self._place) * self.entry_bytes
 
     def bytes_used(self, row: int) -> int:
-        """The same without the unused rest of the last blocks."""
+        """Bytes of a row's blocks without the unused rest of the last ones."""
         return int(self.tokens[:, row].sum()) * self.entry_bytes
 
     def free(self, row: int) -> None:
-        """Give a row's blocks back; may be called twice."""
+        """Free a row's blocks; may be called twice."""
         self._settle()
         self._allocator.free(self._tables[row].int())
         self._tables[row] = self._tables[row][:0]
         self.tokens[:, row] = self.room[:, row] = 0
 
     def write(self, layer_index: int, row: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Send keys and values [H, n, D] of the tokens from `begin` on; they arrive when they are asked for."""
+        """Start copying keys and values [H, n, D] of the tokens from `begin` on; the next read waits for them."""
         self._settle()
         end = begin + key.shape[1]
         self.tokens[layer_index, row] = end
@@ -156,7 +156,7 @@ class SlowPool:
         return states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
 
     def fetch(self, run: int, rows: list[int], positions: list[Tensor]) -> PendingCopy:
-        """Send all layers of a run to the device, for the given tokens of some rows: one gather and one copy.
+        """Start copying given tokens of some rows to the device, for all layers of a run: one gather and one copy.
 
         Returns:
             [tokens of all rows, layers, H, 2, D].
@@ -171,7 +171,7 @@ class SlowPool:
         return self._tables[row][positions // self._block_size] * self._block_size + positions % self._block_size
 
     def _settle(self) -> None:
-        """Put what has been sent where it belongs."""
+        """Write finished copies into the pool."""
         for arrival, layer_index, slots in self._coming:
             run, place = self._place[layer_index]
             self._packed[run][slots, place] = arrival.on_host()

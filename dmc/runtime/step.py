@@ -1,4 +1,4 @@
-"""One forward pass over the paged cache: what attention layers ask, one after the other."""
+"""One forward pass over the paged cache: serves the attention layers, one after the other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Step:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
     Args:
-        cache: storage; whoever makes a step has reserved blocks for the worst case.
-        attention: how to attend to it.
-        batch: which tokens of which sequences; their tables of RoPE are made here.
+        cache: the paged cache, with blocks reserved for the worst case.
+        attention: appends tokens and attends, by the policy.
+        batch: which tokens of which sequences; their RoPE tables are made here.
         rotary: position ids [1, n] -> cos, sin [1, n, D] with the borrowed neuron removed; None for stock models.
     """
 
@@ -37,10 +37,10 @@ class Step:
         return self.batch.positions[None]
 
     def finish(self) -> None:
-        """Check, after the last layer, that all have asked.
+        """Check, after the last layer, that all layers used the cache.
 
         Raises:
-            NotImplementedError: layers of a stock model have not asked this cache.
+            NotImplementedError: layers of a stock model did not use this cache.
         """
         if self._rotary is None and self._num_attended < self.cache.layout.num_layers:
             raise NotImplementedError(
@@ -51,7 +51,7 @@ class Step:
     def attend(
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """See `CompressedCache.attend`; batch size 1, all sequences in one row."""
+        """See `CompressedCache.attend`; batch size 1, all sequences in one flat row."""
         batch, compression = self.batch, self.cache.layout.compression
         merged = flat(tokens.merged)
         if compression is not None and compression.decisions == "fixed":
@@ -66,13 +66,13 @@ class Step:
         return self._attention.attend(layer_index, batch, query, new, scaling).transpose(0, 1)[None]
 
     def _handed_back(self, layer_index: int, decisions: Tensor) -> Tensor:
-        """Give each decision, [T, H], to the token before: of this pass, or the last one that was held back."""
+        """Shift each decision, [T, H], to the token before: in this pass, or the last one that was held back."""
         ring, first = self.cache.layer(layer_index).history_merged, self.batch.cu_seqlens[:-1]
         ring[self.batch.row_index, :, (self.batch.positions[first] - 1) % ring.shape[-1]] = decisions[first]
         return decisions.roll(-1, 0).index_fill(0, self.batch.last, False)
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Append every token and attend to all of them; query and key already rotated, [1, heads, T, D].
+        """Append every token and attend to all entries; query and key are already rotated, [1, heads, T, D].
 
         Raises:
             NotImplementedError: layers do not come one after the other, or their heads are not the cache's.
@@ -83,7 +83,7 @@ class Step:
         return attended.transpose(0, 1)[None]
 
     def _check_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse a layer of a model whose code is not ours unless it is what its configuration promised."""
+        """Refuse a stock model's layer whose calls differ from its configuration."""
         layout = self.cache.layout
         if layer_index != self._num_attended:
             raise NotImplementedError(
@@ -101,5 +101,5 @@ class Step:
 
 
 def flat(states: Tensor) -> Tensor:
-    """See [1, heads, T, ...] as [T, heads, ...]."""
+    """View [1, heads, T, ...] as [T, heads, ...]."""
     return states[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Stock Hugging Face models on the paged cache: a registered attention function that hands over to the step."""
+"""Stock Hugging Face models on the paged cache: a registered attention function that calls the step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ HARMLESS = {
     "output_router_logits": "of the model, not of attention",
     "use_cache": "the engine says no: its cache is not the model's",
 }
-"""Keywords that do not change what attention computes, and why."""
+"""Keywords that do not change the attention's result, and why."""
 
 
 class StockAttention:
-    """Lets a stock model ask the paged cache while a pass runs; before and after, its attention is its own.
+    """Lets a stock model use the paged cache while a pass runs; before and after, its attention is its own.
 
-    No mask function is registered beside the attention function, so transformers builds no mask: of sequences that
-    share a pass it would be as large as the square of their tokens.
+    No mask function is registered beside the attention function, so transformers builds no mask, whose size would be
+    the square of a pass's tokens.
 
     Args:
         model: causal LM.
     Raises:
-        NotImplementedError: it has attention sinks, of which configurations do not tell.
+        NotImplementedError: it has attention sinks, which configurations do not declare.
     """
 
     def __init__(self, model: Any) -> None:

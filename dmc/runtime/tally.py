@@ -1,4 +1,4 @@
-"""What sequences hold where tokens are predicted, summed up on the device: memory over a text, not only at its end."""
+"""Memory of sequences averaged over predicted positions, not only at the end; sums are kept on the device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SlotIndex = slice | Tensor | None
 
 @dataclass
 class Held:
-    """Sums over the positions of one sequence whose predictions were asked for."""
+    """Sums over the positions of one sequence whose predictions were requested."""
 
     positions: int = 0
-    """How many."""
+    """Number of positions."""
     tokens: int = 0
-    """Tokens seen at each, the position's own included."""
+    """Sum of the tokens seen at each position, its own included."""
     recent: int = 0
-    """Of these, raw ones that a delay holds back, for each head."""
+    """Sum of the raw tokens among them that a delay holds back, per head."""
     saved: tuple[Tensor, Tensor] | None = None
-    """What the tally had of a sequence that has lost its place in the cache."""
+    """The tally's sums of a sequence that was preempted."""
 
     def add(self, first: int, count: int, delay: int) -> None:
         """Count the positions first..first+count-1."""
@@ -37,13 +37,13 @@ class Held:
 class Tally:
     """Sums of entries and blocks by row; adding to them never waits for the device.
 
-    A single token counts as what its sequence holds after the pass; several that are fed together as what each would
-    have left, fed alone: nothing is evicted between them.
+    A single token counts the entries after the pass; each of several tokens fed together counts the entries that it
+    would have left, fed alone: nothing is evicted between them.
 
     Args:
         shape: layers, rows and KV heads.
         block_size: entries of a block.
-        device: of the cache.
+        device: device of the cache.
     """
 
     def __init__(self, shape: tuple[int, int, int], block_size: int, device: torch.device) -> None:
@@ -51,16 +51,16 @@ class Tally:
         self.slots = torch.zeros(shape, dtype=torch.long, device=device)
         """Entries in pages, summed over positions, [L, C, H]."""
         self.blocks = torch.zeros(2, shape[1], dtype=torch.long, device=device)
-        """Blocks of all layers and heads: summed over positions, and the most of any, [2, C]."""
-        self._first: Tensor | None = None  # where those begin that are counted inside a pass, int64 [C]
+        """Blocks of all layers and heads: the sum over positions and the maximum, [2, C]."""
+        self._first: Tensor | None = None  # first position that is counted inside a pass, int64 [C]
 
     def open_row(self, row: int, held: Held) -> None:
-        """Go on with what a sequence had before it lost its place, or begin with nothing."""
+        """Restore the sums of a preempted sequence, or begin at 0."""
         self.slots[:, row], self.blocks[:, row] = (0, 0) if held.saved is None else held.saved
         held.saved = None
 
     def close_row(self, row: int, held: Held) -> None:
-        """Give a sequence what has been summed up, for the place that it gets next."""
+        """Save a sequence's sums, for the row that it gets next."""
         if held.positions:
             held.saved = self.slots[:, row].clone(), self.blocks[:, row].clone()
 
@@ -73,12 +73,12 @@ class Tally:
             self._first = begins.to(self._device)
 
     def count(self, layer_index: int, batch: ForwardBatch, seen: VisibleKeys) -> None:
-        """Add what is held after each new token of a layer, where several of a sequence are watched.
+        """Add the entries after each new token of a layer, where several tokens of a sequence are watched.
 
         Args:
-            layer_index: which one.
+            layer_index: index of the layer.
             batch: the tokens.
-            seen: by their queries.
+            seen: the keys that their queries see.
         """
         if self._first is None or batch.most_new == 1:
             return
@@ -91,19 +91,19 @@ class Tally:
         self.blocks[0].index_add_(0, rows, self._blocks_of(lengths).sum(1))
 
     def index(self, rows: list[int]) -> SlotIndex:
-        """Make what `count_last` finds rows by, before the pass: from the host afterwards it would wait; None: none."""
+        """Make the index of `count_last` before the pass, since a copy after it would wait; None: no rows."""
         if not rows:
             return None
         are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
         return slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
 
     def count_last(self, where: SlotIndex, lengths: Tensor, adds: bool) -> None:
-        """Count what rows hold after a pass.
+        """Count the entries of rows after a pass.
 
         Args:
-            where: from `index`.
-            lengths: of the cache, [L, C, H].
-            adds: whether the last token has to be added; else each has been counted before.
+            where: result of `index`.
+            lengths: lengths of the cache, [L, C, H].
+            adds: whether to add the last token; else each has been counted before.
         """
         if where is None:
             return
@@ -115,15 +115,15 @@ class Tally:
         self.blocks[1, where] = self.blocks[1, where].maximum(blocks)
 
     def beyond(self, row: int, held: Held, lengths: Tensor) -> tuple[Tensor, int, int]:
-        """Compare with what a row holds now.
+        """Compare the sums with a row's present entries.
 
         Args:
-            row: of the sequence.
-            held: how many positions have been counted.
+            row: cache row of the sequence.
+            held: number of counted positions.
             lengths: entries in its pages, [L, H].
         Returns:
-            How much more than now the positions held, in sum: entries [L, H], and blocks; and the most blocks any held
-            beyond those of now. All 0 where none has been counted.
+            Sum over positions of the excess over now, in entries [L, H] and blocks, and the largest excess of blocks.
+            All 0 where no position has been counted.
         """
         lengths = lengths.long()
         blocks = int(self._blocks_of(lengths).sum())

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: never half a character, nothing of a stop string."""
+"""Incremental detokenization: never half a character, nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Detokenises one continuation as it grows, with any tokenizer that has `decode`.
+    """Detokenizes one continuation as it grows, with any tokenizer that has `decode`.
 
-    The tokens of the last piece stay as context, for a tokenizer may strip the space before the first token it decodes.
+    The tokens of the last piece stay as context: a tokenizer may strip the space before the first token it decodes.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        stop: strings before which the text ends, also if several tokens make one.
+        stop: strings before which the text ends, also if several tokens form one.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
@@ -56,6 +56,6 @@ class TextStream:
         return text[:end]
 
     def _length_of_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that may begin a stop string."""
+        """Return the length of the longest suffix of `text` that may begin a stop string."""
         lengths = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(lengths, default=0)
