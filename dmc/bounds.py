@@ -1,4 +1,4 @@
-"""What settings may be, said where they are declared: one message for each that is something else."""
+"""Allowed values of settings, declared at the fields; each violation gives one message."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Annotated, Any, Literal
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be; True and False are none."""
+    """Allowed range of a number; True and False are no numbers."""
 
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
     whole: bool = False
-    """Only whole numbers, of type int."""
+    """Whether only whole numbers of type int are allowed."""
     note: str = ""
-    """What the number is, or why the bounds are there."""
+    """Meaning of the number, or reason of the bounds."""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is no finite number within the bounds.
+        """Refuse a value that is no finite number within the bounds.
 
         Raises:
-            ValueError: it is not; the message names it and what was expected.
+            ValueError: the value is out of bounds; the message names it and what was expected.
         """
         is_number = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
         if is_number and self.least <= value <= self.most and self.above < value < self.below and math.isfinite(value):
@@ -49,10 +49,10 @@ def check_fields(owner: Any, prefix: str = "") -> None:
     """Check fields of a dataclass against their annotations: `Literal`s, and the `Bounds` of each number they hold.
 
     Args:
-        owner: has the fields, such as `steps: Annotated[int, Bounds(least=1)] | None`.
-        prefix: stands before a field's name in messages, `training.`.
+        owner: the dataclass, with fields such as `steps: Annotated[int, Bounds(least=1)] | None`.
+        prefix: prefix of field names in messages, such as `training.`.
     Raises:
-        ValueError: a value is none of those; the message names it and what was expected.
+        ValueError: a value is not allowed; the message names it and what was expected.
     """
     kind: Any = type(owner)
     for name, hint in _annotations(kind).items():

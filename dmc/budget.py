@@ -20,17 +20,17 @@ def check_ratio(ratio: float, name: str = "ratio") -> float:
 
 
 def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_slots: float) -> float:
-    """Compression ratio of a cache that holds `total_slots` entries over all layers and KV heads for `tokens_seen`."""
+    """Return the ratio of a cache that holds `total_slots` entries over all layers and KV heads for `tokens_seen`."""
     return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
 
 
 def whole(share: float) -> int:
-    """Round a share down; what is whole but for its last digits counts as whole (33 / 1.1 is 29.999999999999996)."""
+    """Round a share down, but to the nearest integer within rounding errors (33 / 1.1 is 29.999999999999996)."""
     return math.floor(share + 1e-9)
 
 
 def entry_bytes(head_dim: int, bytes_per_number: int) -> int:
-    """Bytes of one cache entry: the key and the value of one KV head."""
+    """Return the bytes of one cache entry: the key and the value of one KV head."""
     return 2 * head_dim * bytes_per_number
 
 
@@ -59,7 +59,7 @@ class Budget:
             raise ValueError(f"Budget(tokens={self.tokens!r}): expected a whole number >= 1")
 
     def entries(self, num_tokens: int) -> int:
-        """Entries per KV head allowed for `num_tokens` tokens."""
+        """Return the entries allowed per KV head for `num_tokens` tokens."""
         if self.tokens is not None:
             return self.tokens
         assert self.ratio is not None

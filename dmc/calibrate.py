@@ -20,7 +20,7 @@ TOLERANCE = 0.002
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration found."""
+    """Result of a calibration."""
 
     offset_before: float
     offset: float
@@ -45,9 +45,9 @@ def calibrate_offset(
         batches: held-out text, see `score_text`.
         target_ratio: CR >= 1.
         reach: largest shift of the offset.
-        sharing: ranks that read a part of the batches each; all of them call this, and find the same.
+        sharing: ranks that divide the batches; all of them call this, with the same result.
     Raises:
-        ValueError: the target is no ratio, or the model has no gates, or none with an offset.
+        ValueError: the target is no ratio, or the model has no gates with an offset.
     """
     check_ratio(target_ratio, "target_ratio")
     if getattr(model, "compression", None) is None:

@@ -1,4 +1,4 @@
-"""Checksums of files: how to tell that what is read is what was written."""
+"""Checksums of files, which detect that a file has changed since it was written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, int]
 
 
 def write_list(file: Path, paths: Iterable[Path]) -> None:
-    """Write a file that lists others of its folder, as `list_files` does; it is there as a whole or not at all."""
+    """Write atomically a file that lists others of its folder, as `list_files` does."""
     partial = file.with_name(f".{file.name}")
     partial.write_text(json.dumps({"files": list_files(file.parent, paths)}, indent=1) + "\n")
     os.replace(partial, file)
@@ -47,7 +47,7 @@ def read_list(file: Path) -> dict[str, tuple[int, int]]:
     """Read what `write_list` has written.
 
     Raises:
-        ValueError: it is not there, is damaged, or leads outside its folder.
+        ValueError: the file is missing or damaged, or names a path outside its folder.
     """
     try:
         files = json.loads(file.read_text())["files"]
@@ -59,7 +59,7 @@ def read_list(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def file_damage(path: Path, num_bytes: int, checksum: int | None = None) -> str | None:
-    """Say what is wrong with a file, None if it has so many bytes and, where one is given, this checksum.
+    """Return the damage of a file, or None if its size and, where given, its checksum are as expected.
 
     Raises:
         OSError: the file cannot be read.

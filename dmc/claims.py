@@ -1,4 +1,4 @@
-"""Claims: files that say which process works on something, for as long as it lives, on disks that machines share.
+"""Claims: files that record which live process works on something, on disks that machines share.
 
 A claim is a file `NAME.1` with who holds it, touched every few seconds. It is void once its process is gone (known at
 once on the same machine, and of an earlier start of the same Slurm job), or no touch has come for `EXPIRY` seconds, by
@@ -37,9 +37,9 @@ class Holder:
     since: str
     """When it took the claim."""
     space: str
-    """Where its number means something: this start of the machine, and its container."""
+    """Namespace of its process number: this boot of the machine, and its container."""
     started: str
-    """Tells the process from a later one with its number."""
+    """Start time, which distinguishes the process from a later one with its number."""
     slurm_job: str | None = None
     slurm_restarts: int = 0
 
@@ -49,7 +49,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its end is known; False does not mean that it lives."""
+        """Whether it is known to have ended; False does not mean that it lives."""
         me = _myself()
         if self.slurm_job is not None and self.slurm_job == me.slurm_job and self.slurm_restarts < me.slurm_restarts:
             return True  # Slurm starts a job again when all of it has ended
@@ -61,7 +61,7 @@ class ClaimedError(OSError):
 
     Args:
         message: for the user.
-        holder: who holds it; None: it has written no name yet.
+        holder: the holder; None: it has written no name yet.
     """
 
     def __init__(self, message: str, holder: Holder | None) -> None:
@@ -71,11 +71,11 @@ class ClaimedError(OSError):
 
 @contextmanager
 def claim(path: Path, wait: bool = False) -> Iterator[threading.Event]:
-    """Hold the claim `path`, a name in a folder that is there, and give it back at the end.
+    """Hold the claim `path`, a name in an existing folder, and release it at the end.
 
     Args:
         path: the claim; its files are `path` with a dot and a number.
-        wait: watch a holder that may be gone until it shows life, or its claim is void: at most `EXPIRY` seconds.
+        wait: watch a holder that may be gone until it shows life or its claim is void, for at most `EXPIRY` seconds.
     Yields:
         Set when the claim is lost: this process could not touch it for long, and another one has taken it over.
     Raises:
@@ -127,7 +127,7 @@ def _take(path: Path) -> Path:
         with os.fdopen(handle, "w") as file:
             json.dump(asdict(_myself()), file)
         others = {number: file for number, file in _files(path).items() if file != own}
-        _refuse_held(path, others)  # what has come since the first look
+        _refuse_held(path, others)  # claims since the first look
     except BaseException:
         own.unlink(missing_ok=True)
         raise
@@ -197,7 +197,7 @@ def _beats(path: Path) -> dict[Path, int]:
 
 
 def _beat(own: Path, identity: int, over: threading.Event, lost: threading.Event) -> None:
-    """Touch a claim until it is given back or lost."""
+    """Touch a claim until it is released or lost."""
     while not over.wait(BEAT):
         try:
             if own.stat().st_ino != identity:
@@ -225,7 +225,7 @@ def _myself() -> Holder:
 
 
 def _space() -> str:
-    """Name what process numbers are unique in: a container may share its host's name but not its numbers."""
+    """Name the namespace of process numbers: a container may share its host's name but not its numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -234,7 +234,7 @@ def _space() -> str:
 
 
 def _started(pid: int) -> str:
-    """Tell when a process of this machine began, in ticks since the machine did; empty: there is none."""
+    """Return when a process of this machine started, in ticks since boot; empty: there is none."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What every script does: settings as people write them turned into what Hydra reads, errors told in one line."""
+"""Shared by all scripts: translate settings as people write them into Hydra's, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "seeds", "only")
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
-"""Scripts whose `model` is a file of `configs/model`; in the others it holds path, dtype and revision."""
+"""Scripts whose `model` names a file of `configs/model`; in the others it holds path, dtype and revision."""
 OPEN = (
     "training.stages.",
     "data.train.",
@@ -33,9 +33,9 @@ OPEN = (
     "logger.",
     "callbacks.",
 )
-"""Beginnings of settings that need not stand in a file to be given: they are checked all the same."""
+"""Prefixes of settings that may be given without being in a config file; they are checked all the same."""
 LENGTHS = ("steps", "tokens", "tokens_per_ratio")
-"""Of a stage; to give one leaves the others out."""
+"""Lengths of a stage; giving one removes the others."""
 OUTPUTS = ("output", "output_dir")
 """Settings that name a folder to write to in every script that has them."""
 FLAGS = ("overwrite", "trust_run", "use_previous_checkpoint", "control")
@@ -53,16 +53,16 @@ INPUT_ERRORS = (
     OmegaConfBaseException,
     SafetensorError,
 )
-"""What wrong settings and damaged files end in; anything else is a defect, and shows its stack."""
+"""Errors of wrong settings and damaged files; any other error is a defect, and shows its stack."""
 
 
 def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Make a script's main function, which takes composed settings, read the command line.
+    """Decorate a script's main function, which takes composed settings, so that it reads the command line.
 
     Wrong input ends the process with one line on stderr and status 1; HYDRA_FULL_ERROR=1 shows the stack.
 
     Args:
-        name: of its file in `configs/`, which lies beside the script's folder, in a checkout as in a wheel.
+        name: name of its file in `configs/`, beside the script's folder in a checkout as in a wheel.
     """
 
     def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
@@ -71,7 +71,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def task(settings: DictConfig) -> None:
-            # A launcher waits for ever for the result of a run that just exits: runs of a sweep raise.
+            # A launcher waits forever for the result of a run that exits: runs of a sweep raise.
             with told() if HydraConfig.get().mode is RunMode.RUN else nullcontext():
                 if missing := sorted(OmegaConf.missing_keys(settings)):
                     raise ValueError(f"give a value for {', '.join(missing)}")
@@ -84,7 +84,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
         @functools.wraps(function)
         def main() -> None:
             flush_denormals()
-            sys.path.insert(0, str(Path.cwd()))  # where a user's own sources, policies and callbacks lie
+            sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
             with told(), _raised_by_hydra():
                 run()
@@ -95,7 +95,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
 
 def check_outputs(settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError if what shall be a folder to write to is a file, or lies in one."""
+    """Raise a ValueError if an output folder is a file, or is inside one."""
     for name in OUTPUTS:
         folder = settings.get(name)
         for path in (Path(folder), *Path(folder).parents) if isinstance(folder, str) else ():
@@ -104,7 +104,7 @@ def check_outputs(settings: Mapping[str, Any]) -> None:
 
 
 def check_flags(settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError if what is true or false is something else."""
+    """Raise a ValueError if a flag is neither true nor false."""
     for name in FLAGS:
         if not isinstance(settings.get(name, False), bool):
             raise ValueError(f"{name}={settings[name]}: expected true or false")
@@ -112,7 +112,7 @@ def check_flags(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End the process with one line on stderr and status 1 where the input was wrong."""
+    """End the process with one line on stderr and status 1 on wrong input."""
     try:
         yield
     except INPUT_ERRORS as error:
@@ -121,7 +121,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _raised_by_hydra() -> Iterator[None]:
-    """Let Hydra raise what is wrong with a command line, of which it would write several lines."""
+    """Make Hydra raise the errors of a command line, which it would print in several lines."""
     before = os.environ.get(_SHOW_STACK)
     os.environ[_SHOW_STACK] = "1"
     try:
@@ -134,30 +134,29 @@ def _raised_by_hydra() -> Iterator[None]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Write an error's message without line breaks, of an OmegaConf error what it says of the value alone."""
+    """Return an error's message without line breaks; of an OmegaConf error only the part about the value."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return " ".join(told) or type(error).__name__
 
 
 def flush_denormals() -> None:
-    """Count numbers below 1e-38 as 0 in this process, for a CPU computes with them up to 15 times as slowly.
+    """Flush numbers below 1e-38 to 0 in this process: a CPU is up to 15 times slower on them.
 
-    Attention to what a sure gate has closed is full of them. Call it before the first product: a thread keeps what was
-    set when it started.
+    Attention to entries that a confident gate has closed is full of them. Call it before the first product: a thread
+    keeps the mode that was set when it started.
     """
     torch.set_flush_denormal(True)
 
 
 def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[str]:
-    """Write a command line as Hydra reads it.
+    """Translate a command line into Hydra's syntax.
 
-    `model=DIR` becomes `model.path=DIR`, of which a name in `configs/model` stays the choice of that file where the
-    script has one; a list may stand without brackets; a stage's new length takes the place of the one it had. Of a
-    sweep each value is one of these.
+    `model=DIR` becomes `model.path=DIR`, unless the script chooses `configs/model` and the name is a file there; lists
+    may be without brackets; a stage's new length replaces its old one. Each value of a sweep is translated.
 
     Args:
-        name: of the script's file in `configs`.
+        name: name of the script's file in `configs`.
         arguments: settings and Hydra's own options.
         configs: folder of all settings.
     """
@@ -180,14 +179,14 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
 
 
 def _is_choice(value: str, configs: Path) -> bool:
-    """Tell names of `configs/model`, and what may be meant as one, from folders and hub names of models."""
+    """Return whether a value is (or may be meant as) a name of `configs/model`, not a folder or hub name."""
     files = configs / "model"
     names = value.split(",")
     return all("/" not in each and ((files / f"{each}.yaml").is_file() or not Path(each).is_dir()) for each in names)
 
 
 def _listed(value: str, sweeps: bool) -> str:
-    """Write `a,b` as `[a,b]`; in a sweep, where it is one value after the other, as `[a],[b]`."""
+    """Write `a,b` as `[a,b]`; in a sweep, which has one value after the other, as `[a],[b]`."""
     if not sweeps:
         return f"[{value}]"
     return value if set(value) & set("[{(") else ",".join(f"[{each}]" for each in value.split(","))

@@ -1,4 +1,4 @@
-"""A trained model becomes a Hugging Face folder: written aside, read back, compared, then put in its place."""
+"""Export of a trained model as a Hugging Face folder: written aside, read back, compared, then moved into place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a reader of the folder should know."""
+    """Content of an exported folder's model card."""
 
     title: str
     base: str
@@ -34,7 +34,7 @@ class ModelCard:
     data: str
     """The text it was trained on."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Figures, named with their unit."""
+    """Metrics, named with their unit."""
 
     def text(self, compression: dict[str, Any] | None, origin: dict[str, Any]) -> str:
         """Write the card as Markdown."""
@@ -73,9 +73,9 @@ def export(
         model: compressed or stock causal LM.
         folder: new or empty folder.
         tokenizer: saved beside the weights; None: none.
-        card: for the reader.
+        card: the model card.
         overwrite: replace a folder that was exported here; it stays until the new one is complete.
-        inputs: what the model was read from, never replaced.
+        inputs: folders that the model was read from, which are never replaced.
     Returns:
         The folder.
     Raises:
@@ -91,7 +91,7 @@ def export(
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder holds an exported model: its figures, and all of its weights as they should be."""
+    """Return whether a folder holds a whole exported model: its metrics, and all of its weights undamaged."""
     if not (folder / METRICS_NAME).is_file():
         return False
     try:
@@ -103,7 +103,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def is_final(folder: Path) -> bool:
-    """Tell whether a folder holds the whole model of a run's last step."""
+    """Return whether a folder holds the whole model of a run's last step."""
     if not is_whole(folder):
         return False
     try:
@@ -114,12 +114,12 @@ def is_final(folder: Path) -> bool:
 
 
 def is_of_last_step(metrics: dict[str, Any]) -> bool:
-    """Tell whether a run's plan was at its end when these figures were measured; earlier versions did not write it."""
+    """Return whether the metrics are of a run's last step; earlier versions did not record it."""
     return metrics.get("steps", 0) >= metrics.get("planned_steps", 0)
 
 
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:
-    """Write what lies beside the weights of a model: its tokenizer, unless None, the card, and both as a record."""
+    """Write the files beside a model's weights: its tokenizer, unless None, the card, and the metrics."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     origin = provenance()

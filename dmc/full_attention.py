@@ -1,27 +1,27 @@
-"""Which models attend in full: every token to all before it, by angles that follow from its position alone."""
+"""Checks that a model uses full causal attention, with RoPE angles that depend on positions alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles do not depend on how long the sequence has become."""
+"""RoPE types whose angles do not depend on the sequence's length."""
 REACH = {
     "sliding_attention": ("sliding window", "sliding_window"),
     "chunked_attention": ("chunk", "attention_chunk_size"),
 }
-"""Kinds of layers that see the last tokens only: what they have, and the field of a configuration with its size."""
+"""Kinds of layers that see only the last tokens: their name, and the configuration field with the size."""
 OTHER_MATHS = {
     "attn_logit_softcapping": "caps attention scores",
     "kv_lora_rank": "keeps one latent vector instead of keys and values (MLA)",
     "index_topk": "lets an indexer choose the tokens that are attended to",
 }
-"""Fields of configurations that change attention itself where they are set."""
+"""Configuration fields that change the attention itself if they are set."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
 
 
 def context_length(config: Any) -> int:
-    """Return the positions that a model is made for; YaRN's factor may stretch what the configuration says."""
+    """Return the number of positions of a model; YaRN's factor may stretch that of the configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn":
         return config.max_position_embeddings
@@ -30,12 +30,12 @@ def context_length(config: Any) -> int:
 
 
 def refuse_other_attention(config: Any) -> None:
-    """Raise where a cache of keys and values, attended to in full, would silently be wrong.
+    """Raise if full attention to a cache of keys and values would silently be wrong for a model.
 
-    A layer that sees no fewer tokens than the model's context attends in full.
+    A window of at least the model's context counts as full attention.
 
     Args:
-        config: of a transformers causal LM.
+        config: configuration of a transformers causal LM.
     Raises:
         NotImplementedError: a layer sees the last tokens only or keeps another state, scores are capped, keys and
             values are compressed already, or RoPE depends on the sequence length.
@@ -74,7 +74,7 @@ def refuse_other_attention(config: Any) -> None:
 
 
 def _layer_kinds(config: Any) -> list[str]:
-    """Name what each layer is, as `layer_types` of a configuration does; some models have a window and no such list."""
+    """Return the kind of each layer, as a configuration's `layer_types`; some models have a window and no such list."""
     if getattr(config, "layer_types", None):
         return list(config.layer_types)
     slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

@@ -1,4 +1,4 @@
-"""Nested values: out of JSON files that somebody else may have written, and flat."""
+"""Read mappings from untrusted JSON files, and flatten nested ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON, or holds something else.
+        ValueError: the file is no JSON, or holds no mapping.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -29,7 +29,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of nested mappings with dots; an empty one stays a value."""
+    """Join the keys of nested mappings with dots; an empty mapping stays a value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

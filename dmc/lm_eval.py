@@ -1,4 +1,4 @@
-"""lm-eval's own command line, to which the engine is a model and compressed folders are known.
+"""lm-eval's own command line, with the engine as a model and with compressed folders registered.
 
 `python -m dmc.lm_eval --model dmc --model_args pretrained=DIR,policy=h2o,ratio=4 --tasks piqa`, with all its other
 options; `--model hf` runs a compressed folder through transformers.
@@ -32,20 +32,20 @@ MEMORY = ("achieved_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_tok
 
 @register_model("dmc")
 class FolderLM(EngineLM):
-    """A model's folder on the engine, as lm-eval's command line builds models: `--model dmc`.
+    """A model's folder on the engine, for lm-eval's command line: `--model dmc`.
 
     Args:
-        pretrained: folder or hub name; a compressed model runs with its own gates.
+        pretrained: folder or hub name; a compressed model runs with its learned gates.
         policy: a file of `configs/policy`, or in JSON a mapping, `{"name": "mine", "_target_": "my_module.Mine"}`.
         ratio: budget of a policy, a compression ratio.
-        tokens: the same as entries per KV head.
-        dtype: of the weights.
+        tokens: budget of a policy in entries per KV head.
+        dtype: dtype of the weights.
         revision: hub revision.
-        seed: of sampled generations.
+        seed: seed of sampled generations.
         batch_size: sequences that run at the same time; "auto": 8.
-        device: the model's; a GPU that is not there counts as the CPU.
-        max_batch_size: of no use here.
-        options: `policy.NAME`, of the policy, such as `policy.recent=32`; `engine.NAME`, see `EngineSettings`.
+        device: device of the model; a missing GPU counts as the CPU.
+        max_batch_size: ignored.
+        options: `policy.NAME` for the policy, such as `policy.recent=32`; `engine.NAME`, see `EngineSettings`.
     Raises:
         ValueError: an argument is unknown or out of range; see `policy_from_config`, `EngineSettings` and `EngineLM`.
     """
@@ -87,7 +87,7 @@ class FolderLM(EngineLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Tell the results' file what held the cache, and the memory that it took."""
+        """Return the method and its memory, for the results file."""
         memory = memory_of(self.stats, self.budget) if self.stats else {}
         return {"policy": self.policy, "cache": {name: memory[name] for name in MEMORY if name in memory}}
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, ready to serve."""
+"""Load a model and its tokenizer for inference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dmc.models import load_model
 
 
 def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:
-    """Load a model, on the GPU if there is one, and its tokenizer, None if it has none.
+    """Load a model, on the GPU if there is one, and its tokenizer, or None if it has none.
 
     Args:
         path: folder or hub name of a stock or compressed model.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         revision: hub revision.
     Raises:
         FileNotFoundError, ValueError: see `load_model` and `load_tokenizer`.
@@ -28,14 +28,14 @@ def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = N
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: int | None = None) -> Any:
-    """Load a tokenizer, without code of its own.
+    """Load a tokenizer without running code from its folder.
 
     Args:
         path: folder or hub name.
         revision: hub revision.
-        vocab_size: of the model that reads its tokens; None: any.
+        vocab_size: vocabulary size of the model that reads its tokens; None: any.
     Raises:
-        ValueError: there is none, it is damaged, or it has more tokens than the model.
+        ValueError: the tokenizer is missing or damaged, or has more tokens than the model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)

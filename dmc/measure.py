@@ -1,4 +1,4 @@
-"""Loss and achieved compression of a model on held-out text, with the decisions that inference takes."""
+"""Loss and achieved compression ratio of a model on held-out text, with thresholded decisions as in inference."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dmc.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class TextScore:
-    """A model on held-out text, thresholded decisions."""
+    """Scores of a model on held-out text, with thresholded decisions."""
 
     loss: float
-    """Next-token cross-entropy, nats per token: the mean of the sequences, each that of its scored tokens."""
+    """Next-token cross-entropy, nats per token: the mean over sequences of the mean over their scored tokens."""
     held: Tensor | None
     """Share of the tokens each head holds at the end of a sequence, [L, H]; None without gates."""
 
     @property
     def achieved_ratio(self) -> float:
-        """Tokens over entries held; 1 without gates."""
+        """Tokens over held entries; 1 without gates."""
         return 1.0 if self.held is None else 1.0 / float(self.held.mean())
 
 
@@ -57,9 +57,9 @@ def score_text(
         model: stock or compressed causal LM.
         batches: of `input_ids` [B, T], and where given `loss_mask` [B, T], True at tokens that are scored, and
             `documents` at which gates and attention reset.
-        title: of a progress bar; None: none.
-        sharing: ranks that read a part of the batches each; all of them call this, and get the score of all batches.
-        gate_mode: who decides; None: the gates, as in inference.
+        title: title of a progress bar; None: no bar.
+        sharing: ranks that divide the batches; all of them call this, and get the score of all batches.
+        gate_mode: how the gates decide; None: as in inference.
     Raises:
         ValueError: no token is scored.
     """
@@ -72,7 +72,7 @@ def score_text(
     with evaluating(model):
         for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
             own = turn + reader
-            # A rank without a batch takes part in the pass of those that have one: some must make each pass together.
+            # A rank without a batch takes part in the others' passes: some strategies run each pass on all ranks.
             batch = {name: each.to(model.device) for name, each in batches[min(own, len(batches) - 1)].items()}
             input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
             gates: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def score_text(
                 first = sum(sizes[:own])
                 scores[first : first + len(found)] = found.cpu()
     assert scores is not None, "no batches"
-    scores = sharing.added(scores)  # every rank's rows are 0 where they are another's: the sum is exact
+    scores = sharing.added(scores)  # rows of other ranks are 0: the sum is exact
     if not scores[:, 1].any():
         raise ValueError(f"no token of {len(scores)} held-out sequences is scored: take more of them, or longer ones")
     loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0

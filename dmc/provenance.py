@@ -1,4 +1,4 @@
-"""Where a result came from: versions, git commit, command."""
+"""Provenance of a result: versions, git commit, command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def provenance() -> dict[str, Any]:
 
 
 def slurm_job() -> dict[str, str]:
-    """Return what Slurm says about the job this process is in; empty outside one. No tokens are among it."""
+    """Return Slurm's description of this process's job, without tokens; empty outside a job."""
     names = [f"SLURM_{name}" for name in SLURM_VARIABLES]
     return {name: os.environ[name] for name in names if name in os.environ}
 

@@ -1,6 +1,6 @@
-"""The main job on the embedded default: a tiny base that retrieves, its control and its retrofit, and what they know.
+"""The quickstart: train a tiny base that retrieves, its control and its retrofit, and measure all of them.
 
-All of them are asked for facts of a text when it has been compressed, and predict text behind a long context.
+They answer questions about facts in a compressed text, and predict text after a long context.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dmc.runtime import Engine, SamplingParams
 from dmc.training import TrainedRun, train
 
 NUM_TOGETHER = 32
-"""Sequences that are read at the same time."""
+"""Number of sequences that are read at the same time."""
 TRAINING_FREE = ["h2o", "tova", "snapkv"]
-"""What the control is compared under, in as many bytes as the retrofit holds."""
+"""Policies that run on the control, in as many bytes as the retrofit holds."""
 PROMPT = "def read_lines(path):\n"
 CONTROL, RETROFIT = "control", "retrofit"
 
@@ -36,7 +36,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         base: pretraining of the base.
         control: the base trained on for as many steps as the retrofit.
         retrofit: zero-out, ramp and solidify.
-        folder: everything lies below it.
+        folder: folder of all outputs.
         configs: folder of policies and tasks.
     Returns:
         The table.
@@ -60,7 +60,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
 
 
 def grid_of(runs: dict[str, TrainedRun], retrofit: RunConfig, folder: Path) -> CompareConfig:
-    """Ask every model for facts of the text that reports are measured on, and let it predict the text itself."""
+    """Return the grid of all models: questions about facts in the report split's text, and prediction of the text."""
     paths = {"base": runs["base"].final, CONTROL: runs[CONTROL].final, RETROFIT: runs[RETROFIT].final}
     models = {
         name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in paths.items()
@@ -90,7 +90,7 @@ def _sample(folder: Path) -> str:
 
 @contextmanager
 def _timing(path: Path, name: str) -> Iterator[None]:
-    """Add the seconds of a part to those of earlier starts, in a file."""
+    """Add the seconds of a part to the sum over earlier starts, in a file."""
     start = time.perf_counter()
     try:
         yield

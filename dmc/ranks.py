@@ -1,4 +1,4 @@
-"""The processes that share one model: who this one is, and the few numbers they must agree on."""
+"""The processes that share one model: this one's rank, and collectives for the numbers they must agree on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process of a tensor parallel group; the default is a process alone, for which nothing is communicated.
+    """One process of a tensor parallel group; the default is a single process, which communicates nothing.
 
     Every method that talks to the other ranks must be called by all of them, in the same order.
     """
@@ -36,7 +36,7 @@ class Ranks:
         """
         if not dist.is_torchelastic_launched():
             raise RuntimeError("tensor parallel loading needs several processes: start them with torchrun")
-        if torch.cuda.is_available():  # collectives use the current device; a process may see its own GPU alone
+        if torch.cuda.is_available():  # collectives use the current device; a process may see only its own GPU
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -44,24 +44,24 @@ class Ranks:
 
     @classmethod
     def all(cls) -> Ranks:
-        """Name every process that torch.distributed joins; a process alone where it joins none."""
+        """Return the group of all processes of torch.distributed; a single process if it is not initialized."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else cls()
 
     @classmethod
     def on_hosts(cls) -> Ranks:
-        """Join every process by their CPUs: what they agree on waits for no device. All of them call this together."""
+        """Make a CPU group of all processes, whose collectives wait for no device; all of them call this together."""
         every = cls.all()
         return every if every.size == 1 else cls(every.rank, every.size, dist.new_group(backend="gloo"))
 
     def while_others_wait(self, name: str, act: Callable[[], None], store: Any = None) -> None:
-        """Let the first rank act, and the others wait for as long as that takes, outside of any collective.
+        """Run `act` on the first rank while the others wait, for any time, outside of collectives.
 
         Args:
-            name: of this wait, no other's.
+            name: unique name of this wait.
             act: called on the first rank.
-            store: what the ranks tell each other through; None: the one they met in.
+            store: key-value store between the ranks; None: torch.distributed's.
         Raises:
-            RuntimeError: it failed; the first rank raises what it met.
+            RuntimeError: `act` failed; the first rank raises its error instead.
         """
         if self.size == 1:
             return act()
@@ -100,7 +100,7 @@ class Ranks:
         return self._reduce(number, dist.ReduceOp.SUM)
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """Return what the first rank gave, whatever the others did."""
+        """Return the first rank's tensor, on all ranks."""
         if self.size == 1:
             return tensor
         shared = tensor.to(self._device).contiguous()

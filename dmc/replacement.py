@@ -1,4 +1,4 @@
-"""A folder written aside takes the place of an empty one, or of what was written here before: never of other files."""
+"""Replace a folder atomically: only an empty one, or one that was written here before, never other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD_NAME = "files.json"
 
 @contextmanager
 def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder to write into that takes the place of `folder` once all is written; after an error nothing does.
+    """Yield a folder to write into, which replaces `folder` once all is written; after an error nothing is replaced.
 
     Raises:
         FileExistsError: see `refuse_occupied`; nothing is written.
@@ -26,7 +26,7 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
     _remove(partial)
     partial.mkdir(parents=True)
-    write_list(partial / RECORD_NAME, [])  # what a kill leaves is known as ours
+    write_list(partial / RECORD_NAME, [])  # marks the rest as ours after a kill
     try:
         yield partial
         write_list(partial / RECORD_NAME, _files(partial))
@@ -42,10 +42,10 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, its record last: what a kill leaves of it is still known as ours."""
+    """Remove a folder, its record last: after a kill the rest is still marked as ours."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name != RECORD_NAME:
-            with suppress(OSError):  # what cannot be removed is no error of what has been written
+            with suppress(OSError):  # the new folder is written: a failed removal is no error
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -56,10 +56,10 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), 
     Args:
         folder: new, empty, or with `overwrite` one whose files are all as its own record lists them.
         overwrite: whether it may be replaced.
-        inputs: what is read to write it; neither these nor what holds them is ever replaced.
+        inputs: paths that are read to write it; neither these nor folders that hold them are ever replaced.
         thoroughly: whether to compare checksums too; False: names and sizes.
     Raises:
-        FileExistsError: it holds something else; the message says what.
+        FileExistsError: the folder holds other files; the message names one.
     """
     named, folder = folder, folder.resolve()
     parent = next(each for each in folder.parents if each.exists())
@@ -85,7 +85,7 @@ def _occupied(folder: Path) -> bool:
 
 
 def _foreign(folder: Path, thoroughly: bool) -> str | None:
-    """Say what a folder holds that its record does not list; None: nothing."""
+    """Return what a folder holds that its record does not list, or None."""
     if not folder.is_dir():
         return "is a file"
     try:
@@ -103,7 +103,7 @@ def _foreign(folder: Path, thoroughly: bool) -> str | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List what a folder and its folders hold, links among it, but for the record."""
+    """List all files and links below a folder except its record."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return sorted(path for path in found if path != folder / RECORD_NAME)
 

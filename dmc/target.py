@@ -1,4 +1,4 @@
-"""Objects out of settings: `_target_` names a class or function, the other keys are its options."""
+"""Build objects from settings: `_target_` names a class or function, the other keys are its options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def build_target(settings: Mapping[str, Any], name: str, **given: Any) -> Any:
-    """Call what `_target_` names with the other settings; mappings inside that have a `_target_` are built first.
+    """Call the class or function named by `_target_` with the other settings; nested targets are built first.
 
     Args:
         settings: such as `{"_target_": "dmc.data.TextSource", "name": "book.txt"}`.
-        name: where the settings stand, for messages.
+        name: name of the settings, for messages.
         given: further options, not from the settings.
     Raises:
         ValueError: there is no `_target_`, it cannot be imported, an option is unknown or missing, or the target
@@ -35,14 +35,14 @@ def build_target(settings: Mapping[str, Any], name: str, **given: Any) -> Any:
 
 
 def build_targets(settings: Mapping[str, Mapping[str, Any]], name: str, kind: type) -> list[Any]:
-    """Build what named settings describe, each with a `_target_`.
+    """Build objects from named settings, each with a `_target_`.
 
     Args:
-        settings: by name.
-        name: where they stand, for messages.
-        kind: what each must be.
+        settings: settings by name.
+        name: name of the settings, for messages.
+        kind: class that each object must have.
     Raises:
-        ValueError: see `build_target`; or one is something else.
+        ValueError: see `build_target`; or an object has another class.
     """
     built = {key: build_target(each, f"{name}.{key}") for key, each in settings.items()}
     for key, each in built.items():
@@ -73,7 +73,7 @@ def find_target(path: str, name: str) -> Callable[..., Any]:
 
 
 def suggest(word: Any, known: Iterable[str]) -> str:
-    """Say what was probably meant by a word that is not known."""
+    """Return a hint for an unknown word: the closest known one, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known) or 'none'}"
