@@ -13,7 +13,7 @@ from dmc.bounds import Count, check_fields
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.data import DocumentSource, build_packed
 from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
-from dmc.runtime import Engine, SamplingParams
+from dmc.runtime import Engine, SamplingParams, Session
 
 PLACES = 64
 """Points of a curve, and the longest segment that is told apart."""
@@ -67,7 +67,7 @@ class Inside:
                 gates = engine.policy is None and getattr(engine.model, "compression", None) is not None
                 tokens = session.tokens[: stats.tokens_seen]
                 merged = decisions_of(engine.model, tokens) if gates else None
-                held = ~_executed(engine, merged) if merged is not None else _held(session, stats.tokens_seen, engine)
+                held = held_tokens(session, stats.tokens_seen, merged)
             width = -(-held.shape[-1] // PLACES)
             parts = [
                 Part({"position": begin, "layer": layer}, {"share_held": float(share)})
@@ -78,11 +78,20 @@ class Inside:
         return results
 
 
-def _held(session: Any, length: int, engine: Engine) -> Tensor:
-    """Tell which tokens a session holds, bool [L, H, T]."""
-    layout = engine.cache.layout
+def held_tokens(session: Session, length: int, merged: Tensor | None = None) -> Tensor:
+    """Tell which tokens a session holds, bool [L, H, T].
+
+    Args:
+        session: that has read T tokens.
+        length: T.
+        merged: what gates decided, see `decisions_of`; None: there are none.
+    """
+    if merged is not None:
+        waiting = max(0, length - session.engine.model.compression.delay)
+        return torch.cat((~merged[..., :waiting], torch.ones_like(merged[..., waiting:])), dim=-1)
+    layout = session.engine.cache.layout
     held = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, length, dtype=torch.bool)
-    if engine.policy is None:
+    if session.engine.policy is None:
         return ~held
     for layer, heads in enumerate(session.positions_held()):
         for head, positions in enumerate(heads):
@@ -105,13 +114,6 @@ def decisions_of(model: Any, tokens: list[int]) -> Tensor:
     merged = trace.stacked_alpha()[:, 0].bool().cpu()
     merged[..., 0] = False
     return merged
-
-
-def _executed(engine: Engine, merged: Tensor) -> Tensor:
-    """Leave out the decisions that still wait for the delay."""
-    executed = merged.clone()
-    executed[..., max(0, merged.shape[-1] - engine.model.compression.delay) :] = False
-    return executed
 
 
 def _of_gates(engine: Engine, merged: Tensor) -> list[Part]:
