@@ -50,6 +50,7 @@ ALLOWED = {
     "loading": {"models"},
     "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention"},
     "study": {"results", "training", "data", "loading", "export", "target", "json_file"},
+    "demo": {"budget", "policies", "results", "runtime"},
     "quickstart": {"training", "loading", "models", "runtime", "results", "config"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
