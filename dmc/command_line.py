@@ -83,7 +83,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def main() -> None:
-            flush_denormals()
+            prepare_process()
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
             with told(), _raised_by_hydra():
@@ -140,13 +140,16 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(told) or type(error).__name__
 
 
-def flush_denormals() -> None:
+def prepare_process() -> None:
     """Flush numbers below 1e-38 to 0 in this process: a CPU is up to 15 times slower on them.
 
     Attention to entries that a confident gate has closed is full of them. Call it before the first product: a thread
-    keeps the mode that was set when it started.
+    keeps the mode that was set when it started. Where there is no accelerator, DeepSpeed, which saving a model imports,
+    does not warn of that.
     """
     torch.set_flush_denormal(True)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from dmc.command_line import errors_in_one_line, flush_denormals, plain_settings
+from dmc.command_line import errors_in_one_line, prepare_process, plain_settings
 from dmc.config import RunConfig, run_config
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError
@@ -25,7 +25,7 @@ def experiment(name: str, overrides: list[str]) -> RunConfig:
 
 
 def main() -> None:
-    flush_denormals()
+    prepare_process()
     overrides: dict[str, list[str]] = {"--base": [], "--retrofit": []}
     chosen = "--retrofit"
     for argument in sys.argv[1:]:

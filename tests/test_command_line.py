@@ -72,7 +72,7 @@ def test_lists_and_sweeps(arguments: str, expected: str) -> None:
 
 
 def test_no_thread_computes_with_denormal_numbers() -> None:
-    code = "import torch; from dmc.command_line import flush_denormals; torch.set_num_threads(2); flush_denormals();"
+    code = "import torch; from dmc.command_line import prepare_process; torch.set_num_threads(2); prepare_process();"
     code += "print((torch.full((1 << 20,), 1e-37) * 0.01).count_nonzero().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"
