@@ -74,6 +74,8 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
     assert "h2o" in run(str(binaries / "dmc-compare"), "models={base: nowhere}", "policies=full,h2o", "--cfg", "job")
     assert not [*(tmp_path / "empty").iterdir()]
 
+    assert run(str(binaries / "dmc-demo")).count("of 6 answered") == 4
+
     # The main job, shortened, with the kernels that came along: here is no compiler.
     alone = {"CXX": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")} if levels else {}
     shown = run(str(binaries / "dmc-quickstart"), "--base", *BASE, "--retrofit", *RETROFIT, **alone)
