@@ -1,4 +1,4 @@
-"""What caches keep of a text, coloured in a terminal, and what they still answer about it when it is gone."""
+"""What caches keep of a text, colored in a terminal, and what they still answer about it when it is gone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dmc.results.tasks.inside import decisions_of, held_tokens
 from dmc.runtime import Engine, SamplingParams
 
 LEVELS = (0.02, 0.1, 0.25, 0.5)
-"""Shares of heads at which a token's colour changes."""
+"""Shares of heads at which a token's color changes."""
 SHADES = (236, 22, 28, 34, 40)
-"""Backgrounds of a terminal with 256 colours, between and beyond the levels."""
+"""Backgrounds of a terminal with 256 colors, between and beyond the levels."""
 DOTTED_BELOW = 0.25
-"""Share of heads below which a token is dots where there are no colours."""
+"""Share of heads below which a token is dots where there are no colors."""
 RESET = "\x1b[0m"
 
 
@@ -87,20 +87,20 @@ def text_and_questions(
     return task.samples(tokenizer, len(tokenizer))
 
 
-def page(told: Iterable[Witness], samples: Sequence[Sample], tokenizer: Any, *, colours: bool) -> Iterator[str]:
+def page(told: Iterable[Witness], samples: Sequence[Sample], tokenizer: Any, *, colors: bool) -> Iterator[str]:
     """Yield what the terminal shows, a block for each witness as soon as it has answered.
 
     Args:
         told: see `witnesses`.
         samples: text and questions.
         tokenizer: of the models.
-        colours: False: tokens that few heads hold become dots.
+        colors: False: tokens that few heads hold become dots.
     """
     pieces = [tokenizer.decode([token]) for token in samples[0].prompt]
     for each in told:
         right = sum(answer == sample.continuation[0] for answer, sample in zip(each.answers, samples, strict=True))
         held = f"CR {each.ratio:.1f}, {each.num_bytes:,.0f} bytes a token"
-        shown = (_shown(piece, float(share), colours) for piece, share in zip(pieces, each.held, strict=True))
+        shown = (_shown(piece, float(share), colors) for piece, share in zip(pieces, each.held, strict=True))
         yield f"\n{each.name}: {held}, {right} of {len(samples)} answered\n\n{''.join(shown)}\n"
         for answer, sample in zip(each.answers, samples, strict=True):
             tokens = (sample.after, [answer], sample.continuation)
@@ -108,17 +108,17 @@ def page(told: Iterable[Witness], samples: Sequence[Sample], tokenizer: Any, *, 
             yield f"  {asked} -> {said:<12} {'right' if said == wanted else f'wrong, it is {wanted}'}"
 
 
-def legend(colours: bool) -> str:
-    """Say what the colours mean."""
-    if not colours:
+def legend(colors: bool) -> str:
+    """Say what the colors mean."""
+    if not colors:
         return f"A dot stands for each letter of a token that less than {DOTTED_BELOW:.0%} of the heads hold."
     names = ["held by hardly a head", *(f"by {level:.0%} or more" for level in LEVELS)]
     return "  ".join(f"\x1b[48;5;{shade}m {name} {RESET}" for shade, name in zip(SHADES, names, strict=True))
 
 
-def _shown(piece: str, share: float, colours: bool) -> str:
-    if not colours:
+def _shown(piece: str, share: float, colors: bool) -> str:
+    if not colors:
         return piece if share >= DOTTED_BELOW else "".join(letter if letter.isspace() else "·" for letter in piece)
     shade = SHADES[bisect.bisect(LEVELS, share)]
-    # A background that runs to the edge of the line after a line's end would colour what nobody holds.
+    # A background that runs to the edge of the line after a line's end would color what nobody holds.
     return "\n".join(f"\x1b[48;5;{shade}m{part}{RESET}" if part else "" for part in piece.split("\n"))

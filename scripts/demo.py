@@ -1,4 +1,4 @@
-"""Colour what caches keep of a text, then ask about it: python scripts/demo.py (20 seconds, no network, no GPU)."""
+"""Color what caches keep of a text, then ask about it: python scripts/demo.py (20 seconds, no network, no GPU)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def main(settings: DictConfig) -> None:
     text = Path(settings.text or textwrap.__file__).read_text()
     counts = {name: settings[name] for name in ("length", "keys", "questions", "seed")}
     samples = text_and_questions(text, tokenizer, **counts)
-    colours = settings.colours
-    if colours is None:
-        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colors = settings.colors
+    if colors is None:
+        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     said = f"{len(samples[0].prompt)} tokens of code with {counts['keys']} facts such as `set KEY VALUE`"
-    print(f"{said}. Every cache below has compressed them\nbefore it was asked anything.\n\n{legend(colours)}")
-    for block in page(witnesses(control, retrofit, tokenizer, samples), samples, tokenizer, colours=colours):
+    print(f"{said}. Every cache below has compressed them\nbefore it was asked anything.\n\n{legend(colors)}")
+    for block in page(witnesses(control, retrofit, tokenizer, samples), samples, tokenizer, colors=colors):
         print(block, flush=True)
 
 

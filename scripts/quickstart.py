@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from dmc.command_line import errors_in_one_line, prepare_process, plain_settings
+from dmc.command_line import errors_in_one_line, plain_settings, prepare_process
 from dmc.config import RunConfig, run_config
 from dmc.quickstart import run_quickstart
 from dmc.training import EXIT_PREEMPTED, PreemptedError

@@ -12,7 +12,7 @@ from dmc.demo import Witness, interview, legend, page, text_and_questions, witne
 from dmc.policies import H2O
 from dmc.results.tasks import Sample
 
-WORDS = ["house", "garden", "river", "mountain", "window", "letter", "number", "colour", "paper", "stone"]
+WORDS = ["house", "garden", "river", "mountain", "window", "letter", "number", "color", "paper", "stone"]
 GATES = {"action": "drop", "delay": 4}
 
 
@@ -58,14 +58,14 @@ def test_a_page_shows_what_is_held_and_what_was_answered(tokenizer):
     sample = Sample(text, right[:1], after=text[:1])
     told = [Witness("some method", torch.tensor([0.6, 0.1]), 4.0, 1234.5, each[:1]) for each in (right, wrong)]
     pieces, said = [tokenizer.decode([each]) for each in text], tokenizer.decode(right[:1]).strip()
-    shown = "\n".join(page(told, [sample], tokenizer, colours=False))
+    shown = "\n".join(page(told, [sample], tokenizer, colors=False))
     first, second = shown.split("\nsome method: CR 4.0, ")[1:]
     dots = " " * pieces[1].count(" ") + "·" * len(pieces[1].strip())
     assert first.startswith(f"1,234 bytes a token, 1 of 1 answered\n\n{pieces[0]}{dots}\n")
     assert first.rstrip().endswith("right") and f"wrong, it is {said}" in second and "0 of 1 answered" in second
-    coloured = "\n".join(page(told[:1], [sample], tokenizer, colours=True))
-    assert f"\x1b[48;5;40m{pieces[0]}\x1b[0m" in coloured and f"\x1b[48;5;28m{pieces[1]}\x1b[0m" in coloured
-    assert "dot" in legend(colours=False) and "\x1b[48;5;236m" in legend(colours=True)
+    colored = "\n".join(page(told[:1], [sample], tokenizer, colors=True))
+    assert f"\x1b[48;5;40m{pieces[0]}\x1b[0m" in colored and f"\x1b[48;5;28m{pieces[1]}\x1b[0m" in colored
+    assert "dot" in legend(colors=False) and "\x1b[48;5;236m" in legend(colors=True)
 
 
 def test_the_package_brings_what_the_demo_shows(capsys, monkeypatch, tmp_path):
