@@ -102,7 +102,7 @@ def compare_grid() -> list[dict[str, Any]]:
     return rows
 
 
-def evaluate_row(policy: str, ratio: float, benchmark: str, task: str, value: float, **changes: Any) -> dict[str, Any]:
+def lm_eval_row(policy: str, ratio: float, benchmark: str, task: str, value: float, **changes: Any) -> dict[str, Any]:
     """Return a finished row of a task of a benchmark with members `<benchmark>_a` and `<benchmark>_b`."""
     row = compare_row(policy, ratio, task)
     for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):

@@ -63,6 +63,8 @@ def at_bytes(measure: Callable[[float], Row], wanted: float, first: float) -> Ro
                 raise
             break
         sizes = {each: _bytes(row) / wanted for each, row in found.items()}
+        if any(size == sizes[share] and not 0.5 <= each / share <= 2 for each, size in sizes.items()):
+            break  # the budget has no say: nothing, or nothing but the shortest prompt, is left to it
         if 1 / SAME_BYTES <= sizes[share] <= SAME_BYTES or (share := _next(sizes)) in found:
             break
     return min(found.values(), key=lambda row: _distance(_bytes(row) / wanted))

@@ -171,7 +171,8 @@ def _draw_quality(
     plot: Plot, axes: Axes, lines: pandas.DataFrame, over: str
 ) -> tuple[list[tuple[float, float, str, str]], list[Spot]]:
     """Draw one task; returns the labels, and the points that these keep clear of."""
-    higher, front = bool(lines["higher_is_better"].iloc[0]), pareto_front(_by_cost(lines, over))
+    cost = lines[over] if over == "bytes_per_token" else 1 / lines[over]
+    higher, front = bool(lines["higher_is_better"].iloc[0]), pareto_front(lines.assign(bytes_per_token=cost))
     worse = -lines["value"] if higher else lines["value"]
     limit = worse.quantile(0.75) + FAR * (worse.quantile(0.75) - worse.quantile(0.25))
     far = (worse > limit) & (len(lines) > 3) & (limit > worse.min())
@@ -211,10 +212,6 @@ def _draw_quality(
         cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[far].itertuples())
         plot.caption += f" Far outside, triangles at the edge: {cut}."
     return labels, points
-
-
-def _by_cost(lines: pandas.DataFrame, over: str) -> pandas.DataFrame:
-    return lines if over == "bytes_per_token" else lines.assign(bytes_per_token=1 / lines[over])
 
 
 def describe(line: Any) -> str:
@@ -283,17 +280,13 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
             axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
             for each, spot in zip(own.itertuples(), spots, strict=True):
                 words = f"{name}, batch {each.batch:.0f}: {spot[1]:,.1f} tokens/s, {spot[0]:,.1f} ms/token"
-                _mark(plot, axes, spot, color, str(name), f"{words}, {each.peak_bytes:,.0f} cache bytes")
+                (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
+                plot.tip(mark, str(name), f"{words}, {each.peak_bytes:,.0f} cache bytes")
                 labels.append((*spot, f"{each.batch:.0f}", MUTED))
             labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
         axes.margins(0.14)
         _finish_plane(axes, "time per output token (ms)", "throughput (tokens/s)", labels, points, from_zero=True)
     return plot
-
-
-def _mark(plot: Plot, axes: Axes, spot: Spot, color: str, method: str, words: str) -> None:
-    (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
-    plot.tip(mark, method, words)
 
 
 def draw_places(lines: pandas.DataFrame) -> list[Plot]:

@@ -408,27 +408,18 @@ def beside_rivals(
         found = []
         for policy in dict.fromkeys(policy for each in points for policy in each):
             there = [_in_bytes(each.get(policy, []), size) for each, size in zip(points, sizes, strict=True)]
-            rival = [each[1] for each in there if each is not None]
-            more = [each[0] / size for each, size in zip(there, sizes, strict=True) if each is not None]
-            if len(rival) == len(full):
-                higher = bool(rows["higher_is_better"].iloc[0])
-                gap = difference(rival, part.samples, part.contexts, higher)
-                lost = difference(rival, [each["samples"] for each in full], part.contexts, higher)
-                names = {"variant": variant, "task": task, "metric": metric, "rival": policy}
-                against = replace(gap, value=-gap.value)
-                standing = against.standing(margin_of(metric, float(full[0]["value"])))
-                found.append(
-                    names
-                    | {
-                        "rival_lost": lost.value,
-                        "rival_bytes": sum(more) / len(more),
-                        "gap": gap.value,
-                        "gap_error": gap.error,
-                        "gap_lower": gap.lower,
-                    }
-                    | {"gap_upper": gap.upper, "standing": standing, "seeds": len(rival)}
-                    | {"seeds_ahead": gap.num_seeds_above}
-                )
+            rivals = [each for each in there if each is not None]
+            if len(rivals) < len(full):
+                continue
+            higher, values = bool(rows["higher_is_better"].iloc[0]), [samples for _, samples in rivals]
+            gap = difference(values, part.samples, part.contexts, higher)
+            lost = difference(values, [each["samples"] for each in full], part.contexts, higher)
+            margin = margin_of(metric, float(full[0]["value"]))
+            line = {"variant": variant, "task": task, "metric": metric, "rival": policy, "rival_lost": lost.value}
+            line["rival_bytes"] = sum(each / size for (each, _), size in zip(rivals, sizes, strict=True)) / len(rivals)
+            line |= {"gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower, "gap_upper": gap.upper}
+            line |= {"standing": replace(gap, value=-gap.value).standing(margin)}
+            found.append(line | {"seeds": len(rivals), "seeds_ahead": gap.num_seeds_above})
         best = min((each["rival_lost"] for each in found), default=None)
         lines += [each | {"is_best": each["rival_lost"] == best} for each in found]
     return pandas.DataFrame(lines)

@@ -50,7 +50,11 @@ def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name: str, wante
 
 
 def test_what_cannot_be_met_ends_with_what_comes_nearest() -> None:
-    assert at_bytes(lambda ratio: {"mean_bytes_allocated_per_token": 700.0}, 250, 4)["requested_ratio"] >= 4
+    for size in (700.0, 300.0):  # of methods that compress prompts alone, where there is hardly a prompt
+        tried: list[float] = []
+        same = {"mean_bytes_allocated_per_token": size}
+        assert at_bytes(lambda ratio: tried.append(ratio) or same, 250, 4)["requested_ratio"] >= 4
+        assert len(tried) <= 3
 
     def measure(ratio: float) -> dict[str, Any]:
         if ratio > 6:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import compare_row, evaluate_row, write_report, write_rows
+from report_rows import compare_row, lm_eval_row, write_report, write_rows
 from scripts_here import run_script
 
 from dmc.config import build_config
@@ -119,8 +119,8 @@ def test_a_hub_models_commit_is_part_of_its_identity(
 
 
 def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path: Path) -> None:
-    first = [evaluate_row("full", 1.0, "cs", f"cs_{part}", 0.6) | {"task_key": "cs"} for part in "ab"]
-    other = evaluate_row("full", 1.0, "cs_a", "cs_a", 0.9) | {"members": ["cs_a"], "task_key": "single", "key": "o"}
+    first = [lm_eval_row("full", 1.0, "cs", f"cs_{part}", 0.6) | {"task_key": "cs"} for part in "ab"]
+    other = lm_eval_row("full", 1.0, "cs_a", "cs_a", 0.9) | {"members": ["cs_a"], "task_key": "single", "key": "o"}
     table = write_report([*first, other], tmp_path)
     assert "cs (acc) | cs_a (acc)" in table and "left out" not in table
     assert "| 0.6000 ± 0.06" in table and "| 0.9000 ± 0.05" in table
@@ -134,7 +134,7 @@ def test_a_benchmark_with_other_settings_is_another_column(tmp_path: Path) -> No
     rows = []
     for limit in (100, 200):
         for part in "ab":
-            row = evaluate_row("full", 1.0, "cs", f"cs_{part}", limit / 1000)
+            row = lm_eval_row("full", 1.0, "cs", f"cs_{part}", limit / 1000)
             rows.append(row | {"task_key": f"t{limit}", "key": f"{limit}{part}", "settings": {"limit": limit}})
     table = write_report(rows, tmp_path)
     assert "cs (limit=100) (acc) | cs (limit=200) (acc)" in table

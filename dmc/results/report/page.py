@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -88,14 +87,8 @@ def read_folders(
             raise ValueError(f"{folder} holds no results: {EXPECTED}")
         if stores[-1].num_damaged:
             notes.append(f"{folder}: {stores[-1].num_damaged} damaged lines are left out")
-    with _telling(stores):
-        return _read(stores, notes, reference, keys)
-
-
-@contextmanager
-def _telling(stores: Sequence[Store]) -> Iterator[None]:
     try:
-        yield
+        return _read(stores, notes, reference, keys)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         folders = ", ".join(str(store.path.parent) for store in stores)
         raise ValueError(f"{folders}: a row is not of this project ({error!r}): {EXPECTED}") from error
