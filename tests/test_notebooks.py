@@ -109,6 +109,6 @@ def test_it_defines_nothing_and_imports_little(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path: Path) -> None:
     prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    assert prose.count("**VisibleKeys:**") == prose.count("**Not seen:**") >= 2
+    assert prose.count("**Seen:**") == prose.count("**Not seen:**") >= 2
     assert "./scripts/quickstart.sh" in prose
     assert {"text_file"} < parameters_of(path)[1]
