@@ -1,4 +1,4 @@
-"""How fast and how large: decoders decode in turns, so that a noisy machine slows all of them alike."""
+"""Benchmark of speed and memory: decoders take turns, so that a noisy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.generation import GenerationStats
 
 CHUNK = 2048
-"""Prompt tokens that the engine feeds at once."""
+"""Number of prompt tokens that the engine feeds at once."""
 
 
 @dataclass(frozen=True)
 class BenchmarkedModel:
-    """Whose speed is measured.
+    """The model to benchmark.
 
     Raises:
         ValueError: neither path nor shape is given, or the dtype is unknown.
@@ -36,7 +36,7 @@ class BenchmarkedModel:
     path: str | None = None
     """Folder or hub name of a stock model; None: random weights."""
     shape: dict[str, Any] | None = None
-    """Of random weights, where there is no path: fields of a transformers configuration, with `model_type`."""
+    """Shape of random weights, without a path: fields of a transformers configuration, with `model_type`."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class BenchmarkedModel:
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What to measure.
+    """Settings of a benchmark.
 
     Raises:
         ValueError: a value is out of range.
@@ -58,20 +58,20 @@ class BenchmarkConfig:
     prompt_length: Count = 1024
     """Tokens of every prompt, drawn at random."""
     new_tokens: Count = 16
-    """Tokens that every sequence decodes in all, after the first."""
+    """Total number of tokens that every sequence decodes, after the first."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
     ratios: list[float] = field(default_factory=lambda: [1.0, 4.0])
-    """CR of the engine's decoders, 1 is the full cache; synthetic decisions above it."""
+    """CRs of the engine's decoders; 1 is the full cache, others use synthetic decisions."""
     delay: Annotated[int, Bounds(least=0, whole=True)] = 0
     """The gates' delay."""
     hugging_face: bool = True
-    """Whether `generate()` with a preallocated static cache takes part."""
+    """Whether to measure `generate()` with a preallocated static cache too."""
     memory: int | None = None
-    """Bytes of cache pages for which the largest batch is sought; None: not sought."""
+    """Bytes of cache pages for which to find the largest batch; None: do not search."""
     block_size: Count = 16
     kernels: str = "auto"
     rounds: Count = 4
-    """Turns that every contestant takes; their medians are reported."""
+    """Number of turns of every decoder; medians are reported."""
     seed: int = 0
     output: str = "outputs/benchmark"
 
@@ -86,7 +86,7 @@ class BenchmarkConfig:
 
 
 class Decoder(Protocol):
-    """Something that decodes a batch step by step."""
+    """Interface of an implementation that decodes a batch step by step."""
 
     name: str
     ratio: float
@@ -95,10 +95,10 @@ class Decoder(Protocol):
         """Feed the prompts and produce the first token of each."""
 
     def decode(self, steps: int) -> list[float]:
-        """Produce `steps` more tokens of each sequence; seconds of every step."""
+        """Produce `steps` more tokens of each sequence; return the seconds of every step."""
 
     def memory(self) -> tuple[int, float]:
-        """Bytes that the cache takes now, and its achieved ratio."""
+        """Return the present bytes of the cache, and its achieved ratio."""
 
 
 class EngineDecoder:
@@ -107,7 +107,7 @@ class EngineDecoder:
     def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
         self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
         self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK)
-        beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens that the first get while the last are fed
+        beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens decoded while others are fed
         self._max_new_tokens = 3 + config.new_tokens + beside
         self._requests: list[Any] = []
 
@@ -172,7 +172,7 @@ class HuggingFaceDecoder:
 
 
 class _Clock:
-    """A logits processor that notes when each step's logits are there."""
+    """A logits processor that records the time of each step's logits."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -194,14 +194,14 @@ def seconds(action: Callable[[], Any]) -> float:
 def run_benchmark(
     config: BenchmarkConfig, models: dict[float, Any], plain: Any | None, on_row: Callable[[Row], None]
 ) -> list[Row]:
-    """Measure every contestant at every batch size, and the largest batches if a memory budget is given.
+    """Measure every decoder at every batch size, and the largest batches if a memory budget is given.
 
     Args:
-        config: what to measure.
-        models: for each ratio the model that the engine serves: a stock one for 1, a compressed one above, whose gates
-            are made to decide at random.
+        config: settings of the benchmark.
+        models: model of the engine by ratio: a stock one for 1, a compressed one above, whose gates are made to decide
+            at random.
         plain: a stock model for `generate()`, or None.
-        on_row: receives every row as soon as it is there.
+        on_row: receives every row as soon as it is measured.
     Returns:
         All rows, for a `Store`.
     """
@@ -252,13 +252,13 @@ def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tens
 
 
 def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options: Any) -> Engine:
-    """Build an engine as the configuration says."""
+    """Build an engine from the configuration."""
     options = {"block_size": config.block_size, "kernels": config.kernels, "max_batch_size": batch_size, **options}
     return Engine(model, **options)
 
 
 def time_interleaved(decoders: list[Decoder], batch_size: int, config: BenchmarkConfig) -> list[Row]:
-    """Prefill every contestant, then let them decode in turns."""
+    """Prefill every decoder, then let them decode in turns."""
     first = [seconds(contestant.prefill) for contestant in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in decoders]
     for contestant in decoders:
@@ -281,7 +281,7 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
     layout = make_engine(model, 1, config).cache.layout
     blocks = layout.num_layers * layout.num_kv_heads * -(-config.prompt_length // config.block_size)
     most = 2 + int(1.5 * ratio * config.memory / (blocks * layout.block_bytes(config.block_size)))
-    chunk = 8 * config.block_size  # a chunk asks for the room of its tokens uncompressed
+    chunk = 8 * config.block_size  # a chunk reserves uncompressed room for its tokens
     engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)
     prompts = random_prompts(model, most, config).tolist()
     requests = _submit(engine, prompts, max_new_tokens=config.prompt_length)
@@ -290,7 +290,7 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
         while steady < config.new_tokens and not any(request.generation for request in requests):
             engine.step()
             held = [request for request in requests if request.sequence.row is not None]
-            if all(request.logprobs for request in held):  # nobody is being fed: all of them decode
+            if all(request.logprobs for request in held):  # no prompt is being fed: all of them decode
                 largest, steady = max(largest, len(held)), steady + 1
                 bar.update()
     for request in requests:
@@ -303,17 +303,17 @@ class Speed:
     """Tokens per second over all sequences together."""
 
     prefill: float
-    """Of prompts, up to the first token of each."""
+    """Tokens per second of prompts, up to the first token of each."""
     decode: float
-    """Of continuations, while all decode."""
+    """Tokens per second of continuations, while all sequences decode."""
 
 
 def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Speed:
-    """Feed prompts, then decode behind them.
+    """Feed prompts, then decode after them.
 
     Args:
-        engine: nothing else runs on it.
-        prompts: as many as the engine takes at the same time, or fewer.
+        engine: an idle engine.
+        prompts: at most as many as the engine runs at the same time.
         new_tokens: steps of decoding that are timed, >= 1.
     Raises:
         ArithmeticError, OutOfBlocksError: a prompt could not be continued, see `Engine.run`.
@@ -323,7 +323,7 @@ def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> 
     while not all(request.generation for request in requests):
         spent, steps = spent + seconds(engine.step), steps + 1
     prefill = sum(map(len, prompts)) / spent
-    # the first to be fed decode while the others are fed, which may take twice as many steps as without them
+    # the first sequences decode while the others are fed, which may take twice as many steps as without them
     requests = _submit(engine, prompts, max_new_tokens=2 * steps + 2 + new_tokens)
     try:
         while not all(request.logprobs or request.generation for request in requests):

@@ -1,7 +1,7 @@
-"""Run the grid model x policy x budget x task, one row for each cell; what is finished is not run again.
+"""Run the grid model x policy x budget x task, one row for each cell; finished cells are not run again.
 
-Cells are divided among the processes that share a folder by claims (`dmc.claims`): each is measured once, and none is
-lost with a process that is killed.
+Processes that share a folder divide the cells by claims (`dmc.claims`): each is measured once, and the cell of a killed
+process is taken over.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 CLAIMS = "claims"
 """Folder beside the rows, with a file for each cell that is being run."""
 PAUSE = 1.0
-"""Seconds between two looks at cells that other processes run."""
+"""Seconds between two checks of cells that other processes run."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
-"""Loads a model and its tokenizer, None where it has none."""
+"""Loads a model and its tokenizer (None if it has none)."""
 
 
 @dataclass
@@ -69,16 +69,16 @@ def compare(
     metrics: Sequence[str] | None = None,
     only_own: bool = False,
 ) -> str:
-    """Measure what a grid lacks, and write what its folder holds; the same again goes on where it stopped.
+    """Measure the unfinished cells of a grid, and write the tables of its folder; a restart continues.
 
     Args:
         config: the grid.
         configs: folder of policies, tasks and selections.
-        load: gives a model and its tokenizer, called with path, dtype and revision.
-        metrics: which have tables; None: each task's main one.
-        only_own: whether the tables leave out what other grids have left in the folder.
+        load: returns a model and its tokenizer, called with path, dtype and revision.
+        metrics: metrics with tables; None: each task's main one.
+        only_own: whether the tables leave out rows of other grids in the folder.
     Returns:
-        The tables, and which files hold all of it.
+        The tables, and the names of the written files.
     Raises:
         ValueError, FileNotFoundError, ImportError: see `plan_grid`; nothing has been written.
         ArithmeticError: cells failed, or have figures that are not finite; the tables are written and printed.
@@ -99,7 +99,7 @@ def compare(
 
 
 def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
-    """List the cells that have no row yet or have failed."""
+    """List the cells that have no row or a failed one."""
     finished = {row["key"] for row in rows if row["status"] in FINISHED}
     return [cell for cell in cells if cell.key not in finished]
 
@@ -115,11 +115,11 @@ def run_cells(
     """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
 
     Args:
-        cells: of the grid, those of a model one after the other; every model is loaded once.
+        cells: cells of the grid, grouped by model, so that every model is loaded once.
         grid: models and tasks.
         config: engine settings, seed.
         store: receives the rows.
-        load: gives a model, on its device, and its tokenizer.
+        load: returns a model, on its device, and its tokenizer.
         make_engine: called as `Engine`.
     Returns:
         The rows.
@@ -134,25 +134,25 @@ def run_cells(
             try:
                 row["device"] = device_name(subject(cell.model).model)
                 row |= checked(measure(cell, grid, config, subject(cell.model), make_engine, _given(cell, store)))
-            except Exception as error:  # of a model, a policy or a task, which others need not share
+            except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
             store.append(row)
             rows.append(row)
             bar.update()
-            release_memory()  # the cache of one cell, before the next
+            release_memory()  # free the cell's cache before the next
     return rows
 
 
 def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
-    """Give the cells that no other process runs, one by one; each is claimed until the next is asked for.
+    """Yield the cells that no other process runs; each is claimed until the next is requested.
 
-    Cells that another process runs are passed over. At the end it is waited for: they are taken over if it dies, and
-    left alone when it writes their row, also that of a failure, which the next start tries again.
+    Cells of other processes come last: they are taken over if their process dies, and skipped once it writes their row,
+    even of a failure, which the next start repeats.
 
     Args:
-        cells: those to run.
-        store: whose rows say what is finished; the claims lie beside it.
+        cells: the cells to run.
+        store: store with the rows of finished cells; the claims are beside it.
     Raises:
         OSError: a claim cannot be written.
     """
@@ -189,9 +189,9 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
 
 
 def models_of(grid: Grid, load: Load) -> Callable[[str], LoadedModel]:
-    """Return what gives a model by its name: loaded when it is asked for first, and then the one before is given up.
+    """Return a function from a model's name to the loaded model; it keeps only the last one.
 
-    One that cannot be loaded is tried once, and raises the same error every time.
+    A model that cannot be loaded is tried once, and raises the same error every time.
     """
     known: dict[str, LoadedModel | Exception] = {}
 
@@ -213,7 +213,7 @@ def models_of(grid: Grid, load: Load) -> Callable[[str], LoadedModel]:
 
 
 def failure(error: Exception) -> Row:
-    """Say how a cell failed, in one line, and where; what its frames hold, such as a cache, is given up."""
+    """Return a row with the error in one line and its place; memory held by its frames is released."""
     text = " ".join(str(error).split())
     where = traceback.format_exception(error, limit=-8)
     each: BaseException | None = error
@@ -229,10 +229,10 @@ def failure(error: Exception) -> Row:
 
 
 def checked(row: Row) -> Row:
-    """Mark a row of figures that are infinite or no numbers: no statistic can take them.
+    """Mark a row with metrics that are infinite or NaN, which no statistic can use.
 
     Raises:
-        TypeError: a user's task has returned what JSON does not know; better here, where only its cell fails.
+        TypeError: a user's task has returned values that JSON cannot hold; here only its cell fails.
     """
     json.dumps(row)
     wrong = [name for name, value in row["metrics"].items() if isinstance(value, float) and not math.isfinite(value)]
@@ -240,7 +240,7 @@ def checked(row: Row) -> Row:
 
 
 def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
-    """Say how many of the cells have no figures; empty for none."""
+    """Return a message about the cells without finite metrics; empty if there are none."""
     ends = {row["key"]: row["status"] for row in rows}
     failed, wrong = (sum(ends.get(cell.key) == end for cell in cells) for end in (FAILED, NOT_FINITE))
     told = [f"{failed} of {len(cells)} cells failed; start it again to try them again"] if failed else []
@@ -249,7 +249,7 @@ def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
 
 
 def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
-    """Say what a row measures and with which settings."""
+    """Return the fields of a row that identify its cell and settings."""
     task = grid.tasks[cell.task]
     shared = cell.identity() | {
         "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
@@ -278,7 +278,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
 
 
 def _given(cell: Cell, store: Store) -> Row | None:
-    """Find the row whose bytes a cell is given; None: it has another budget."""
+    """Find the row whose bytes are a cell's budget; None: the budget is not in bytes."""
     row = next((row for row in store.rows() if row["key"] == cell.same_bytes_as), None)
     if cell.same_bytes_as is not None and (row is None or row["status"] != DONE):
         raise ArithmeticError(f"{cell.method.asked}: what it is given the bytes of has no figures")
@@ -296,12 +296,12 @@ def measure(
     """Measure quality, memory and speed of one cell.
 
     Args:
-        cell: of the grid.
+        cell: cell of the grid.
         grid: models and tasks.
         config: engine settings, seed.
         subject: the cell's model.
         make_engine: called as `Engine`.
-        given: what the cell takes the bytes of, or a share of them; None: its budget is none of bytes.
+        given: row whose bytes, or a share of them, are the cell's budget; None: the budget is not in bytes.
     Raises:
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
@@ -352,13 +352,13 @@ def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
-    """Sum up the memory of samples: ratios are all tokens over all entries, bytes per token all bytes over all tokens.
+    """Summarize the memory of samples: ratios are total tokens over total entries, bytes per token likewise.
 
-    What is called a mean is over the positions that were predicted, what is not is at the last step of each sample.
+    Means are over the predicted positions, all other values are at the last step of each sample.
 
     Args:
-        stats: of each sample.
-        budget: of the policy; of a fixed number of entries it is told which ratio that was, over the same positions.
+        stats: statistics of each sample.
+        budget: budget of the policy; a fixed number of entries is converted to a ratio over the same positions.
     """
     layers, kv_heads = stats[0].slots.shape
     requested = {}
@@ -386,19 +386,19 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
 
 
 def _allowed(stats: GenerationStats, tokens: int) -> float:
-    """Average what a fixed budget allows over the positions predicted: neighbours, up to the last token seen."""
+    """Average a fixed budget's entries over the predicted positions, which end at the last token seen."""
     last = stats.tokens_seen
     seen = range(round(2 * stats.mean_tokens_seen) - last, last + 1)
     return statistics.fmean(min(tokens, each) for each in seen)
 
 
 def device_name(model: Any) -> str:
-    """Name the device that a model lies on."""
+    """Return the name of a model's device."""
     return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
 
 
 def release_memory() -> None:
-    """Give back what is not in use any more."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What is compared: the grid model x policy x budget x task, checked before anything runs."""
+"""The grid of a comparison, model x policy x budget x task, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from dmc.results.tasks import Task
 from dmc.target import build_target, suggest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
-"""Weights, configuration, tokenizer and its chat template, but no README."""
+"""File types that identify a model: weights, configuration, tokenizer and chat template, but no README."""
 FORMAT = 6
-"""Raise it when what a cell measures, or what defines it, changes: finished cells then run again."""
+"""Version of the cells: raise it when their content or identity changes; finished cells then run again."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class ComparedModel:
     revision: str | None = None
     """Hub revision."""
     variant: str | None = None
-    """What several models are seeds of, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b: {path: B,
-    variant: cr4, seed: 1}}`; None: the model stands alone."""
+    """Common name of models that differ in their seed, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b:
+    {path: B, variant: cr4, seed: 1}}`; None: the model is its own variant."""
     seed: int | None = None
-    """Which of the variant's seeds it is: a compressed one is compared with the reference of its seed."""
+    """Seed of the model within its variant: a compressed model is compared with the reference of its seed."""
     policies: list[str] | None = None
-    """Names of the grid's policies that run on it; None: all."""
+    """Names of the grid's policies to run on it; None: all."""
 
     @property
     def defining(self) -> dict[str, Any]:
-        """The settings but for `policies`, which choose cells and change none."""
+        """Return all settings except `policies`, which select cells but change none."""
         return {name: value for name, value in asdict(self).items() if name != "policies"}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How cells are served; see `Engine`.
+    """Engine settings of all cells; see `Engine`.
 
     Raises:
         ValueError: a size is not positive, or no kernels have this name.
@@ -69,7 +69,7 @@ class EngineSettings:
     memory: int | float | str | None = None
     kernels: str = "auto"
     max_batch_size: Count = 8
-    """Samples that run at the same time."""
+    """Number of samples that run at the same time."""
     prefill_chunk_size: Count | None = None
 
     def __post_init__(self) -> None:
@@ -80,14 +80,14 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """The grid as the user writes it.
+    """Settings of a comparison.
 
     Raises:
         ValueError: a value is missing or out of range.
     """
 
     models: dict[str, Any]
-    """Name: folder, or a mapping with the fields of `ComparedModel`."""
+    """Models by name: a folder, or a mapping with the fields of `ComparedModel`."""
     policies: list[Any]
     """Names of `configs/policy/*.yaml`, or mappings: see `named_settings`."""
     tasks: list[Any]
@@ -97,13 +97,13 @@ class CompareConfig:
     """Compression ratios (4), entries per KV head (tokens:128), or bytes (bytes:retrofit): see `equal_bytes`."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     speed_tokens: Annotated[int, Bounds(least=0, whole=True)] = 16
-    """Steps of decoding that are timed; 0: speed is not measured."""
+    """Number of timed decoding steps; 0: speed is not measured."""
     seed: int = 0
-    """Of whatever draws without a seed of its own."""
+    """Seed of everything that has none of its own."""
     lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
-    """How lm-eval's tasks are run."""
+    """Settings of lm-eval's tasks."""
     reference: str | None = None
-    """Stock model, or variant, with whose full cache compressed models are compared; None: the first."""
+    """Stock model, or variant, whose full cache compressed models are compared with; None: the first."""
     output: str = "outputs/compare"
 
     def __post_init__(self) -> None:
@@ -121,32 +121,32 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Method:
-    """What decides about the cache of a model."""
+    """A cache policy with its budget, or the full cache."""
 
     name: str
-    """Of the policy."""
+    """Name of the policy."""
     settings: dict[str, Any]
     budget: Budget | None
-    """None: none, or bytes."""
+    """Budget of the policy; None: no budget, or one in bytes."""
     requested_ratio: float | None
-    """None: the budget is a number of entries, or bytes."""
+    """Requested ratio; None: the budget is a number of entries, or bytes."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The settings with what they leave to defaults, see `complete`; empty for the full cache."""
+    """All options with defaults filled in, see `complete`; empty for the full cache."""
     bytes_of: str | None = None
-    """See `bytes_budget`."""
+    """Name or share of a budget in bytes, see `bytes_budget`."""
 
     @property
     def asked(self) -> str | None:
-        """The budget as settings write it; None: there is none."""
+        """Return the budget as written in settings; None: no budget."""
         if self.bytes_of is not None:
             return f"{KIND}:{self.bytes_of}"
         return None if self.budget is None else budget_name(self.budget)
 
     def build(self, ratio: float | None = None) -> Any | None:
-        """Construct the policy, anew for every cell: what it remembers of one must not reach the next.
+        """Construct the policy, anew for every cell, so that no state is shared between cells.
 
         Args:
-            ratio: instead of bytes.
+            ratio: ratio that replaces a budget in bytes.
         """
         budget = Budget(ratio=ratio or 1.0) if self.bytes_of is not None else self.budget
         return policy_from_config(self.settings, budget)
@@ -158,14 +158,14 @@ class Cell:
 
     model: str
     own_gates: bool
-    """Whether the model is itself compressed."""
+    """Whether the model has learned gates."""
     method: Method
     task: str
     model_key: str
     task_key: str
-    """Hash of task, engine and seed: rows of one table have the same."""
+    """Hash of task, engine and seed, the same for all rows of a table."""
     same_bytes_as: str | None = None
-    """Key of the cell whose bytes, or a share of them, the method is given."""
+    """Key of the cell whose bytes, or a share of them, are the method's budget."""
 
     @property
     def key(self) -> str:
@@ -175,11 +175,11 @@ class Cell:
 
     @property
     def policy_key(self) -> str:
-        """Hash of the policy's options and, where it is a user's own, of its code."""
+        """Hash of the policy's options and of the code of a user's own policy."""
         return digest(self.method.options)
 
     def identity(self) -> dict[str, Any]:
-        """Return the columns of a row that say what it measures."""
+        """Return the columns of a row that identify the measurement."""
         method = self.method
         return {
             "key": self.key,
@@ -197,13 +197,13 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """For progress and messages."""
+        """Return the cell's title for progress and messages."""
         return " ".join(filter(None, (self.model, self.method.name, self.method.asked, self.task)))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All cells, those of a model one after the other, and what they refer to by name."""
+    """All cells, grouped by model, and the models and tasks they name."""
 
     cells: list[Cell]
     models: dict[str, ComparedModel]
@@ -214,8 +214,8 @@ class Grid:
 def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     """Look up every name, construct every policy and task, and list the cells.
 
-    The full cache has one cell for each task, whatever the budgets; so has a compressed model with its own gates, and
-    others with the policies that can compress further what gates leave.
+    The full cache has one cell for each task, whatever the budgets; so has a compressed model with its learned gates.
+    It has further cells with the policies that can compress the gates' entries further.
 
     Args:
         config: the grid.
@@ -223,7 +223,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     Raises:
         ValueError: a model, policy, task, option or budget is unknown or out of range.
         FileNotFoundError: a task's files are not there.
-        ImportError: tasks of lm-eval are asked for, and it is not installed.
+        ImportError: tasks of lm-eval are requested, and it is not installed.
     """
     models = {name: build_model(value, f"models.{name}") for name, value in config.models.items()}
     methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
@@ -258,10 +258,10 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
 
 
 def place_bytes(cells: Sequence[Cell], models: Mapping[str, ComparedModel]) -> list[Cell]:
-    """Put cells that ask for bytes behind all others, each with the cell whose bytes it is given.
+    """Move cells with a budget in bytes to the end, each with the key of the cell whose bytes it gets.
 
     Raises:
-        ValueError: there is no such model, or no full cache beside a share of it.
+        ValueError: there is no such model, or no full cache for a share of it.
     """
     first = [cell for cell in cells if cell.method.bytes_of is None]
     given = {(cell.model, cell.task): cell for cell in first if cell.method.asked is None}
@@ -291,7 +291,7 @@ def place_bytes(cells: Sequence[Cell], models: Mapping[str, ComparedModel]) -> l
 def plan_tasks(
     config: CompareConfig, configs: Path, model: str
 ) -> tuple[dict[str, Task | LMEvalTask], dict[str, dict[str, Any]]]:
-    """Construct every task; `question: both` makes two of one.
+    """Construct every task; `question: both` gives two.
 
     Returns:
         The tasks and their settings, by name.
@@ -330,10 +330,10 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
     Args:
         entries: names of YAML files in `folder`, or mappings: `{name: mine, _target_: my_module.MyPolicy, ...}` for
             something new, `{name: mine, like: h2o, ...}` for a file of the folder with other options.
-        folder: where the files lie.
-        setting: whose entries these are, for messages.
+        folder: folder of the files.
+        setting: name of the setting, for messages.
     Returns:
-        Name: settings, in the order given.
+        Settings by name, in the order given.
     Raises:
         ValueError: a name is unknown, missing or given twice.
     """
@@ -363,7 +363,7 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     """Pair policies with budgets; the full cache has none.
 
     Args:
-        policies: name: settings.
+        policies: settings by name.
         budgets: see `parse_budget`.
     Raises:
         ValueError: a budget or an option is refused, or a policy has no budget.
@@ -388,15 +388,14 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
 
 
 def complete(settings: Mapping[str, Any], built: Any, *given: str) -> dict[str, Any]:
-    """Write out what settings leave to defaults, so that the same object has the same settings.
+    """Fill in the defaults of settings, so that equal objects have equal settings.
 
     Args:
         settings: `_target_` and options.
-        built: what was built of them.
-        given: options that do not come from the settings.
+        built: the object built from them.
+        given: names of options that do not come from the settings.
     Returns:
-        Every option; under `_code_` a hash of the source files of a user's own class, which change more often than its
-        name.
+        Every option, and as `_code_` a hash of the source files of a user's own class.
     """
     found = dict(settings)
     for each in fields(built) if is_dataclass(built) else ():
@@ -428,7 +427,7 @@ def _source_of(kind: type) -> str | None:
 
 
 def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
-    """Raise a ValueError that names `where` if a model of so many layers cannot be served with a policy."""
+    """Raise a ValueError that names `where` if a policy does not fit a model with `num_layers` layers."""
     try:
         policy.fitted(num_layers, block_size)
     except ValueError as error:
@@ -441,11 +440,11 @@ def build_model(value: Any, name: str) -> ComparedModel:
 
 
 def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any], float | None]:
-    """Tell which model this is without loading it.
+    """Identify a model without loading it.
 
     Returns:
-        What identifies it (its configuration; names, sizes and times of a folder's files, or the hub's commit), its
-        configuration, and the target ratio of its own gates, None for a stock model.
+        Its identity (its configuration; names, sizes and times of a folder's files, or the hub's commit), its
+        configuration, and the target ratio of its gates, None for a stock model.
     Raises:
         ValueError: there is no such model.
     """
@@ -472,7 +471,7 @@ def describe_model(model: ComparedModel, name: str) -> tuple[Any, dict[str, Any]
 
 
 def model_settings(model: ComparedModel) -> dict[str, Any]:
-    """Write which model it is, and of a folder when it was written last."""
+    """Return a model's settings, with the last modification time of a folder."""
     files = Path(model.path).expanduser().glob("*")
     times = [path.stat().st_mtime for path in files if path.suffix in MODEL_FILES]
     written = datetime.fromtimestamp(max(times)).isoformat(sep=" ", timespec="seconds") if times else None

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on the engine: the field's tasks, the cache compressed as it is while generating."""
+"""lm-evaluation-harness on the engine: its tasks run on the cache as compressed during generation."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max
 
 
 ScoringInput = tuple[tuple[int, ...], tuple[int, ...]]
-"""A prompt and all but the last token of its continuation: continuations that differ in that one share a pass."""
+"""A prompt and its continuation without the last token: continuations that differ only in that share a pass."""
 FindQuestion = Callable[[str, dict[str, Any]], int]
 """See `Benchmark.question_at`."""
 
 
 class EngineLM(HFLM):
-    """An engine as lm-eval knows models: its HFLM, but that the engine scores and generates.
+    """lm-eval's HFLM with scoring and generation by the engine.
 
-    With a full cache it gives the numbers of HFLM. A likelihood is that of a continuation behind a prompt that the
-    cache holds compressed; the continuation's own tokens are then compressed as generated ones are. Under a policy the
-    last token of a prompt, with which the answer begins, is fed when the others have been compressed: no token of an
-    answer comes from the prompt's own pass. Rolling likelihoods have a prompt of one token. Results do not depend on
-    the batch; a sampled generation has a seed of its own.
+    With a full cache its results equal HFLM's. A likelihood is that of a continuation after a compressed prompt; the
+    continuation's own tokens are compressed like generated ones. Under a policy the last token of a prompt is fed after
+    the others have been compressed, so that no token of an answer is predicted by the prompt's own pass. Rolling
+    likelihoods have a prompt of one token. Results do not depend on the batch; each sampled one has its own seed.
 
     Args:
-        engine: with a tokenizer.
-        requests_at_once: likelihoods that are handed to the engine together, and after which progress is shown.
-        seed: of sampled generations.
-        question_at: finds where, in a prompt and its document, the question begins, which is fed when what stands
-            before it has been compressed; likelihoods are refused then. None: prompts are compressed with it.
+        engine: an engine with a tokenizer.
+        requests_at_once: number of likelihoods handed to the engine at once; progress is shown after each group.
+        seed: seed of sampled generations.
+        question_at: returns where, in a prompt and its document, the question begins, which is fed after the text
+            before it has been compressed; likelihoods are then refused. None: prompts are compressed whole.
     Raises:
         ValueError: the engine has no tokenizer, or one without an end of text.
     """
@@ -54,20 +53,20 @@ class EngineLM(HFLM):
                 "lm-eval needs to know where a text ends, and the tokenizer has no eos token: set eos_token"
             )
         logger = logging.getLogger(HFLM.__module__)
-        logger.disabled = True  # it warns of a model that is loaded already
+        logger.disabled = True  # it warns that a model is loaded already
         super().__init__(engine.model, tokenizer=engine.tokenizer, backend="causal", batch_size=requests_at_once)
         logger.disabled = False
         self.engine, self.requests_at_once, self.seed = engine, requests_at_once, seed
         self.question_at = question_at
         self.stats: list[GenerationStats] = []
-        """Memory of every sequence that has run."""
+        """Memory statistics of all sequences."""
         self.num_cut = 0
-        """Prompts that have lost their beginning: they and the continuation have `max_length` tokens at the most."""
+        """Number of prompts truncated on the left, to `max_length` tokens with the continuation."""
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Score (text, prompt, continuation): log-likelihood in nats, and whether greedy decoding would give it."""
+        """Score (text, prompt, continuation): its log-likelihood in nats, and whether greedy decoding gives it."""
         if self.question_at is not None:
             raise ValueError(
                 "question=hidden: a task that compares likelihoods has no question to hide; leave it known"
@@ -75,7 +74,7 @@ class EngineLM(HFLM):
         requests_by_input: dict[ScoringInput, list[int]] = {}
         for index, (_, prompt, continuation) in enumerate(requests):
             requests_by_input.setdefault(self._feed(prompt, continuation), []).append(index)
-        # Longest first: lack of memory shows at once.
+        # Longest first: a lack of memory shows at once.
         feeds = sorted(requests_by_input, key=lambda feed: (-len(feed[0]) - len(feed[1]), feed))
         answers = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as bar:
@@ -94,13 +93,13 @@ class EngineLM(HFLM):
         return answers
 
     def _parts(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Cut prompts into what is compressed, and what is fed after that: under a policy the last token."""
+        """Split prompts into the part to compress and the part to feed after that: under a policy the last token."""
         cuts = [len(prompt) - int(self.engine.policy is not None and len(prompt) > 1) for prompt in prompts]
         parts = list(zip(prompts, cuts, strict=True))
         return [prompt[:cut] for prompt, cut in parts], [prompt[cut:] for prompt, cut in parts]
 
     def _feed(self, prompt: list[int], continuation: list[int]) -> ScoringInput:
-        """Cut what is too long from the left, as HFLM does: the last token is not fed and needs no room.
+        """Truncate from the left as HFLM does; the last token is not fed and needs no room.
 
         Raises:
             ValueError: the continuation alone is too long, or one of the two is empty.
@@ -141,14 +140,14 @@ class EngineLM(HFLM):
         fed, after = self._parts(prompts) if self.question_at is None else (prompts, questions)
         generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
         self.stats += [generation.stats for generation in generations]
-        # a stop string that is a special token is in no text: `_sampling` stops there
+        # special tokens among the stop strings do not appear in the text: `_sampling` stops at their ids
         return [
             postprocess_generated_text(generation.text or "", list(each.stop), None)
             for generation, each in zip(generations, params, strict=True)
         ]
 
     def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:
-        """Read a task's generation settings; `identity` names the draw."""
+        """Read a task's generation settings; `identity` seeds the draw."""
         values: dict[str, Any] = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
         if unknown := sorted(set(values) - SAMPLING_SETTINGS):
             raise ValueError(
@@ -176,22 +175,22 @@ class EngineLM(HFLM):
 
 
 class Likelihoods:
-    """What is kept of log-probabilities, [n, vocab]: those of the given tokens, the likeliest, those of some others.
+    """Reduces log-probabilities, [n, vocab], to those of the given tokens, the likeliest, and some others.
 
     Args:
-        others: tokens with which continuations that share a pass may end.
+        others: last tokens of the continuations that share a pass.
     """
 
     def __init__(self, others: list[int]) -> None:
         self.others = others
 
     def __call__(self, logprobs: Tensor, tokens: Tensor) -> Tensor:
-        """Keep float32 [n, 2 + others]; a token id is exact in it."""
+        """Return float32 [n, 2 + others], which represents token ids exactly."""
         given, likeliest = logprobs.gather(-1, tokens[:, None]), logprobs.argmax(-1, keepdim=True).float()
         return torch.cat([given, likeliest, logprobs[:, self.others]], dim=-1)
 
     def of(self, kept: Tensor, tokens: list[int]) -> tuple[float, bool]:
-        """Sum the log-probabilities of a continuation in nats, and tell whether each token is the most likely one."""
+        """Return a continuation's log-probability in nats, and whether every token is the most likely one."""
         last = kept[-1, 2 + self.others.index(tokens[-1])]
         total = kept[:-1, 0].double().sum() + last.double()
         return float(total), kept[:, 1].long().tolist() == tokens

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as tasks of a grid, one by one or as a paper selects them; with the extra `eval`."""
+"""Tasks of lm-evaluation-harness in a grid, one by one or as a paper's selection; needs the extra `eval`."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 CODE_CONSENT = "HF_ALLOW_CODE_EVAL"
-"""Environment variable with which Hugging Face's code_eval is told that generated code may run."""
+"""Environment variable that allows Hugging Face's code_eval to run generated code."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One figure of a table."""
+    """One column of a table: a task of lm-eval, or the mean of several."""
 
     name: str
-    """Of a task or group of lm-eval, or your own for the mean of several."""
+    """Name of a task or group of lm-eval, or a new name for the mean of several."""
     members: list[str] = field(default_factory=list)
-    """Tasks or groups of lm-eval whose unweighted mean it is; empty: the one of its name."""
+    """Tasks or groups of lm-eval to average with equal weights; empty: the one named `name`."""
     num_fewshot: int | None = None
-    """Examples before each question; None: what the task says."""
+    """Number of examples before each question; None: the task's default."""
     metric: str | list[str] | None = None
-    """The one that is shown, or the first of these that a task has; None: a task's first."""
+    """Metric to show, or several of which the first that a task has is shown; None: a task's first."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """Of lm-eval's generation settings those that differ from the task's: {do_sample: true, temperature: 0.1}."""
+    """Generation settings of lm-eval that replace the task's: {do_sample: true, temperature: 0.1}."""
     context_field: str | None = None
-    """Field of a document that holds its context, behind which a prompt's question begins; None: see the next."""
+    """Field of a document with its context, after which a prompt's question begins; None: see `question_marks`."""
     question_marks: list[str] = field(default_factory=list)
-    """Texts with which a question begins; the last one in a prompt counts."""
+    """Texts that begin a question; the last one in a prompt counts."""
 
     @property
     def tasks(self) -> list[str]:
-        """Names that lm-eval knows."""
+        """Return the names of the tasks in lm-eval."""
         return self.members or [self.name]
 
     @property
     def can_hide(self) -> bool:
-        """Whether it is known where questions begin."""
+        """Return whether it is known where questions begin."""
         return self.context_field is not None or bool(self.question_marks)
 
     def question_at(self, prompt: str, document: dict[str, Any]) -> int:
         """Find where a prompt's question begins.
 
         Raises:
-            ValueError: it has none, or nothing stands before it.
+            ValueError: the prompt has no question, or nothing before it.
         """
         if self.context_field is not None:
             context = str(document.get(self.context_field, "")).strip()
@@ -76,10 +76,10 @@ class Benchmark:
         return found
 
     def choose(self, metrics: Sequence[str]) -> str:
-        """Choose what is shown of a task's metrics (`acc`, or `exact_match,strict-match` where answers are filtered).
+        """Choose the shown metric of a task (`acc`, or `exact_match,strict-match` where answers are filtered).
 
         Raises:
-            ValueError: there is none.
+            ValueError: the task has no such metric.
         """
         wanted = [self.metric] if isinstance(self.metric, str) else self.metric or [metrics[0]]
         for name in wanted:
@@ -93,9 +93,9 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
     """Read the setting `tasks`.
 
     Args:
-        entries: names of YAML files in `folder`, whose own `tasks` take their place; names of lm-eval's tasks; or
+        entries: names of YAML files in `folder`, which stand for their own `tasks`; names of lm-eval's tasks; or
             mappings with the fields of `Benchmark`.
-        folder: where the selections lie.
+        folder: folder of the selections.
     Raises:
         ValueError: a field is unknown or of another type, or a task is there twice.
     """
@@ -115,7 +115,7 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
 
 @dataclass(frozen=True)
 class LMEvalSettings:
-    """How lm-eval's tasks are run.
+    """Settings of lm-eval's tasks.
 
     Raises:
         ValueError: a value is out of range.
@@ -125,14 +125,14 @@ class LMEvalSettings:
     tasks_folder: str | None = None
     """Folder of your own lm-eval tasks."""
     task_settings: dict[str, Any] = field(default_factory=dict)
-    """For tasks that make their own data, such as RULER: {max_seq_lengths: [4096]}."""
+    """Settings for tasks that make their own data, such as RULER: {max_seq_lengths: [4096]}."""
     limit: Count | None = None
-    """First documents of every task that are used; None: all."""
+    """Number of first documents to use of every task; None: all."""
     max_gen_toks: Count | None = None
-    """Tokens of an answer at the most; None: what the task says."""
+    """Maximum tokens of an answer; None: the task's default."""
     question: Question | Literal["both"] = "known"
-    """hidden: of generating tasks the context is compressed before the question is fed, if their benchmark says where
-    that begins; both: makes two tasks of each of these."""
+    """hidden: the context of a generating task is compressed before the question is fed, if its benchmark says where
+    that begins; both: each such task runs both ways."""
     chat_template: bool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
@@ -153,15 +153,15 @@ class LMEvalTask:
     """One of lm-eval's tasks, or of its groups that have a score."""
 
     name: str
-    """As lm-eval knows it."""
+    """Name in lm-eval."""
     benchmark: Benchmark
-    """The figure that it is, or is a part of."""
+    """Benchmark that it is, or is a part of."""
     settings: LMEvalSettings
     names: tuple[str, ...]
-    """All tasks that are listed together."""
+    """Names of all tasks that are loaded together."""
 
     def identity(self) -> Any:
-        """See `Task.identity`; what is written beside changes nothing."""
+        """See `Task.identity`; saving samples does not change it."""
         settings = asdict(self.settings)
         del settings["save_samples"]
         folder = self.settings.tasks_folder
@@ -171,19 +171,19 @@ class LMEvalTask:
     def run(
         self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
     ) -> tuple[Row, list[GenerationStats]]:
-        """Run it.
+        """Run the task.
 
         Args:
-            engine: with a tokenizer.
+            engine: an engine with a tokenizer.
             model: folder or hub name, for tasks that make their data with its tokenizer.
-            together: sequences that run at the same time.
-            seed: of sampled generations.
-            samples_folder: where samples are written on request.
+            together: number of sequences that run at the same time.
+            seed: seed of sampled generations.
+            samples_folder: folder of saved samples.
         Returns:
-            The figures, and the memory of every sequence.
+            The metrics, and the memory of every sequence.
         Raises:
             ValueError, NotImplementedError: the engine, the task or the tokenizer refuses a setting.
-            OSError: the task's data cannot be had.
+            OSError: the task's data cannot be loaded.
             ImportError: the task needs a package that is not installed.
         """
         from lm_eval import simple_evaluate
@@ -206,8 +206,8 @@ class LMEvalTask:
             apply_chat_template=self.settings.chat_template,
             fewshot_as_multiturn=self.settings.chat_template,
             system_instruction=self.settings.system_instruction,
-            confirm_run_unsafe_code=True,  # `check_tasks` has asked
-            log_samples=True,  # what methods are paired by
+            confirm_run_unsafe_code=True,  # `check_tasks` has checked the consent
+            log_samples=True,  # for pairing methods by question
         )
         if self.settings.save_samples:
             samples_folder.mkdir(parents=True, exist_ok=True)
@@ -234,14 +234,14 @@ class LMEvalTask:
 
 
 def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: float) -> Row:
-    """Keep the value of every question, so that methods can be compared question by question.
+    """Return the score of every question, so that methods can be compared question by question.
 
     Args:
-        samples: by lm-eval's task.
-        metric: with its filter if there are several.
-        value: what the task says.
+        samples: samples by lm-eval's task.
+        metric: metric, with its filter if there are several.
+        value: the task's score.
     Returns:
-        Nothing where that is not the mean of its questions' values.
+        The scores; empty if the task's score is not their mean.
     """
     name, _, chosen = metric.partition(",")
     found = [
@@ -263,13 +263,14 @@ def plan_lm_eval(
 
     Args:
         entries: see `read_benchmarks`.
-        folder: where selections lie.
-        settings: how they are run.
-        model: any of the grid's.
+        folder: folder of the selections.
+        settings: settings of lm-eval's tasks.
+        model: any model of the grid.
         known: names of other tasks, for suggestions.
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: questions are to be hidden of which nothing is known; see `read_benchmarks` and `check_tasks`.
+        ValueError: hidden questions are requested where their beginning is unknown; see `read_benchmarks` and
+            `check_tasks`.
     """
     benchmarks, both = read_benchmarks(entries, folder), settings.question == "both"
     unknown = [each.name for each in benchmarks if not each.can_hide]
@@ -296,12 +297,12 @@ def plan_lm_eval(
 
 @functools.lru_cache(maxsize=2)
 def list_tasks(names: tuple[str, ...], folder: str | None, told: str) -> TaskManager:
-    """List tasks and groups; those of a folder go before lm-eval's own of the same name.
+    """List tasks and groups; those of a folder take precedence over lm-eval's of the same name.
 
     Args:
-        names: that are asked for; lm-eval's own are listed, which takes ten seconds, only if one is not in the folder.
-        folder: of your own.
-        told: what tasks that make their own data, such as RULER, are told, as JSON.
+        names: requested names; lm-eval's own are listed, in ten seconds, only if one is not in the folder.
+        folder: folder of your own tasks.
+        told: settings for tasks that make their own data, such as RULER, as JSON.
     """
     from lm_eval.tasks import TaskManager
 
@@ -311,11 +312,11 @@ def list_tasks(names: tuple[str, ...], folder: str | None, told: str) -> TaskMan
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str] = ()) -> None:
-    """Refuse what cannot be run; no data set is loaded.
+    """Refuse tasks that cannot be run; no data set is loaded.
 
     Args:
-        names: of tasks and groups.
-        manager: from `list_tasks`.
+        names: names of tasks and groups.
+        manager: result of `list_tasks`.
         known: further names, for suggestions.
     Raises:
         ValueError: a task is unknown, has no score, or runs code that the model writes, without consent.
@@ -339,7 +340,7 @@ def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str]
 
 
 def parts_of(manager: TaskManager, name: str) -> list[str]:
-    """Name the tasks and groups that a group or tag consists of; none for a task."""
+    """Return the names of the tasks and groups in a group or tag; empty for a task."""
     entry = manager.task_index.get(name)
     if entry is None:
         return []
@@ -349,7 +350,7 @@ def parts_of(manager: TaskManager, name: str) -> list[str]:
 
 
 def runs_code(manager: TaskManager, name: str) -> bool:
-    """Tell whether a task, or one of a group, is marked as running generated code."""
+    """Return whether a task, or one of a group, is marked as running generated code."""
     entry = manager.task_index.get(name)
     is_marked = entry is not None and bool((entry.cfg or {}).get("unsafe_code"))
     return is_marked or any(runs_code(manager, part) for part in parts_of(manager, name))

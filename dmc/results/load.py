@@ -1,4 +1,4 @@
-"""Load on a server of OpenAI's API: requests that come at random, how long their tokens take, how many are in time."""
+"""Load generator for servers of OpenAI's API: random arrivals, latencies of tokens, and the share within limits."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What is asked of the server, and how often.
+    """Settings of a load test.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     server: str
-    """Address, with or without /v1."""
+    """Address of the server, with or without /v1."""
     model: str | None = None
-    """Name that the server knows; None: its first."""
+    """Name of the model on the server; None: its first."""
     rates: list[float | None] = field(default_factory=lambda: [None])
-    """Requests a second, arriving as a Poisson process; None: all at once, as many as `concurrency` lets."""
+    """Rates of requests per second, as a Poisson process; None: all at once, up to `concurrency`."""
     num_requests: Count = 64
-    """At each rate."""
+    """Number of requests at each rate."""
     concurrency: Count = 256
-    """Requests that are on their way at the same time, at the most."""
+    """Maximum number of concurrent requests."""
     prompt_tokens: tuple[int, int] = (64, 256)
-    """Least and most tokens of a prompt, all lengths equally likely."""
+    """Minimum and maximum tokens of a prompt, all lengths equally likely."""
     new_tokens: tuple[int, int] = (32, 128)
     vocab_size: Count = 1000
     """Prompts are tokens below it."""
     first_seconds: float = 2.0
-    """A request is in time whose first token comes within so many seconds, and the others, on average, within these:"""
+    """A request is in time if its first token takes at most this many seconds, and the others on average at most:"""
     token_seconds: float = 0.2
     api_key: str = "none"
     fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
-    """More of a request's body; `ignore_eos` is an extension that this server and vLLM know."""
+    """Further fields of a request's body; `ignore_eos` is an extension of this server and vLLM."""
     seed: int = 0
     output: str = "outputs/load"
 
@@ -66,17 +66,17 @@ class LoadConfig:
 
     @property
     def root(self) -> str:
-        """The address without /v1."""
+        """Return the address without /v1."""
         return self.server.rstrip("/").removesuffix("/v1")
 
 
 @dataclass
 class Visit:
-    """One request's fate, in seconds since the load began."""
+    """Times of one request, in seconds since the load began."""
 
     sent: float
     times: list[float] = field(default_factory=list)
-    """When its tokens came; pieces of a stream, each of which counts as one token."""
+    """Times of its tokens: pieces of a stream, each of which counts as one token."""
     end: float = 0.0
     error: str | None = None
 
@@ -87,7 +87,7 @@ class Visit:
 
     @property
     def each(self) -> float:
-        """Seconds for each token after it, on average."""
+        """Mean seconds per token after the first."""
         return (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
 
 
@@ -95,10 +95,10 @@ def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
     """Load the server at every rate.
 
     Args:
-        config: what to ask.
-        on_row: receives every row as soon as it is there.
+        config: settings of the load test.
+        on_row: receives every row as soon as it is measured.
     Raises:
-        OSError: nobody answers, or no request was answered.
+        OSError: the server does not respond, or no request was answered.
     """
     rows = []
     try:
@@ -128,7 +128,7 @@ def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
 
 
 def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[str, float]:
-    """Put visits into numbers: percentiles of seconds, tokens and requests in time for each second."""
+    """Summarize requests: percentiles of seconds, tokens per second and requests in time per second."""
     good = [visit for visit in visits if visit.error is None and visit.times]
     found: dict[str, float] = {"failed": len(visits) - len(good)}
     for name, values in (("first_token", [visit.first for visit in good]), ("token", [visit.each for visit in good])):
@@ -142,14 +142,14 @@ def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[s
 
 
 def table_of(rows: list[Row]) -> str:
-    """Write rows side by side, one line for each number."""
+    """Write rows side by side, one line for each metric."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     table = {row["method"]: [row["metrics"].get(name, math.nan) for name in names] for row in rows}
     return str(pandas.DataFrame(table, index=names).to_string(float_format=lambda value: f"{value:.4g}"))
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """Return the value below which so many percent lie."""
+    """Return a percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else sum(values)
 
 
@@ -181,7 +181,7 @@ async def _visit(
     visit = Visit(time.monotonic() - begin)
     async with room:
         if waits:
-            visit.sent = time.monotonic() - begin  # it was not to come earlier
+            visit.sent = time.monotonic() - begin  # it was scheduled for this time
         try:
             async with web.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
@@ -202,7 +202,7 @@ async def _visit(
 
 
 async def _watch(web: httpx.AsyncClient, name: str, held: dict[str, float]) -> None:
-    """Note the most requests that the server has held at once, if it is one of ours, and how long /health takes."""
+    """Record the maximum of concurrently held requests, if the server is ours, and the latency of /health."""
     while True:
         try:
             begin = time.monotonic()

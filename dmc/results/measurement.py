@@ -1,13 +1,13 @@
-"""What every task, analysis and benchmark ends in: one number, and everything that defines it.
+"""A measurement, the result of every task, analysis and benchmark: one number, and everything that defines it.
 
-The whole floor is one path: a task runs in a cell (model x method x budget x task), the cell's row lands in the one
-`Store` (`store.py`), `Store.frame` gives its `Measurement`s back as one pandas table, `statistics.py`
-says what they show, and tables, plots and the page draw nothing but that. Speed benchmarks and exported
-models are no cells of a grid; they write rows too, with `new_row`.
+All results take one path: a task runs in a cell (model x method x budget x task), the cell's row is written to the
+one `Store` (`store.py`), `Store.frame` returns its `Measurement`s as one pandas table, `statistics.py` compares them,
+and tables, plots and the page show only that. Speed benchmarks and exported models are no cells of a grid; they write
+rows too, with `new_row`.
 
 A frame has one line for each measurement and the fields of `Measurement` as columns. Coordinates are columns of their
 own (`length`, `depth`, `turn`, `position`, `layer`, `head` ...; NaN where a measurement has none), and the column `by`
-names those that a measurement has: "" for a figure of the whole task, "length depth", "position", "layer head".
+names those that a measurement has: "" for a metric of the whole task, "length depth", "position", "layer head".
 """
 
 from __future__ import annotations
@@ -23,86 +23,86 @@ import pandas
 from dmc.provenance import provenance
 
 Row = dict[str, Any]
-"""What the store holds of one cell: its identity, its memory, its settings, and its figures."""
+"""The store's content for one cell: its identity, memory, settings and metrics."""
 DONE, FAILED, NOT_FINITE = "done", "failed", "not finite"
-"""How a cell ends: with figures, an error, or figures that are infinite or no numbers."""
+"""Status of a cell: it has metrics, an error, or metrics that are infinite or NaN."""
 LOWER = ("loss", "perplexity", "bits_per_byte", "seconds")
-"""Ends of the names of metrics that are better the lower they are, beside a main one that is not."""
+"""Suffixes of the names of metrics for which lower is better, beside a main metric for which higher is."""
 COORDINATES = ("length", "depth", "turn", "position", "entries", "layer", "head", "batch", "memory")
-"""Columns that every frame has; others come with the measurements that have them."""
+"""Coordinate columns of every frame; others exist only with measurements that have them."""
 FULL = "full"
-"""The policy that keeps everything, or leaves it to the model's own gates."""
+"""Name of the policy that keeps everything, or leaves it to the model's learned gates."""
 
 
 class Measurement(TypedDict):
-    """One metric of one cell, of all its samples or of those at one place: a line of a frame."""
+    """One metric of one cell, over all its samples or those at one coordinate: a line of a frame."""
 
     key: str
-    """Of the cell: hash of everything that defines it."""
+    """Hash of everything that defines the cell."""
     method: str
-    """Model and policy, named so that no two settings share a name."""
+    """Name of model and policy, unique for their settings."""
     model: str
     variant: str
-    """What several models are seeds of; the model itself where it stands alone."""
+    """Common name of models that differ in their seed; else the model's name."""
     named: str
-    """What the user calls the model; `model` is told apart from others of that name."""
+    """The user's name of the model; `model` is made unique."""
     seed: int | None
-    """Which of the variant's seeds the model is."""
+    """Seed of the model within its variant."""
     own_gates: bool
-    """Whether the model itself is compressed."""
+    """Whether the model has learned gates."""
     policy: str
     budget: str | None
-    """As settings write it, "4" or "tokens:128"; None: no budget, the full cache or a model's own gates."""
+    """Budget as written in settings, "4" or "tokens:128"; None: the full cache or a model's learned gates."""
     is_full: bool
-    """Whether it is the full cache of a stock model, the yardstick."""
+    """Whether it is the full cache of a stock model, the baseline."""
     requested_ratio: float
-    """Of entries; for gates what they were trained for."""
+    """Requested compression ratio; for learned gates the one they were trained for."""
     task: str
     benchmark: str | None
-    """The figure that it is a part of, the mean of several tasks, or all of; None: the task itself."""
+    """Benchmark that the task is, or is a part of; None: the task itself."""
     members: list[str]
-    """Tasks of the benchmark: there is no mean of fewer."""
+    """Tasks of the benchmark, all of which its mean needs."""
     split: str | None
-    """Of the text that the task is made of."""
+    """Split of the task's text."""
     question: str | None
-    """`known` or `hidden` while the cache was compressed; None: there is none."""
+    """Whether the question was `known` or `hidden` during compression; None: no question."""
     metric: str
     is_main: bool
-    """Whether it is the task's own choice."""
+    """Whether it is the task's main metric."""
     higher_is_better: bool
     value: float
     error: float
-    """Standard error as the task gives it, where no samples are kept."""
+    """Standard error given by the task, where no samples are kept."""
     by: str
-    """Names of the coordinates."""
+    """Names of its coordinates."""
     samples: list[float]
-    """Of each sample, in their order; empty: not kept."""
+    """Values of the samples in order; empty: not kept."""
     contexts: list[Any]
-    """What each sample shares with others, a file or a text: those of one context are no independent evidence. Empty:
-    each has one of its own."""
+    """Context of each sample, a file or a text: samples of one context are no independent evidence. Empty: each sample
+    has its own."""
     samples_key: str | None
-    """The same where the samples are: only those are paired."""
+    """Hash of the samples: only measurements with equal ones are paired."""
     num_samples: int
     achieved_ratio: float
-    """Tokens over entries, both in sum over all positions that were predicted."""
+    """Tokens over entries, each summed over all predicted positions."""
     bytes_per_token: float
-    """Allocated, whole pages and all other state, over the same positions: what "equal memory" means."""
+    """Allocated bytes, whole pages and all other state, over the same positions: the measure of equal memory."""
     end_ratio: float
-    """At the last step of each sample: what a target means."""
+    """Compression ratio at the last step of each sample, to which targets refer."""
     end_bytes_per_token: float
     peak_bytes: float
-    """The most at any position of any sample."""
+    """Maximum bytes at any position of any sample."""
     mean_tokens: float
-    """Tokens seen, over the positions and samples: the weight of a ratio."""
+    """Mean tokens seen over positions and samples: the weight of a ratio."""
     device: str
     reference: str | None
-    """Model with whose full cache a compressed one is compared."""
+    """Model whose full cache a compressed one is compared with."""
     task_key: str
     """Hash of the task's settings and the engine's: only rows of one key are compared."""
     settings: dict[str, Any]
     """Model, policy with all its options, task, engine, seed."""
     provenance: dict[str, Any]
-    """Command, commit, machine, versions."""
+    """Command, commit, machine and versions."""
 
 
 TYPES: dict[str, type] = {
@@ -113,20 +113,21 @@ TYPES: dict[str, type] = {
 
 
 def digest(content: Any) -> str:
-    """Hash what JSON can hold."""
+    """Return a hash of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **figures: Any) -> Row:
-    """Return a finished row of something that is no cell of a grid.
+    """Return a finished row for a result that is no cell of a grid.
 
     Args:
         model: its name.
-        policy: name of the method, or of whatever else holds the cache.
-        task: what is measured.
-        settings: `model`, `policy`, `task` and all else that defines it; rows with the same ones replace each other.
-        figures: other fields of the row, such as `metrics`, `main_metric` (None: all metrics are), `coordinates` of
-            them, and tables by place, `by_layer_and_head={"layer": ..., "head": ..., "samples": 1, METRIC: nested}`.
+        policy: name of the method, or of another implementation of the cache.
+        task: name of the measurement.
+        settings: `model`, `policy`, `task` and all else that defines it; rows with equal settings replace each other.
+        figures: other fields of the row, such as `metrics`, `main_metric` (None: all metrics are main), their
+            `coordinates`, and tables by coordinate, `by_layer_and_head={"layer": ..., "head": ..., "samples": 1,
+            METRIC: nested}`.
     """
     place = figures.get("coordinates")
     of_task = {name: value for name, value in settings.items() if name not in ("model", "policy")}
@@ -140,7 +141,7 @@ def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **f
 
 
 def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
-    """Put the measurements of finished rows into a table, those of whole tasks first, each row's main metric first."""
+    """Make a table of the measurements of finished rows, whole tasks first, each row's main metric first."""
     shared, whole, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
     for number, row in enumerate(rows):
         shared.append(_shared(row))
@@ -164,7 +165,7 @@ def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
 
 
 def _shared(row: Row) -> dict[str, Any]:
-    """Read what all measurements of a row have in common."""
+    """Return the fields that all measurements of a row share."""
     model = (row.get("settings") or {}).get("model") or {}
     model = model if isinstance(model, dict) else {}
     names = ("key", "method", "model", "own_gates", "policy", "budget", "task", "task_key", "requested_ratio")
@@ -189,7 +190,7 @@ def _shared(row: Row) -> dict[str, Any]:
 
 
 def _whole(row: Row) -> Iterator[dict[str, Any]]:
-    """Give the figures of a row that are of all its samples."""
+    """Yield the measurements of a row over all its samples."""
     main, coordinates = row["main_metric"], row.get("coordinates") or {}
     samples = {main: row.get("sample_values", [])} | (row.get("samples_by_metric") or {})
     errors, speeds = row.get("errors") or {}, ("prefill_tokens_per_second", "decode_tokens_per_second")
@@ -200,7 +201,7 @@ def _whole(row: Row) -> Iterator[dict[str, Any]]:
 
 
 def _at_places(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Unfold a table: coordinates, then `samples` (at every place, or one number for all), then the metrics."""
+    """Yield a table's measurements; it has coordinates, `samples` (at every place, or one for all) and metrics."""
     names = list(table)[: list(table).index("samples")]
     axes = [numpy.asarray(table[name], dtype=float) for name in names]
     counts = numpy.broadcast_to(table["samples"], list(map(len, axes))).ravel()

@@ -11,15 +11,15 @@ from dmc.results.tasks.inside import decisions_of
 
 
 def segment_page(model: Any, tokenizer: Any, text: str, layer: int, head: int, num_tokens: int) -> str:
-    """Cut a text as a head of a compressed model does, once all decisions have been executed.
+    """Segment a text by the decisions of one head of a compressed model, once all have been executed.
 
     Args:
         model: compressed causal LM.
-        tokenizer: a fast one, which knows where tokens stand in the text.
-        text: what is cut.
-        layer: whose decisions.
+        tokenizer: a fast tokenizer, which knows the offsets of tokens.
+        text: text to segment.
+        layer: index of the layer.
         head: KV head of the layer.
-        num_tokens: of the text that are used.
+        num_tokens: number of first tokens to use.
     Returns:
         A self-contained HTML page, every segment in a color unlike its neighbours'.
     Raises:

@@ -22,20 +22,20 @@ from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 logger = logging.getLogger(__name__)
 
 FINISHED = (DONE, NOT_FINITE)
-"""What is not run again."""
+"""Statuses of cells that are not run again."""
 NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "policy_key", "task_key")
-"""Texts that every row has."""
+"""Text fields of every row."""
 KINDS = ("model", "policy", "task")
-"""What names are told apart of."""
+"""Fields whose names are made unique."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
-"""What a finished row has beside them."""
+"""Further fields of a finished row."""
 
 
 class Store:
-    """Rows by key; of several with the same key the last one counts.
+    """Rows by key; the last row of a key counts.
 
     Args:
-        path: of the file; it need not exist yet, its folder is made.
+        path: path of the file; it need not exist, its folder is made.
     Raises:
         OSError: the folder is a file, or may not be written to.
     """
@@ -47,10 +47,10 @@ class Store:
         self._reported: set[int] = set()
 
     def append(self, row: Row) -> None:
-        """Write a row so that it is there whole or not at all, also beside other processes' rows.
+        """Append a row atomically, also while other processes append.
 
         Raises:
-            OSError: it could not be written whole (the disk is full).
+            OSError: the row could not be written whole (the disk is full).
         """
         line = json.dumps(row).encode() + b"\n"
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -68,7 +68,7 @@ class Store:
             os.close(handle)
 
     def rows(self) -> list[Row]:
-        """Read all rows in the order in which they were written, each key once; damaged lines are told and left out."""
+        """Read all rows in the order of writing, each key once; damaged lines are logged and left out."""
         rows: dict[str, Row] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
         for number, line in enumerate(content.split(b"\n"), start=1):
@@ -95,14 +95,14 @@ class Store:
 
     @property
     def num_damaged(self) -> int:
-        """Lines that `rows` has left out so far."""
+        """Number of lines that `rows` has left out so far."""
         return len(self._reported)
 
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
-    """Return the rows (of `keys`; None: all) of several stores, each key once, finished where it is anywhere.
+    """Return the rows (of `keys`; None: all) of several stores, each key once, preferring a finished row.
 
-    The field `folder` says where a row lies. Names are told apart over all of them: no two settings share one.
+    The field `folder` is the row's folder. Names are made unique over all stores: no two settings share one.
     """
     rows: dict[str, Row] = {}
     for row in (row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()):
@@ -112,10 +112,10 @@ def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> li
 
 
 def told_apart(rows: Sequence[Row]) -> list[Row]:
-    """Return rows whose model, policy and task (or benchmark) have a name that stands for one setting only.
+    """Return rows with unique names of model, policy and task (or benchmark): each stands for one setting.
 
-    `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; names that
-    stand for one thing stay. Under `named` a row keeps what the user called its model.
+    `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; unambiguous
+    names stay. The field `named` keeps the user's name of the model.
     """
     known: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -145,7 +145,7 @@ def _column(kind: str, row: Row) -> str:
 
 
 def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Write for each key the settings in which it differs from any other: `recent=4, normalise=True`."""
+    """Write for each key the settings in which it differs from others: `recent=4, normalise=True`."""
     told = {}
     for key, own in known.items():
         others = [other for each, other in known.items() if each != key]
@@ -159,7 +159,7 @@ def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Name settings inside others by their last name: options are told as the user writes them."""
+    """Flatten nested settings to their last names, as the user writes options."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 def is_row(row: Any) -> bool:
-    """Whether a line of JSON is a row: it says what it measures, how that ended, and if well, the figures."""
+    """Return whether a line of JSON is a row: it has an identity, a status, and if finished, metrics."""
     if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
         return False
     named = all(name in row for name in ("budget", "own_gates"))
@@ -185,10 +185,9 @@ def is_row(row: Any) -> bool:
 
 
 def lock(handle: int) -> None:
-    """Keep other processes that append from writing, until the file is closed.
+    """Lock the file against other processes that append, until it is closed.
 
-    Of a disk that machines share, each of them knows the end of a file only so; one without locks is appended to as it
-    is.
+    On a shared disk, machines agree on the end of a file only under a lock; without locks, rows are appended unlocked.
     """
     with contextlib.suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_EX)

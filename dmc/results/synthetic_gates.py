@@ -1,4 +1,4 @@
-"""Gates that decide at random, at a chosen compression ratio: speed and memory can be measured without training."""
+"""Gates that decide at random at a chosen compression ratio, for measuring speed and memory without training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dmc.budget import check_ratio
 from dmc.compression import CompressionConfig, Compressor, DecidedTokens
 
 SPREAD = 0.5
-"""Heads keep between 1 - SPREAD and 1 + SPREAD times the mean share of tokens: their lengths differ."""
+"""Heads keep between 1 - SPREAD and 1 + SPREAD times the mean share of tokens, so that their lengths differ."""
 
 
 class SyntheticCompressor(Compressor):
-    """Decides for every token at random; everything else is the learned gate's work, at its cost.
+    """Decides for every token at random, with otherwise the computation and cost of a learned gate.
 
     Args:
-        config: what happens to a token and when.
+        config: settings of the gates.
         head_dim: D.
         keep: share of tokens that each KV head appends, [H].
-        seed: of the decisions.
+        seed: seed of the decisions.
     """
 
     def __init__(self, config: CompressionConfig, head_dim: int, keep: Tensor, seed: int) -> None:

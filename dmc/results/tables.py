@@ -1,4 +1,4 @@
-"""Tables of what a store holds: texts in pandas frames, written as Markdown and CSV, or shown by the page."""
+"""Tables of a store's results: texts in pandas frames, written as Markdown and CSV, or shown by the page."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LEGEND = (
     "than 90 % of the ratio asked for. ★: no other is both cheaper and as good."
 )
 SPEEDS = ("batch length", "memory")
-"""Coordinates of a speed benchmark's measurements: at a batch size, and the largest batch in so many bytes."""
+"""Coordinates of a speed benchmark's measurements: a batch size, and the memory of the largest batch."""
 Columns = Mapping[str, "tuple[str, str] | Callable[[Any], str]"]
-"""Title: the column of a frame and its format, or what makes a text of a line."""
+"""Columns by title: the column of a frame and its format, or a function from a line to its text."""
 
 
 def texts_of(lines: pandas.DataFrame, columns: Columns) -> pandas.DataFrame:
-    """Write lines of a frame as texts, the method of each as index; a column that is empty in all is left out."""
+    """Format lines of a frame as texts, indexed by method; columns without any text are left out."""
     found = {}
     for title, how in columns.items():
         if callable(how):
@@ -61,11 +61,11 @@ def write_tables(
     """Write `table.md`, `results.csv` (a line for each method, budget and task), `measurements.csv` and `quality.png`.
 
     Args:
-        store: what is shown.
-        folder: where to; each file is replaced whole.
-        reference: stock model with whose full cache compressed ones are compared; None: see `summarize`.
-        metrics: which have tables; None: each task's main one.
-        keys: of the cells that are shown; None: all.
+        store: the results.
+        folder: output folder; each file is replaced atomically.
+        reference: stock model whose full cache compressed ones are compared with; None: see `summarize`.
+        metrics: metrics with tables; None: each task's main one.
+        keys: keys of the cells to show; None: all.
     Returns:
         The tables.
     """
@@ -81,14 +81,14 @@ def write_tables(
 
 
 def write_measurements(frame: pandas.DataFrame, folder: Path) -> None:
-    """Write every figure into `measurements.csv`."""
+    """Write every measurement to `measurements.csv`."""
     unwritten = ["samples", "contexts", "settings", "provenance", "members", "folder"]
     content = frame.drop(columns=unwritten).dropna(axis=1, how="all").to_csv(index=False)
     replace_file(folder / MEASUREMENTS, content.encode())
 
 
 def draw_summary(summary: pandas.DataFrame) -> Any:
-    """Draw quality over bytes, or over CR where bytes are not known, a panel for each task."""
+    """Plot quality over bytes, or over CR where bytes are unknown, with a panel for each task."""
     lines = name_methods(summary, summary[~summary["own_gates"]]["variant"].nunique() > 1)
     over = "bytes_per_token" if lines["bytes_per_token"].notna().all() else "achieved_ratio"
     return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], over)
@@ -100,7 +100,7 @@ def format_tables(
     metrics: Sequence[str] | None = None,
     summary: pandas.DataFrame | None = None,
 ) -> list[str]:
-    """Write a table for each task and metric, within each budget the best first, one of all tasks, one of speeds."""
+    """Format a table for each task and metric, the best first within each budget, one of all tasks, one of speeds."""
     summary = summarize(frame, reference, metrics) if summary is None else summary
     beside = beside_rivals(frame, reference, metrics)
     speeds = speed_table(speeds_of(frame))
@@ -121,7 +121,7 @@ def format_tables(
 
 
 def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
-    """Write the lines of one task and metric; questions known and hidden are columns beside each other."""
+    """Format the lines of one task and metric, with known and hidden questions as adjacent columns."""
     first, tokens = group.iloc[0], group["asked"].str.extract(r"^(\d+) tokens$")[0].astype(float)
     asked = group["question"].nunique() > 1
     split = f" of the {first['split']} split" if first["split"] else ""
@@ -131,7 +131,7 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
         of += f" of {first['contexts']} contexts"
     better = "higher" if first["higher_is_better"] else "lower"
     title = f"### {first['shown']}: {first['metric']}{of}{split} ({better} is better){question}\n\n"
-    ratio = group.groupby("asked")["requested_ratio"].transform("median")  # of as many bytes each has its own
+    ratio = group.groupby("asked")["requested_ratio"].transform("median")  # ratios differ within a budget in bytes
     order = group.assign(fixed=tokens.notna(), place=ratio.where(tokens.isna(), -tokens))
     order["worse"] = group["value"] * (-1.0 if first["higher_is_better"] else 1.0)
     order = order.sort_values(["fixed", "place", "worse"], kind="stable")
@@ -151,7 +151,7 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
 
 
 def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.DataFrame:
-    """Write every figure of a summary, and what the best training-free method loses in a compressed model's bytes."""
+    """Format all columns of a summary, and the best training-free method's loss in a compressed model's bytes."""
     known = summary[summary["bytes_per_token"].notna()]
     on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
     best = beside[beside["is_best"]] if len(beside) else beside
@@ -201,7 +201,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
 
 def plus(value: float, error: Any, form: str = "+.4f") -> str:
-    """Write a number with its standard error, where that is known."""
+    """Format a number with its standard error, if that is known."""
     if pandas.isna(value):
         return ""
     return format(value + 0.0, form) + ("" if pandas.isna(error) else f" ± {format(error, form.lstrip('+'))}")
@@ -214,7 +214,7 @@ def _seeds(line: pandas.Series, column: str, words: str) -> str:
 
 
 def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
-    """Put the tasks side by side: ✓ as good as the full cache, ✗ worse, neither: the samples cannot tell."""
+    """Format the tasks side by side: ✓ as good as the full cache, ✗ worse, neither: the samples cannot tell."""
     marks = {"as good": " ✓", "worse": " ✗"}
     texts = [
         plus(each["value"], each["value_error"], ".4f") + marks.get(each["standing"], "")
@@ -227,9 +227,9 @@ def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Make one line of each row of a speed benchmark, its metrics as columns, and `gain` over the yardstick.
+    """Make one line of each row of a speed benchmark, its metrics as columns, and `gain` over the baseline.
 
-    That is `generate()` of transformers at the same batch size of the same command, or else the first contestant.
+    The baseline is `generate()` of transformers at the same batch size in the same run, else the first decoder.
     """
     own = frame[frame["by"].isin(SPEEDS)]
     if own.empty:
@@ -247,7 +247,7 @@ def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
-    """Write lines of `speeds_of`."""
+    """Format lines of `speeds_of`."""
     columns: Columns = {
         "contestant": ("policy", ""),
         "setting": lambda line: line["task"] if speeds["task"].nunique() > 1 else "",
@@ -260,7 +260,7 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def untold(rows: Sequence[Row]) -> Iterator[str]:
-    """Say which rows have no place among the figures, and why, and which prompts were cut."""
+    """Yield messages about rows without usable metrics, with the reasons, and about truncated prompts."""
     for row in told_apart(rows):
         asked = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
         where = ", ".join([row["method"], *asked, row["task"]])
@@ -274,17 +274,17 @@ def untold(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def reason(row: Row) -> str:
-    """Say why a row has no figures: its error, or the metrics that are infinite or no numbers."""
+    """Return why a row has no usable metrics: its error, or the metrics that are infinite or NaN."""
     if row["status"] == NOT_FINITE:
         return ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite") or row["metrics"])
     return str(row.get("error", "unknown"))
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole: jobs of a sweep write the same one.
+    """Replace a file atomically: the jobs of a sweep write the same one.
 
     Raises:
-        OSError: it cannot be written; an earlier one stays.
+        OSError: the file cannot be written; an earlier one stays.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:

@@ -1,8 +1,8 @@
-"""What a compressed cache is asked to do: predict text, or find again what stood far back.
+"""Tasks that measure a compressed cache: predict text, or retrieve tokens from far back.
 
-Read in this order: `base.py` (what a task is) -> `text_loss.py` (predict text) -> `asking.py` (ask behind a compressed
-prompt; with random tokens) -> `prompts.py` (prompts of text, conversations) -> `retrieval.py` (ask about text) ->
-`facts.py` (many questions to one context) -> `inside.py` (no question: what is left).
+Read in this order: `base.py` (interface of a task) -> `text_loss.py` (predict text) -> `asking.py` (questions after a
+compressed prompt; random tokens) -> `prompts.py` (prompts of text, conversations) -> `retrieval.py` (questions about
+text) -> `facts.py` (many questions about one context) -> `inside.py` (no question: the entries that are left).
 """
 
 from dmc.results.tasks.asking import Recall

@@ -1,4 +1,4 @@
-"""What asks for something far back: the cache compresses a prompt, is fed what stands behind it, and answers."""
+"""Tasks that ask for something far back: the cache compresses a prompt, then is fed the rest, and answers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dmc.runtime.forced import of_given_tokens
 from dmc.runtime.generation import Scoring
 
 Question = Literal["known", "hidden"]
-"""What a cache is compressed with: the whole question in sight, or the context alone."""
+"""Whether the cache is compressed with the question in the prompt, or with the context alone."""
 
 
 class Asking:
-    """A task whose samples are answered greedily: no token of an answer comes from the prompt's own pass."""
+    """A task with greedy answers, no token of which is predicted by the prompt's own pass."""
 
     main_metric = "exact_match"
     higher_is_better = True
     question: Question
 
     def params(self) -> SamplingParams:
-        """Say how answers are generated."""
+        """Return the sampling parameters of answers."""
         raise NotImplementedError
 
     def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
-        """Compare an answer with a sample's: 1 or 0 for each metric."""
+        """Compare a generated answer with a sample's: 1 or 0 for each metric."""
         raise NotImplementedError
 
     def check_question(self) -> None:
-        """Raise a ValueError for what is no `Question`."""
+        """Raise a ValueError unless `question` is a `Question`."""
         if self.question not in get_args(Question):
             raise ValueError(
                 f"question={self.question!r}: expected known (the cache is compressed with the question in sight) or "
@@ -44,7 +44,7 @@ class Asking:
             )
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; `loss` is that of the right answer. What several samples ask of is compressed once."""
+        """See `Task.evaluate`; `loss` is the right answer's. A prompt shared by several samples is compressed once."""
         groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.prompt)]
         if len(groups) < len(samples):
             return [result for group in groups for result in self._ask_forks(engine, group)]
@@ -55,7 +55,7 @@ class Asking:
         return self._results(engine, samples, generations, scorings)
 
     def _ask_forks(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """Answer samples of one prompt, each from a fork of the same cache."""
+        """Answer samples that share a prompt, each from a fork of the same cache."""
         after, right = [each.after for each in samples], [each.continuation for each in samples]
         with engine.session() as session:
             session.feed(samples[0].prompt)
@@ -82,12 +82,12 @@ class Asking:
 
 @dataclass(frozen=True)
 class Recall(Asking):
-    """Repeats what stood far back among random tokens, see `RecallSequences`; no tokenizer is needed.
+    """Asks to repeat tokens from far back among random tokens, see `RecallSequences`; no tokenizer is needed.
 
-    The query is fed when the cache has compressed what stands before it. Of `key_value` it is compressed with the query
-    in sight, which then comes again; `question="hidden"`: without. The others' query is the same for every sample.
+    The query is fed after the cache has compressed the tokens before it. For `key_value` the query is also part of the
+    compressed prompt, unless `question="hidden"`. The query of the other tasks is the same for every sample.
 
-    A row keeps the grid `by_length_and_depth`; the depth is where the answer stood, to a tenth of the prompt.
+    A row has the grid `by_length_and_depth`; the depth is the position of the answer, to a tenth of the prompt.
 
     Raises:
         ValueError: see `RecallSequences`.
@@ -96,10 +96,10 @@ class Recall(Asking):
     task: RecallTask
     num_samples: Count = 32
     sequence_length: int = 1024
-    """Tokens of prompt and answer."""
+    """Number of tokens of prompt and answer."""
     answer_length: int = 4
     vocab_size: int | None = None
-    """Tokens are drawn below it; None: all that the model knows."""
+    """Tokens are drawn below it; None: from the model's whole vocabulary."""
     question: Question = "known"
     seed: int = 0
 
@@ -109,7 +109,7 @@ class Recall(Asking):
         self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
 
     def identity(self) -> Any:
-        """See `Task.identity`: the settings say all."""
+        """See `Task.identity`: only the settings matter."""
 
     def params(self) -> SamplingParams:
         """See `Asking.params`."""

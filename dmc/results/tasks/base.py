@@ -1,4 +1,4 @@
-"""What a task of a comparison is: samples, what an engine makes of them, and where on a task's grid they stand."""
+"""Interface of a comparison's tasks: samples, their results from an engine, and their coordinates on a grid."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dmc.runtime import Engine, GenerationStats
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, which the cache remembers compressed, and what follows it."""
+    """A prompt, which the cache compresses, and its continuation."""
 
     prompt: list[int]
     continuation: list[int]
     place: dict[str, float] = field(default_factory=dict)
-    """Where it stands on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: there is none."""
+    """Coordinates on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: no grid."""
     after: list[int] = field(default_factory=list)
-    """What is fed between the two, when the prompt has been compressed: the answer's beginning, maybe the question."""
+    """Tokens fed between the two, after compression: the answer's beginning, and maybe the question."""
     context: Any = None
-    """What it has in common with other samples, such as its text: those are no independent evidence. None: nothing."""
+    """Context that it shares with other samples, such as a text: those are no independent evidence. None: its own."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Metrics that belong to one place of a task's grid."""
+    """Metrics at one coordinate of a task's grid."""
 
     place: dict[str, float]
     metrics: dict[str, float]
@@ -35,51 +35,51 @@ class Part:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What a model made of one sample."""
+    """Result of a model on one sample."""
 
     metrics: dict[str, float]
-    """The same names for every sample of a task; a task's figures are their means."""
+    """Metrics, with the same names for every sample of a task, whose metrics are their means."""
     stats: GenerationStats
     """Memory at the sample's last step."""
     parts: list[Part] = field(default_factory=list)
-    """The same by place: one for a sample that has one, several where a sample covers several."""
+    """Metrics by coordinate: one for a sample with coordinates, several if it covers several places."""
 
 
 class Task(Protocol):
-    """A measure of quality; the cache's memory is measured with it. Named and set up by `configs/task/*.yaml`."""
+    """Interface of a quality measurement, during which memory is measured too; configured by `configs/task/*.yaml`."""
 
     main_metric: str
-    """The one by which methods are ranked."""
+    """Metric by which methods are ranked."""
     higher_is_better: bool
 
     def identity(self) -> Any:
-        """Return what the samples depend on beside the settings (the files of a corpus), as JSON has it.
+        """Return JSON content that the samples depend on beside the settings, such as the files of a corpus.
 
         Raises:
-            FileNotFoundError, ValueError: something that the samples are made of is not there.
+            FileNotFoundError, ValueError: a source of the samples is missing.
         """
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """Make the samples: always the same.
+        """Make the samples, deterministically.
 
         Args:
             tokenizer: the model's, or None.
-            vocab_size: tokens that the model knows.
+            vocab_size: size of the model's vocabulary.
         Raises:
             ValueError: a setting does not suit the model.
         """
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """Run some of the samples, which the engine takes at the same time."""
+        """Evaluate some of the samples, which the engine runs at the same time."""
 
 
 def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[Any]]]:
-    """Average metrics place by place.
+    """Average metrics by coordinates.
 
     Returns:
-        `{"by_length_and_depth": {"length": [...], "depth": [...], "samples": [[...]], "exact_match": [[...]]}}`: the
-        places in ascending order; counts and means are nested lists in the order of the place's names, None where
-        there is no sample. Empty for a task without a grid.
+        `{"by_length_and_depth": {"length": [...], "depth": [...], "samples": [[...]], "exact_match": [[...]]}}`:
+        coordinates in ascending order; counts and means are lists nested in the order of the coordinates' names, None
+        where there is no sample. Empty for a task without a grid.
     """
     found: dict[str, dict[str, list[Any]]] = {}
     parts = [part for each in results for part in each.parts]
@@ -97,14 +97,14 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
 
 
 def split_of_text(task: Task) -> str | None:
-    """Name the split that a task's text is from; None: it has no text, or a text of the user's own."""
+    """Return the split of a task's text; None: it has no text, or the user's own."""
     source = getattr(task, "source", None) or getattr(task, "haystack", None)
     split = None if getattr(source, "is_local", False) else getattr(source, "split", None)
-    return split if isinstance(split, str) else None  # a text itself has a method of this name
+    return split if isinstance(split, str) else None  # `str` itself has a method `split`
 
 
 def describe_text(source: Any, name: str) -> Any:
-    """Return what a text is known by, for `Task.identity`.
+    """Return the identity of a text, for `Task.identity`.
 
     Raises:
         ValueError, FileNotFoundError: the setting `name` is no source of documents, or its files are not there.
@@ -117,7 +117,7 @@ def describe_text(source: Any, name: str) -> Any:
 
 
 def check_range(task: Any, name: str, least: float, most: float | None = None) -> None:
-    """Raise a ValueError for a setting of a task that is no list of numbers in a range, whole ones without an end."""
+    """Raise a ValueError unless a setting is a list of numbers in a range, or without `most`, of whole numbers."""
     values = getattr(task, name)
     if not values or not all(least <= each <= (each if most is None else most) for each in values):
         expected = f"whole numbers >= {least}" if most is None else f"numbers from {least} to {most}"
@@ -125,6 +125,6 @@ def check_range(task: Any, name: str, least: float, most: float | None = None) -
 
 
 def spread(count: int, length: int) -> list[int]:
-    """Pick up to `count` of `length` places, evenly from the first to the last."""
+    """Return up to `count` of `length` indices, evenly from the first to the last."""
     count = min(count, length)
     return [round(place * (length - 1) / max(1, count - 1)) for place in range(count)]

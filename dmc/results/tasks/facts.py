@@ -1,4 +1,4 @@
-"""Asks for what facts in a text have said: many questions to one context that was compressed before any of them."""
+"""Recall of facts in a text: many questions about one context, which is compressed before all of them."""
 
 from __future__ import annotations
 
@@ -20,42 +20,41 @@ from dmc.runtime import Engine, Generation, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class FactRecall(Asking):
-    """Asks for the values that facts in a text have given to keys, see `dmc.data.facts`: answers of one token.
+    """Asks for the values that facts in a text assign to keys, see `dmc.data.facts`: answers of one token.
 
-    Contexts are windows from all over the text, the same again where they outnumber them; each has facts of its own,
-    and intervals are over other facts in the same text. Facts are spread evenly. Hidden questions, each by itself, go
-    on from a fork of the same compressed cache. Where they are known, context and question are compressed together,
-    and the question then comes again.
+    Contexts are windows spread over the text, repeated if there are too few; each has its own facts, so intervals are
+    over other facts in the same text. Facts are spread evenly. Each hidden question continues from a fork of the same
+    compressed cache. Known questions are compressed together with the context, then fed again.
 
-    A row keeps the grid `by_length_and_depth`; the depth is where the value stood, to a tenth of the context.
+    A row has the grid `by_length_and_depth`; the depth is the position of the value, to a tenth of the context.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     haystack: DocumentSource | str
-    """Between the facts: a source of documents, or a text that is repeated."""
+    """Text between the facts: a source of documents, or a text that is repeated."""
     lengths: Sequence[int] = (1024,)
     """Tokens of contexts with a question."""
     keys: Count = 40
-    """That have a value in a context."""
+    """Number of keys with a value in a context."""
     num_keys: Count = 57
-    """That there are, and as many values: what the model was trained with."""
+    """Number of keys in all, and of values, as the model was trained."""
     words: Words = "all"
-    """Which of them facts are made of: where gates have learned on one half, the other tells whether they know what a
-    fact is, or the words by heart."""
+    """Keys and values to use: if gates were trained on one half, the other tests whether they generalize to unseen
+    words."""
     form: Literal["seen", "unseen"] = "unseen"
-    """Whether training texts say facts in the same forms."""
+    """Whether facts have forms that occur in training."""
     rebinding: Share = 0.0
-    """Of the keys that got another value before."""
+    """Share of keys that were assigned another value before."""
     contexts: Count = 16
-    """Of each length."""
+    """Number of contexts of each length."""
     questions: Count = 8
-    """To each context, about keys drawn from it."""
+    """Number of questions about each context, on keys drawn from it."""
     question: Question = "hidden"
     seed: int = 0
     cache_folder: str = "outputs/cache"
-    """Where tokenised text is kept."""
+    """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
         self.check_question()

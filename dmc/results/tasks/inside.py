@@ -1,4 +1,4 @@
-"""What a cache holds of a text: which tokens, in each layer and head, and the segments that gates make of it."""
+"""Analysis of a cache after a text: the tokens held in each layer and head, and the segments of learned gates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, SamplingParams, Session
 
 PLACES = 64
-"""Points of a curve, and the longest segment that is told apart."""
+"""Points of a curve, and the longest segment with its own count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """Reads text and tells what is left of it: no measure of quality, for the page to draw.
+    """Reads text and records the entries that are left, for plots of the page; it measures no quality.
 
-    A row keeps `share_held` by position and layer; of gates, which decide token by token, also `by_tokens_and_layer`,
-    the share held after so many, and `segments` by length (the last: so long or longer) and layer. The compression
-    ratio of each head is in every row.
+    A row has `share_held` by position and layer; for learned gates, which decide token by token, also
+    `by_tokens_and_layer`, the share held after as many tokens, and `segments` by length (the last: that long or longer)
+    and layer. The compression ratio of each head is in every row.
 
     Raises:
         ValueError: a value is out of range.
@@ -36,9 +36,9 @@ class Inside:
     length: Count = 1024
     """Tokens of each text."""
     new_tokens: Count = 1
-    """Generated before it is seen what is left; all but the last are fed."""
+    """Number of tokens generated before the analysis; all but the last are fed."""
     cache_folder: str = "outputs/cache"
-    """Where tokenised text is kept."""
+    """Folder of tokenized text."""
     main_metric = "share_held"
     higher_is_better = True
 
@@ -79,12 +79,12 @@ class Inside:
 
 
 def held_tokens(session: Session, length: int, merged: Tensor | None = None) -> Tensor:
-    """Tell which tokens a session holds, bool [L, H, T].
+    """Return which tokens a session holds, bool [L, H, T].
 
     Args:
-        session: that has read T tokens.
+        session: a session that has read T tokens.
         length: T.
-        merged: what gates decided, see `decisions_of`; None: there are none.
+        merged: the gates' decisions, see `decisions_of`; None: no gates.
     """
     if merged is not None:
         waiting = max(0, length - session.engine.model.compression.delay)
@@ -100,7 +100,7 @@ def held_tokens(session: Session, length: int, merged: Tensor | None = None) -> 
 
 
 def decisions_of(model: Any, tokens: list[int]) -> Tensor:
-    """Read a text in the parallel form: whether a token is merged into the slot before it, or dropped, bool [L, H, T].
+    """Return the decisions on a text by the parallel form: whether a token is merged or dropped, bool [L, H, T].
 
     Raises:
         ValueError: the model has no gates.
@@ -134,15 +134,15 @@ def _of_gates(engine: Engine, merged: Tensor) -> list[Part]:
 
 
 def segment_lengths(merged: Tensor) -> Tensor:
-    """List the lengths of segments: a token that is kept, and the ones behind it that are merged or dropped.
+    """Return the lengths of segments: a kept token and the merged or dropped tokens after it.
 
     Args:
         merged: bool [heads, T], False at the first token.
     Returns:
-        Tokens of each segment, the one that the end cuts off included, int64 [number of segments].
+        Tokens of each segment, the truncated last one included, int64 [number of segments].
     """
     starts = ~merged
     ends = torch.ones_like(starts[:, :1])
-    places = torch.cat((starts, ends), dim=1).nonzero()  # of each start, and of each head's end
+    places = torch.cat((starts, ends), dim=1).nonzero()  # positions of each start and of each head's end
     gaps = places[1:, 1] - places[:-1, 1]
     return gaps[places[1:, 0] == places[:-1, 0]]

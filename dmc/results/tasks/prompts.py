@@ -1,4 +1,4 @@
-"""Prompts put together of pieces: token ids, and what a tokenizer's chat template writes around a conversation."""
+"""Prompts assembled from pieces of tokens, with a tokenizer's chat template around conversations."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MARKS = ("FIRST-QUESTION", "FIRST-REPLY", "SECOND-QUESTION")
 
 
 class ChatForm(NamedTuple):
-    """What a template writes around the turns; nothing without one."""
+    """Texts that a chat template writes around the turns; empty without one."""
 
     opening: str = ""
-    """Before what is said first; special tokens and a system prompt of the template included."""
+    """Text before the first message, with special tokens and a system prompt of the template."""
     closing: str = ""
-    """Between what is said and the reply."""
+    """Text between a message and the reply."""
     reopening: str = ""
-    """Between a reply and what is said next."""
+    """Text between a reply and the next message."""
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raise a ValueError for a tokenizer that does not know how conversations are written."""
+    """Raise a ValueError for a tokenizer without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"chat_template=true: the tokenizer {tokenizer.name_or_path!r} has no chat template, as those of base "
@@ -35,10 +35,10 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 def read_chat_form(tokenizer: Any) -> ChatForm:
-    """Let the template write a conversation of marks, and see what stands between them.
+    """Find a template's texts by applying it to a conversation of marks.
 
     Raises:
-        ValueError: there is no template, or it leaves out or repeats what is said.
+        ValueError: there is no template, or it omits or repeats messages.
     """
     check_chat_template(tokenizer)
     roles = ("user", "assistant", "user")
@@ -54,11 +54,11 @@ def read_chat_form(tokenizer: Any) -> ChatForm:
 
 
 class Encoder:
-    """Turns pieces of a prompt into tokens, one after the other.
+    """Encodes pieces of a prompt, one after the other.
 
     Args:
         tokenizer: the model's.
-        chat_template: whether its chat template is written around them.
+        chat_template: whether to write its chat template around them.
     Raises:
         ValueError: there is no tokenizer, or it has no chat template to use.
     """
@@ -69,14 +69,14 @@ class Encoder:
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.form = read_chat_form(tokenizer) if chat_template else ChatForm()
         self.begin = self.encode(self.form.opening) if chat_template else list(tokenizer("")["input_ids"])
-        """What stands before a text: special tokens, or a template's opening."""
+        """Tokens before a text: special tokens, or a template's opening."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a piece, without special ones."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ask(self, question: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of the end of a prompt: of the question, and of the answer's beginning."""
+        """Return the tokens of the question and those of the answer's beginning, which end a prompt."""
         start = beginning_of_answer(question)
         asked = question.removesuffix(start)
         if not self.chat_template:
@@ -84,16 +84,16 @@ class Encoder:
         return self.encode(asked.rstrip()), self.encode(self.form.closing + start.lstrip())
 
     def converse(self, pieces: list[list[int]], question: str) -> list[list[int]]:
-        """Return the turns of a conversation: pieces that are said one after the other, then the question."""
+        """Return the turns of a conversation: one message for each piece, then the question."""
         closing, reopening = self.encode(self.form.closing), self.encode(self.form.reopening)
         asked, start = self.ask(question)
         said = [[*piece, *closing] for piece in pieces] + [[*asked, *start]]
         return [[*(reopening if turn else self.begin), *tokens] for turn, tokens in enumerate(said)]
 
     def filler(self, haystack: DocumentSource | str, count: int, number: int, cache_folder: str) -> list[list[int]]:
-        """Return `number` windows of `count` tokens: from all over a source, or of a text that is repeated.
+        """Return `number` windows of `count` tokens, evenly from a source, or from a repeated text.
 
-        Line ends stand for the ends of documents, where a model would stop.
+        Line ends replace the ends of documents, where a model would stop.
 
         Raises:
             ValueError: the source has fewer than `count` tokens.
@@ -110,5 +110,5 @@ class Encoder:
 
 
 def beginning_of_answer(question: str) -> str:
-    """Return what stands behind the last question mark or line end."""
+    """Return the text after the last question mark or line end."""
     return re.split(r"[?\n]", question)[-1]

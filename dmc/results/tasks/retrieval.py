@@ -1,4 +1,4 @@
-"""Asks for what a text has said: a fact at a depth, a key's value, a sum's color, a number told turns before."""
+"""Retrieval from text: a fact at a depth, a key's value, a sum's color, a number told turns before."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ COLORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecall(Asking):
-    """Asks for something that the prompt has said: greedy generation, exact match, and the loss of the right answer.
+    """Asks for something in the prompt: greedy generation, exact match, and the loss of the right answer.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     samples_per_place: Count = 4
-    """For each place of the grid."""
+    """Number of samples at each coordinate of the grid."""
     max_new_tokens: Count = 24
-    """Tokens in which the answer must stand."""
+    """Maximum tokens of a generated answer."""
     chat_template: bool = False
-    """Whether the tokenizer's chat template is written around the prompt: what stands behind the last question mark or
-    line end of a question then begins the reply."""
+    """Whether to write the tokenizer's chat template around the prompt: the text after the last question mark or line
+    end of a question then begins the reply."""
     question: Question = "known"
-    """Whether the cache is compressed with the question in sight. What stands behind its last question mark or line
-    end, the same for every sample, is fed after that and gives the answer's first token."""
+    """Whether the cache is compressed with the question in the prompt. The text after its last question mark or line
+    end, the same for every sample, is fed after that and predicts the answer's first token."""
     seed: int = 0
     stop: ClassVar[tuple[str, ...]] = ("\n",)
-    """Ends an answer."""
+    """Strings that end an answer."""
 
     def __post_init__(self) -> None:
         self.check_question()
         check_fields(self)
 
     def identity(self) -> Any:
-        """See `Task.identity`: the settings say all but what the files of a haystack hold."""
+        """See `Task.identity`: the settings, and the files of a haystack."""
         haystack = getattr(self, "haystack", "none")
         if not isinstance(haystack, str):
             return describe_text(haystack, "haystack")
@@ -59,7 +59,7 @@ class TextRecall(Asking):
         return haystack if hasattr(self, "haystack") else None
 
     def extract(self, text: str) -> dict[str, str | None]:
-        """Find in an answer what each metric compares; None: it is not there. Default: the first number."""
+        """Extract from an answer the text that each metric compares, or None; default: the first number."""
         return {"exact_match": first_number(text)}
 
     def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
@@ -80,14 +80,14 @@ class TextRecall(Asking):
         place: dict[str, float],
         context: Any = None,
     ) -> Sample:
-        """Put a sample together: what is compressed, and what is fed after that."""
+        """Make a sample from the tokens to compress and the tokens to feed after that."""
         question, cue = asked
         if self.question == "known":
             return Sample([*tokens, *question], answer, place, after=cue, context=context)
         return Sample(tokens, answer, place, after=[*question, *cue], context=context)
 
     def random(self, *place: object) -> random.Random:
-        """Return the source of what a sample draws."""
+        """Return the random generator of a sample."""
         return random.Random(f"{self.seed} {place}")
 
 
@@ -99,7 +99,7 @@ def first_number(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Needle(TextRecall):
-    """Asks for a number that stands at `depths` of texts of `lengths`: needle in a haystack, and passkey.
+    """Asks for a number at `depths` of texts of `lengths`: needle in a haystack, and passkey.
 
     A row keeps the grid `by_length_and_depth`.
 
@@ -112,16 +112,16 @@ class Needle(TextRecall):
     lengths: Sequence[int] = (512, 1024)
     """Tokens of prompts, the question included."""
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where in the text the fact stands: 0 at its beginning, 1 at its end."""
+    """Position of the fact in the text: 0 is the beginning, 1 the end."""
     fact: str = "\nThe magic number of {name} is {number}.\n"
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
-    """Of the number."""
+    """Digits of the number."""
     shares_context: bool = False
-    """Whether one text holds the facts of all depths, each asked for by a sample of its own: several questions to one
+    """Whether one text holds the facts of all depths, each asked for by its own sample: several questions about one
     context."""
     cache_folder: str = "outputs/cache"
-    """Where tokenised text is kept."""
+    """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,9 +188,9 @@ class KeyValuePairs(TextRecall):
     """
 
     lengths: Sequence[int] = (1024, 2048)
-    """Tokens that prompts have at most: as many pairs as fit."""
+    """Maximum tokens of prompts, which hold as many pairs as fit."""
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Which pair is asked for: 0 the first, 1 the last."""
+    """Position of the requested pair: 0 is the first, 1 the last."""
     max_new_tokens: Count = 64
     stop: ClassVar[tuple[str, ...]] = ('"', "\n")
     opening: ClassVar[str] = (
@@ -204,7 +204,7 @@ class KeyValuePairs(TextRecall):
         check_range(self, "depths", 0, 1)
 
     def extract(self, text: str) -> dict[str, str | None]:
-        """See `TextRecall.extract`: what stands before the closing quote."""
+        """See `TextRecall.extract`: the text before the closing quote."""
         return {"exact_match": text.split('"')[0].strip() or None}
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
@@ -225,7 +225,7 @@ class KeyValuePairs(TextRecall):
         while True:
             key, value = [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(2)]
             piece = encoder.encode(f'"{key}": "{value}",\n')
-            longest = max(longest, sum(map(len, encoder.ask(self.asks.format(key=key)))))  # any key may be asked for
+            longest = max(longest, sum(map(len, encoder.ask(self.asks.format(key=key)))))  # any key may be requested
             if len(context) + len(piece) + longest > length:
                 break
             pairs.append((key, value))
@@ -239,19 +239,19 @@ class KeyValuePairs(TextRecall):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoStageRetrieval(TextRecall):
-    """Asks for the color that a dictionary gives for the sum of two numbers: OmniKV's 2StageRetr.
+    """Asks for a dictionary's color of the sum of two numbers: OmniKV's 2StageRetr.
 
-    The second stage is known only after the first: with a chain of thought the model first writes the sum
-    (`sum_match`), whose entry only then is looked for. Differs from the authors' data: the wording, prompts that end
-    where the answer begins, so that base models can answer, and exact match, the first color named, where theirs is
-    anywhere in the answer. A row keeps the figures `by_entries`.
+    The second stage depends on the first: with a chain of thought the model first writes the sum (`sum_match`), then
+    looks up its entry. Differs from the authors' data: the wording, prompts that end where the answer begins, so that
+    base models can answer, and exact match of the first color named, where theirs may be anywhere in the answer. A row
+    has metrics `by_entries`.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     entries: Sequence[int] = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
-    """Of the dictionary, the authors' sizes."""
+    """Entries of the dictionary; the authors' sizes."""
     chain_of_thought: bool = True
     samples_per_place: Count = 15
     max_new_tokens: Count = 48
@@ -293,7 +293,7 @@ class TwoStageRetrieval(TextRecall):
 
 @dataclass(frozen=True)
 class Turns(Sample):
-    """A conversation; `prompt` is all that is said to the model."""
+    """A conversation; `prompt` is all of its messages to the model."""
 
     turns: list[list[int]] = field(default_factory=list)
     """The prompt of each turn."""
@@ -301,27 +301,27 @@ class Turns(Sample):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnRecall(TextRecall):
-    """Tells a number in turn 1 and asks for it in turn k, with text and the model's replies between.
+    """States a number in turn 1 and asks for it in turn k, with text and the model's replies in between.
 
-    Each conversation is a session of the engine: what one turn has compressed is what the next one sees. A row keeps
-    the figures `by_turn`.
+    Each conversation is a session of the engine: each turn sees the cache that the one before has compressed. A row has
+    metrics `by_turn`.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     haystack: DocumentSource | str
-    """What is said in between: a source of documents, or a text that is repeated."""
+    """Text in between: a source of documents, or a text that is repeated."""
     turns: Sequence[int] = (2, 4, 8)
-    """In which the question is asked; the first is 1."""
+    """Turns in which the question is asked; the first turn is 1."""
     turn_tokens: Count = 128
-    """Of filler in each turn before."""
+    """Tokens of filler in each turn before."""
     reply_tokens: Count = 8
-    """Of each reply before the answer."""
+    """Tokens of each reply before the answer."""
     fact: str = "The door code of {name} is {number}. Remember it.\n"
     question_text: str = "\nWhat is the door code of {name}? The door code of {name} is"
     question: Question = "hidden"
-    """The turns before are compressed when it comes; there is no other way to ask in a conversation."""
+    """Always hidden: the earlier turns are compressed before the question."""
     cache_folder: str = "outputs/cache"
 
     def __post_init__(self) -> None:
@@ -348,7 +348,7 @@ class MultiTurnRecall(TextRecall):
         return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, context=context, turns=turns)
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; conversations take their turns together."""
+        """See `Task.evaluate`; all conversations run the same turn together."""
         chats = [sample for sample in samples if isinstance(sample, Turns)]
         sessions = [engine.session() for _ in chats]
         reply = SamplingParams(max_new_tokens=self.reply_tokens, temperature=0.0, stop=self.stop)

@@ -1,4 +1,4 @@
-"""How well text is predicted behind a long context, position by position."""
+"""Loss of text after a long context, by position."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dmc.runtime.forced import of_given_tokens
 class TextLoss:
     """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
 
-    With `repeat_ngram` there is also `far_repeat_loss`, that of the scored tokens which end an n-gram last seen
-    `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are passed over.
+    With `repeat_ngram` there is also `far_repeat_loss`, the loss of scored tokens that end an n-gram last seen
+    `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are skipped.
 
-    A row keeps the figures `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and
-    `cumulative_loss`, that of all scored tokens up to their end. With a context of one token this is the loss along a
-    whole text, as it is drawn for PG-19.
+    A row has metrics `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and `cumulative_loss`
+    of all scored tokens up to their end. With a context of one token this is the loss along a whole text, as plotted
+    for PG-19.
 
     Raises:
         ValueError: a value is out of range.
@@ -33,17 +33,17 @@ class TextLoss:
     source: DocumentSource
     """Held-out text, such as `dmc.data.TextSource` or `dmc.data.StandardLibrarySource`."""
     num_samples: Count = 32
-    """Windows, spread evenly over the text; fewer if the text is short."""
+    """Number of windows, spread evenly over the text; fewer if the text is short."""
     context_tokens: Count = 768
-    """What precedes the scored tokens, the tokens with which the tokenizer begins a text included."""
+    """Number of tokens before the scored ones, the tokenizer's initial special tokens included."""
     scored_tokens: Count = 256
     bucket_tokens: Count = 64
-    """Neighbouring tokens whose loss is told together, by position."""
+    """Number of consecutive tokens whose loss is averaged, by position."""
     repeat_ngram: Count | None = None
     """Length of the n-grams; None: no `far_repeat_loss`."""
     repeat_distance: Count = 64
     cache_folder: str = "outputs/cache"
-    """Where tokenised text is kept."""
+    """Folder of tokenized text."""
     main_metric = "loss"
     higher_is_better = False
 
@@ -66,7 +66,7 @@ class TextLoss:
         samples = []
         for index in spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
-            start = len(begin) if tokens[: len(begin)] == begin else 0  # a document that begins here has them already
+            start = len(begin) if tokens[: len(begin)] == begin else 0  # at a document's start they are there
             document = windows.document_of(index, context)
             samples.append(Sample(begin + tokens[start:context], tokens[context:], context=document))
         if self.repeat_ngram is not None:
@@ -93,13 +93,13 @@ class TextLoss:
         return results
 
     def _far_repeats(self, sample: Sample) -> list[int]:
-        """Return the places in the continuation of the tokens that repeat something far back."""
+        """Return the indices in the continuation of tokens that end a long-range repeat."""
         assert self.repeat_ngram is not None
         found = long_range_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
         return [position - len(sample.prompt) for position in found if position >= len(sample.prompt)]
 
     def _by_position(self, losses: Tensor, first: int) -> list[Part]:
-        """Cut the losses of the tokens from position `first` on into buckets."""
+        """Average the losses of the tokens from position `first` on in buckets."""
         parts = []
         for begin in range(0, len(losses), self.bucket_tokens):
             end = begin + self.bucket_tokens
@@ -109,12 +109,12 @@ class TextLoss:
 
 
 def long_range_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list[int]:
-    """Find the tokens that end an n-gram whose last earlier occurrence is far back: those for which memory matters.
+    """Find the tokens that end an n-gram whose last earlier occurrence is far back, for which memory matters.
 
     Args:
-        tokens: a text.
-        ngram: tokens that repeat, the found one the last of them, >= 1.
-        distance: at least so many tokens lie from the end of the earlier occurrence to the found token.
+        tokens: tokens of a text.
+        ngram: length of the repeated n-gram, >= 1, of which the found token is the last.
+        distance: minimum number of tokens from the end of the earlier occurrence to the found token.
     Returns:
         Their positions, ascending.
     """
