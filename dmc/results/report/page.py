@@ -90,8 +90,8 @@ def read_folders(
     try:
         return _read(stores, notes, reference, keys)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        folders = ", ".join(str(store.path.parent) for store in stores)
-        raise ValueError(f"{folders}: a row is not of this project ({error!r}): {EXPECTED}") from error
+        where = ", ".join(str(store.path.parent) for store in stores)
+        raise ValueError(f"{where}: a row is not of this project ({error!r}): {EXPECTED}") from error
 
 
 def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys: Collection[str] | None) -> Findings:
