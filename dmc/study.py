@@ -216,7 +216,7 @@ def collect(folder: Path) -> tuple[list[Row], list[str]]:
         FileNotFoundError: there is no run.
         ValueError: the ratios along a run are damaged.
     """
-    from dmc.training.callbacks.heatmap import RATIOS_NAME
+    from dmc.training.callbacks.validation import RATIOS_NAME
     from dmc.training.record import CONFIG_NAME
 
     runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
@@ -251,10 +251,10 @@ def _row_of(name: str, record: Mapping[str, Any]) -> Row:
 
 
 def _row_along(name: str, path: Path) -> Row:
-    from dmc.training.callbacks.heatmap import RatioHistory
+    from dmc.training.callbacks.validation import read_ratios
 
     try:
-        steps, held = RatioHistory(path).read()
+        steps, held = read_ratios(path)
     except (ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged or empty ({type(error).__name__}: {error})") from error
     places = {"step": steps, "layer": [*range(held.shape[1])], "samples": 1}

@@ -23,8 +23,8 @@ from dmc.models import CompressedCausalLM
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.checkpoints.folder import check_whole, read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
 from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
@@ -187,7 +187,7 @@ def export_checkpoint(
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | dict(measured))
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
-    checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous_checkpoint)
+    checkpoint = find_checkpoint(run_folder / FOLDER_NAME, use_previous_checkpoint)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     step = read_header(checkpoint).global_step

@@ -19,9 +19,8 @@ from dmc.models.token_losses import Taught
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
-from dmc.training.gradients import keep_rows
 from dmc.training.stages import Plan, StepState
-from dmc.training.strategies import Parallelism
+from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
 
 def noise_seeds(seed: int, positions: list[int]) -> list[int]:

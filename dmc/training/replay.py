@@ -13,8 +13,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
-from dmc.training.checkpoints.folder import check_whole, read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, choose
+from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
 from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config
@@ -56,7 +56,7 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
     """
     config = read_foreign_config(run_folder, trust_run)
     kept = _read_kept(file, run_folder)
-    checkpoint = choose(run_folder / FOLDER_NAME, check_whole, use_previous=False)
+    checkpoint = find_checkpoint(run_folder / FOLDER_NAME)
     if checkpoint is None:
         raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
     model = load_checkpoint_model(checkpoint)

@@ -10,12 +10,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from lightning import seed_everything
+from lightning import Trainer, seed_everything
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,7 +29,14 @@ from dmc.config import ModelConfig, RunConfig
 from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
+from dmc.target import build_targets
+from dmc.training.callbacks.informed_start import MeasuredStart, RegressedStart
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
+from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
+from dmc.training.callbacks.steps import StepProgress
+from dmc.training.callbacks.throughput import Throughput
+from dmc.training.callbacks.validation import Validation
+from dmc.training.callbacks.watchdog import HangWatchdog
 from dmc.training.checkpoints.folder import check_fits, read_header
 from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint, saved_checkpoints
 from dmc.training.checkpoints.saving import SaveLast
@@ -37,7 +48,6 @@ from dmc.training.record import check_branch, check_same_run, check_same_text, i
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.text_data import TextData, build_tokenizer, text_digests
-from dmc.training.trainer import build_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +196,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = build_trainer(module, exporter, preemption, loggers)
-    checkpoint = find_checkpoint(preemption.save_last.folder, model, strategy.format, config.use_previous_checkpoint)
+    checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model, strategy.format)
     if branches:
         checkpoint = Path(str(config.training.branch_from))
         check_fits(checkpoint, model, strategy.format)
@@ -214,3 +224,76 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
     exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
     trainer.strategy.barrier("export")
+
+
+def build_trainer(
+    module: RetrofitModule,
+    exporter: Exporter,
+    preemption: Preemption,
+    loggers: list[Logger],
+) -> Trainer:
+    """Make the trainer of a run.
+
+    Args:
+        module: with the run's configuration, plan and strategy.
+        exporter: has the held-out text, and writes the snapshots.
+        preemption: stops the run on a signal, and saves it.
+        loggers: receive the figures.
+    Raises:
+        ValueError: the batch cannot be divided among the devices, or this machine has no such devices.
+    """
+    config, strategy = module.config, cast(Any, module.strategy)
+    training, settings = config.training, config.trainer
+    throughput = Throughput(config)
+    own = build_targets(config.callbacks, "callbacks", Callback)
+    watching = [*_watching_callbacks(module, exporter, preemption), *own]
+    plugins: list[Any] = []
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
+        plugins.append(SLURMEnvironment(auto_requeue=False))
+    try:
+        trainer = Trainer(
+            accelerator=settings.accelerator,
+            devices=settings.devices,
+            num_nodes=settings.num_nodes,
+            strategy=strategy,
+            precision=strategy.precision,
+            max_steps=module.plan.total_steps,
+            max_epochs=1,
+            gradient_clip_val=training.gradient_clip if strategy.clips_in_optimizer else None,  # else see `StepMetrics`
+            logger=loggers,
+            callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
+            profiler=throughput.data_clock,
+            plugins=plugins,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            log_every_n_steps=training.log_every_steps,
+            default_root_dir=config.output_dir,
+            **settings.lightning,
+        )
+    except MisconfigurationException as error:
+        further = "".join(f", {name}={value}" for name, value in settings.lightning.items())
+        given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
+        raise ValueError(f"trainer.{given}: {error}") from error
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
+    return trainer
+
+
+def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: Preemption) -> list[Callback]:
+    """Make what acts after a step, in its order; saving comes after all of it."""
+    training, folder = module.config.training, Path(module.config.output_dir)
+    held_out = exporter.data.held_out
+    start = training.measured_start if module.has_gates else None
+    fitted = training.regressed_start if module.has_gates else None
+    shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
+    metrics = StepMetrics(training, folder, preemption.save_last)
+    return [
+        *([] if start is None else [MeasuredStart(partial(held_out, "calibration"), start, folder)]),
+        *([] if fitted is None else [RegressedStart(partial(held_out, "calibration"), fitted, folder)]),
+        HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
+        *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
+        metrics,
+        Validation(partial(held_out, "validation"), folder / "heatmaps", training.validate_every_steps),
+        exporter,
+    ]

@@ -20,10 +20,9 @@ from dmc.config import RunConfig, build_config
 from dmc.models import retrofit
 from dmc.training.callbacks import step_metrics
 from dmc.training.callbacks.step_metrics import StepMetrics
-from dmc.training.gradients import keep_rows
 from dmc.training.module import RetrofitModule, Teacher, train_gates_only
 from dmc.training.stages import Plan
-from dmc.training.strategies import Parallelism
+from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
 LENGTH = 509  # T x T is more than any other tensor here has
 FUSED = {

@@ -41,7 +41,7 @@ def test_options_of_the_trainer_callbacks_and_a_profile_reach_a_run(run_values, 
     run_values["trainer"] |= {"detect_anomaly": True, "enable_progress_bar": False}
     run_values["callbacks"] = {
         "stats": {"_target_": "lightning.pytorch.callbacks.DeviceStatsMonitor", "cpu_stats": False},
-        "profile": {"_target_": "dmc.training.callbacks.profile.Profile", "folder": str(folder / "profile"),
+        "profile": {"_target_": "dmc.training.callbacks.throughput.Profile", "folder": str(folder / "profile"),
                     "wait": 1, "warmup": 1, "active": 2},
     }  # fmt: skip
     run_values["logger"] = {"csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(folder),

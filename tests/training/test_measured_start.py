@@ -13,7 +13,7 @@ from dmc.compression import CompressionConfig, GateMode, GateTrace
 from dmc.config import MeasuredStartConfig, RunConfig, build_config
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.measured_start import COSTS_NAME, MeasuredStart, decision_biases, measure_head_costs
+from dmc.training.callbacks.informed_start import COSTS_NAME, MeasuredStart, decision_biases, measure_head_costs
 
 DELAY, LENGTH = 3, 12
 

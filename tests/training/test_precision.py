@@ -20,7 +20,7 @@ from dmc.models import next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.modeling import families
 from dmc.training import train
-from dmc.training.callbacks import measured_start, step_metrics, validation
+from dmc.training.callbacks import informed_start, step_metrics, validation
 from dmc.training.exporter import Exporter
 
 PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -134,7 +134,7 @@ def test_validation_and_measured_start_compute_as_training_does(two_steps, monke
     two_steps["trainer"] |= {"strategy": strategy, "precision": precision}
     two_steps["compression"] |= {"gate_input": "hidden", "action": "drop"}
     two_steps["training"] |= {"measured_start": {"sequences": 1}}
-    measured = noting_autocast(monkeypatch, measured_start, "measure_head_costs")
+    measured = noting_autocast(monkeypatch, informed_start, "measure_head_costs")
     validated = noting_autocast(monkeypatch, validation, "score_text")
     train(build_config(RunConfig, two_steps))
     assert set(measured) == set(validated) == {precision == "bf16-mixed"}
@@ -202,7 +202,7 @@ def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch,
 
 def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
     clipped = []
-    monkeypatch.setattr(step_metrics, "clip_gradients", lambda *_: clipped.append(1))
+    monkeypatch.setattr(step_metrics, "clip_grads_with_norm_", lambda *_, **__: clipped.append(1))
     for clip, times in ((1.0, 2), (None, 0)):
         clipped.clear()
         two_steps["training"]["gradient_clip"] = clip

@@ -12,7 +12,7 @@ from dmc.compression import CompressionConfig
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.regressed_start import FIT_NAME, decision_rows, fit_scores
+from dmc.training.callbacks.informed_start import FIT_NAME, decision_rows, fit_scores
 
 GATES = {"action": "drop", "gate_input": "hidden", "delay": 2}
 HALF = 9

@@ -243,7 +243,7 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
         export_checkpoint(folder, tmp_path / "damaged")
     model = load_model(folder / "final")
     with pytest.raises(ValueError, match="use_previous_checkpoint=true to go on from step 10"):
-        find_checkpoint(checkpoint.parent, model, header.format)
+        find_checkpoint(checkpoint.parent, model=model, format=header.format)
 
 
 @pytest.mark.slow

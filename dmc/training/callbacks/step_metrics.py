@@ -10,12 +10,12 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from dmc.config import RatioControlConfig, TrainingConfig
 from dmc.ranks import Ranks
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.saving import SaveLast, write_aside
-from dmc.training.gradients import clip_gradients
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
@@ -141,7 +141,7 @@ class StepMetrics(AfterStep):
         if not module.strategy.clips_in_optimizer:
             norm = self._finish(trainer, module, trainer.global_step, optimizer)
             if self.training.gradient_clip is not None:
-                clip_gradients(module, norm, self.training.gradient_clip)
+                clip_grads_with_norm_(module.parameters(), self.training.gradient_clip, norm, foreach=False)  # any mesh
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Take the figures where the strategy looks after the gradients; stop a run that has skipped too many steps."""

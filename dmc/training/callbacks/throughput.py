@@ -1,4 +1,4 @@
-"""How fast a run goes and how much memory it takes."""
+"""How fast a run goes, how much memory it takes, and where the time of a few steps goes, as traces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from dmc.config import RunConfig
-from dmc.ranks import ALONE
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
 
@@ -52,13 +52,6 @@ class Throughput(AfterStep):
         self._steps = -1  # the first is a warm-up
         self._seconds = 0.0
         self._batch_started = 0.0
-        self._hosts = ALONE
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the ranks' hosts: their figures do not wait for a device."""
-        super().on_train_start(trainer, pl_module)
-        module: Any = pl_module
-        self._hosts = module.strategy.hosts
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note the start of a micro-batch."""
@@ -73,8 +66,9 @@ class Throughput(AfterStep):
         """Log at the logger's rate, over the steps since the last time."""
         self._steps += 1
         if self._steps > 0 and step % self.config.training.log_every_steps == 0:
-            memory = self._hosts.maximum(peak_memory(pl_module.device))
-            measured = self._measure(trainer, pl_module) | {"train/peak_memory_gib": memory / 2**30}
+            module: Any = pl_module
+            memory = module.strategy.hosts.maximum(peak_memory(module.device))
+            measured = self._measure(trainer, module) | {"train/peak_memory_gib": memory / 2**30}
             for logger in trainer.loggers:
                 logger.log_metrics(measured, step=step - 1)
         elif self._steps > 0:
@@ -107,6 +101,41 @@ class Throughput(AfterStep):
             return None
         precision = "bf16-true" if self.config.model.dtype == "bfloat16" else settings.precision
         return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+class Profile(Callback):
+    """Writes one trace for each rank with torch's profiler, readable by Perfetto, chrome://tracing and TensorBoard.
+
+    Args:
+        folder: for the traces.
+        wait: micro-batches before the profiler starts.
+        warmup: micro-batches that it sees and forgets.
+        active: micro-batches in the trace.
+        record_shapes: note the shapes of operators' inputs.
+        profile_memory: note what operators allocate.
+        with_stack: note the lines of code.
+    """
+
+    def __init__(self, folder: str, wait: int = 2, warmup: int = 2, active: int = 4, **options: Any) -> None:
+        self._folder, self._options = folder, options
+        self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self._profile: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to count micro-batches."""
+        handler = tensorboard_trace_handler(self._folder, worker_name=f"rank{trainer.global_rank}")
+        self._profile = profile(schedule=self._schedule, on_trace_ready=handler, **self._options)
+        self._profile.start()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count a micro-batch; after the last of the trace it is written."""
+        self._profile.step()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End a trace that is not full, also after an error."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,24 +1,33 @@
-"""Held-out text along a run, with heatmaps of the ratios."""
+"""Held-out text along a run, and pictures of layers and KV heads: their ratios, and what compressing each costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from matplotlib.figure import Figure
+from torch import Tensor
 
 from dmc.measure import TextScore, score_text
 from dmc.ranks import Ranks
-from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory, draw_ratio_evolution, draw_ratio_heatmap
 from dmc.training.callbacks.steps import AfterStep
+
+RATIOS_NAME = "ratios.jsonl"
+"""One line per validation: the step, and the share of its tokens each head holds, layer by layer."""
+MOST_NUMBERS = 128
+"""Cells up to which each has its value written into it."""
 
 
 class Validation(AfterStep):
     """Scores held-out text as it is trained on, but with thresholded decisions.
 
-    Logs loss, achieved ratio, and the ratio of every head.
+    Logs loss and achieved ratio; ratios of heads and layers go into a file and pictures (the paper's figures 6 and 7).
 
     Args:
         open_batches: called once the text is there; returns held-out text, see `score_text`.
@@ -46,19 +55,72 @@ class Validation(AfterStep):
         """Send a score to the loggers."""
         if not trainer.is_global_zero:
             return
+        step = trainer.global_step
         metrics = {"validation/loss": score.loss, "validation/achieved_ratio": score.achieved_ratio}
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=step)
         if score.held is None:
             return
-        image = self.folder / f"ratio_step_{trainer.global_step:07d}.png"
-        draw_ratio_heatmap(1 / score.held, image, f"step {trainer.global_step}: CR {score.achieved_ratio:.2f}")
-        history = RatioHistory(self.folder / RATIOS_NAME)
-        history.append(trainer.global_step, score.held)
-        evolution = self.folder / "evolution.png"
-        draw_ratio_evolution(*history.read(), evolution)
-        images = {"validation/ratio_per_head": image, "validation/ratio_per_layer": evolution}
+        heads, layers = self.folder / f"ratio_step_{step:07d}.png", self.folder / "evolution.png"
+        title = f"step {step}: CR {score.achieved_ratio:.2f}"
+        draw_heatmap(1 / score.held, heads, title, "KV head", range(score.held.shape[1]))
+        append_ratios(self.folder / RATIOS_NAME, step, score.held)
+        steps, held = read_ratios(self.folder / RATIOS_NAME)
+        draw_heatmap(1 / held.mean(-1).T, layers, "CR of each layer", "training step", steps)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                for name, path in images.items():
-                    logger.log_image(name, [str(path)], step=trainer.global_step)
+                logger.log_image("validation/ratio_per_head", [str(heads)], step=step)
+                logger.log_image("validation/ratio_per_layer", [str(layers)], step=step)
+
+
+def append_ratios(path: Path, step: int, held: Tensor) -> None:
+    """Add the shares held after a step, [L, H], to a file that outlives restarts."""
+    with path.open("ab", buffering=0) as file:  # in one piece, whenever the run is killed
+        file.write((json.dumps({"step": step, "held": held.tolist()}) + "\n").encode())
+
+
+def read_ratios(path: Path) -> tuple[list[int], Tensor]:
+    """Return the steps in order and the shares held after each, [S, L, H]: of a step validated again the later ones."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    held = {row["step"]: torch.tensor(row["held"]) for row in rows}
+    steps = sorted(held)
+    return steps, torch.stack([held[step] for step in steps])
+
+
+def draw_heatmap(
+    values: Tensor,
+    path: Path,
+    title: str,
+    xlabel: str,
+    columns: Sequence[int],
+    label: str = "compression ratio",
+    lowest: float = 1.0,
+) -> None:
+    """Draw values of each layer, [L, columns], as a PNG.
+
+    Args:
+        values: at least `lowest`.
+        path: the picture.
+        title: above it.
+        xlabel: what the columns are.
+        columns: their numbers.
+        label: what the values are.
+        lowest: where the colours begin.
+    """
+    num_layers, num_columns = values.shape
+    size = min(24.0, max(3.0, 0.45 * num_columns + 1.8)), max(2.6, 0.32 * num_layers + 1.4)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", vmin=lowest)
+    axes.set(title=title, xlabel=xlabel, ylabel="layer")
+    axes.set_yticks(range(0, num_layers, max(1, num_layers // 16)))
+    places = range(0, num_columns, max(1, num_columns // 8))
+    axes.set_xticks(places, [str(columns[place]) for place in places])
+    if values.numel() <= MOST_NUMBERS:
+        middle = float(values.max() + lowest) / 2
+        for (layer, column), value in np.ndenumerate(values.numpy()):
+            color = "w" if value < middle else "k"
+            axes.text(column, layer, f"{value:.1f}", ha="center", va="center", color=color)
+    figure.colorbar(image, label=label)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

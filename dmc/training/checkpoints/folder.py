@@ -71,7 +71,8 @@ def write_header(folder: Path, header: Header, group: Any = None) -> None:
     Raises:
         OSError: on all ranks, where one could not.
     """
-    files, problem = _each_its_own(gathered(_names_in(folder), group)[0], folder, group, flush=True)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files, problem = _each_its_own(gathered(names, group)[0], folder, group, flush=True)
     if problem is None and (not dist.is_initialized() or dist.get_rank() == 0):
         values = dataclasses.asdict(dataclasses.replace(header, files=files))
         try:
@@ -111,25 +112,20 @@ def read_header(folder: Path) -> Header:
     return header
 
 
-def check_whole(folder: Path) -> Header:
-    """Read all of a checkpoint and compare it with its checksums; return its header.
+def check_whole(folder: Path, group: Any = None) -> Header:
+    """Read all of a checkpoint and compare it with its checksums; ranks that have met do so together, each a share.
 
     Raises:
-        FileNotFoundError, ValueError: see `read_header`; or bytes are not what was written.
-    """
-    header = read_header(folder)
-    return _compared(folder, header, list_files(folder, map(folder.joinpath, header.files)))
-
-
-def check_whole_together(folder: Path, group: Any = None) -> Header:
-    """Do what `check_whole` does on all ranks, each with its share of the files.
-
-    Raises:
-        ValueError: on all ranks, see `check_whole`.
+        FileNotFoundError, ValueError: see `read_header`; or bytes are not what was written: on all ranks.
     """
     header = read_header(folder)
     found, problem = _each_its_own(sorted(header.files), folder, group)
-    return _compared(folder, header, found, problem)
+    damaged = sorted(name for name, each in header.files.items() if found.get(name) != each)
+    if problem is None and damaged:
+        problem = f"{damaged[0]} has a wrong checksum"
+    if problem is not None:
+        raise ValueError(f"{folder} is damaged: {problem}; {REMEDY}")
+    return header
 
 
 def check_fits(folder: Path, model: Any, format: str = SHARDED) -> Header:
@@ -166,21 +162,6 @@ def check_fits(folder: Path, model: Any, format: str = SHARDED) -> Header:
 def whole_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of a weight over all ranks: DeepSpeed's ZeRO-3 leaves an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _compared(folder: Path, header: Header, found: dict[str, tuple[int, int]], problem: str | None = None) -> Header:
-    """Refuse a folder with files that are not what was written."""
-    damaged = sorted(name for name, each in header.files.items() if found.get(name) != each)
-    if problem is None and damaged:
-        problem = f"{damaged[0]} has a wrong checksum"
-    if problem is not None:
-        raise ValueError(f"{folder} is damaged: {problem}; {REMEDY}")
-    return header
-
-
-def _names_in(folder: Path) -> list[str]:
-    """All files of a folder and its folders."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def _each_its_own(

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,15 @@ def saved_checkpoints(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def find_checkpoint(folder: Path, model: Any, format: str = SHARDED, use_previous: bool = False) -> Path | None:
-    """Choose the checkpoint that a run goes on from: the last one.
+def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None, format: str = SHARDED) -> Path | None:
+    """Choose the checkpoint to go on from, or to export: the last one.
 
     Args:
         folder: holds the checkpoints.
-        model: the checkpoint must fit it.
-        format: what the run's strategy writes and reads.
-        use_previous: take the one before where the last is damaged; to know, all of it is read, which else each rank
-            does with its own share when it loads it.
+        use_previous: take the one before where the last is damaged.
+        model: goes on from it, and must fit it; its ranks read all of the checkpoint when they load it. None: any
+            model; all is read here, as it is with `use_previous`.
+        format: what the model's strategy writes and reads.
     Returns:
         None: there is none.
     Raises:
@@ -65,20 +64,9 @@ def find_checkpoint(folder: Path, model: Any, format: str = SHARDED, use_previou
     """
 
     def check(path: Path) -> Header:
-        header = check_fits(path, model, format)
-        return check_whole(path) if use_previous else header
+        header = read_header(path) if model is None else check_fits(path, model, format)
+        return check_whole(path) if use_previous or model is None else header
 
-    return choose(folder, check, use_previous)
-
-
-def choose(folder: Path, check: Callable[[Path], Header], use_previous: bool) -> Path | None:
-    """Choose between the last checkpoint and the one before, see `find_checkpoint`.
-
-    Args:
-        folder: holds the checkpoints.
-        check: raises ValueError or FileNotFoundError for a checkpoint that cannot be used.
-        use_previous: see `find_checkpoint`.
-    """
     last, previous = [*saved_checkpoints(folder), None, None][:2]
     if last is None:
         return None

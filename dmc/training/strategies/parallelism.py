@@ -1,7 +1,8 @@
-"""What a run asks of the way its weights lie over the ranks."""
+"""What a run asks of the way its weights lie over the ranks, and gradients, wherever these keep them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
 
 from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import SHARDED, Header, check_whole_together
+from dmc.training.checkpoints.folder import SHARDED, Header, check_whole
 from dmc.training.checkpoints.rotation import offer_previous
 from dmc.training.checkpoints.saving import CheckpointSaver
-from dmc.training.gradients import gradient_norm
 
 
 class Parallelism:
@@ -88,10 +91,44 @@ class Parallelism:
             ValueError: it is damaged; on all ranks.
         """
         try:
-            return check_whole_together(folder, group)
+            return check_whole(folder, group)
         except ValueError as error:
             raise ValueError(f"{error}{offer_previous(folder)}") from error
 
     def gather(self, model: Any) -> Any:
         """Return the whole model on rank 0 and None elsewhere; called by all ranks."""
         return model
+
+
+def gradient_norm(module: nn.Module) -> Tensor:
+    """Compute the norm over all gradients, unclipped and synchronised: a scalar, the same on every rank.
+
+    With sharded gradients all ranks must call this together.
+    """
+    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)  # tensors of different meshes cannot be stacked
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
+    norms = [get_total_norm(gradients) for gradients in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not whole:
+        return torch.zeros((), device=next(module.parameters()).device)
+    return torch.linalg.vector_norm(torch.stack(whole).float())
+
+
+def keep_rows(parameter: nn.Parameter, rows: slice) -> None:
+    """Set a gradient to 0, in place, but for some rows, counted over all ranks that divide the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    first = 0
+    local = gradient
+    if isinstance(gradient, DTensor):
+        local = gradient.to_local()
+        _, (first, *_) = compute_local_shape_and_global_offset(
+            gradient.shape, gradient.device_mesh, gradient.placements
+        )
+    start, stop, step = rows.indices(gradient.shape[0])
+    row = torch.arange(first, first + local.shape[0], device=local.device)
+    frozen = (row < start) | (row >= stop) | ((row - start) % step != 0)
+    local.masked_fill_(frozen.view(-1, *[1] * (local.dim() - 1)), 0)

@@ -8,8 +8,7 @@ from launching import logged
 
 from dmc.config import RunConfig, build_config
 from dmc.training import PreemptedError, train
-from dmc.training.callbacks.heatmap import RATIOS_NAME, RatioHistory, draw_ratio_evolution
-from dmc.training.callbacks.validation import Validation
+from dmc.training.callbacks.validation import RATIOS_NAME, Validation, append_ratios, draw_heatmap, read_ratios
 
 
 def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch):
@@ -26,7 +25,7 @@ def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, m
     with pytest.raises(PreemptedError):
         train(config)
     folder = train(config).folder
-    steps, held = RatioHistory(folder / "heatmaps" / RATIOS_NAME).read()
+    steps, held = read_ratios(folder / "heatmaps" / RATIOS_NAME)
     assert steps == [2, 4, 6, 8] and held.shape == (4, 2, 2)
     ratios = logged(folder, "validation/achieved_ratio")
     assert [1 / float(each.mean()) for each in held] == pytest.approx([ratios[step] for step in steps], rel=1e-6)
@@ -34,10 +33,9 @@ def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, m
 
 
 def test_step_validated_again_counts_as_the_later_line_says(tmp_path):
-    history = RatioHistory(tmp_path / "new" / RATIOS_NAME)
     for step, share in ((4, 0.9), (8, 0.8), (4, 0.5)):
-        history.append(step, torch.full((3, 2), share))
-    steps, held = history.read()
+        append_ratios(tmp_path / RATIOS_NAME, step, torch.full((3, 2), share))
+    steps, held = read_ratios(tmp_path / RATIOS_NAME)
     assert steps == [4, 8]
     torch.testing.assert_close(held[:, 0, 0], torch.tensor([0.5, 0.8]))
 
@@ -45,6 +43,6 @@ def test_step_validated_again_counts_as_the_later_line_says(tmp_path):
 def test_long_histories_of_large_models_are_drawn(tmp_path):
     held = torch.rand(300, 80, 8, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.1
     path = tmp_path / "evolution.png"
-    draw_ratio_evolution(list(range(0, 3000, 10)), held, path)
+    draw_heatmap(1 / held.mean(-1).T, path, "CR of each layer", "training step", range(0, 3000, 10))
     assert path.stat().st_size > 10_000
     assert Path(path).read_bytes()[:4] == b"\x89PNG"
