@@ -43,6 +43,12 @@ class CodeSource(DocumentSource):
     """Files of code as documents, one split of them; a subclass says which files."""
 
     split: Split
+    """See `split_of`."""
+
+    def __post_init__(self) -> None:
+        if self.split not in get_args(Split):
+            raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
+        super().__post_init__()
 
     def files(self) -> list[tuple[str, Path]]:
         """Return (relative path, path) of the split's files, sorted.
@@ -68,26 +74,15 @@ class CodeSource(DocumentSource):
         """Stream each file's text."""
         return stream_texts([path for _, path in self.files()])
 
-    def _check_options(self) -> None:
-        if self.split not in get_args(Split):
-            raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
-        if not self.weight > 0:
-            raise ValueError(f"weight={self.weight} must be > 0; leave the source out.")
-
 
 @dataclass(frozen=True)
 class StandardLibrarySource(CodeSource):
     """One split of the standard library's `*.py` files as documents; the same on every machine with the same Python."""
 
     split: Split = "train"
-    """train, validation, calibration or test (for reports only): about 90, 5, 2 and 3 % of the files."""
     weight: float = 1.0
-    """Share in a blend, relative to the other sources, > 0."""
     folder: str | None = None
     """Where the library lies; None: the running interpreter's."""
-
-    def __post_init__(self) -> None:
-        self._check_options()
 
     @property
     def label(self) -> str:
@@ -99,11 +94,7 @@ class StandardLibrarySource(CodeSource):
         return Path(self.folder or sysconfig.get_paths()["stdlib"])
 
     def files(self) -> list[tuple[str, Path]]:
-        """Return (relative path, path) of the split's files, sorted.
-
-        Raises:
-            FileNotFoundError: fewer than 100 files, so that this is no usable corpus.
-        """
+        """See `CodeSource`; fewer than 100 files are no usable corpus."""
         found: list[tuple[str, Path]] = []
         for parent, folders, names in os.walk(self._root):
             # Pruned here: site-packages below the library may hold ten times its files.
@@ -132,14 +123,12 @@ class PackageSource(CodeSource):
     packages: Sequence[str]
     """Names as in `import`: torch, sympy."""
     split: Split = "train"
-    """train, validation, calibration or test (for reports only): about 90, 5, 2 and 3 %, by a hash of the path."""
     weight: float = 1.0
-    """Share in a blend, relative to the other sources, > 0."""
 
     def __post_init__(self) -> None:
         if not self.packages or isinstance(self.packages, str):
             raise ValueError(f"packages={self.packages!r}: expected a list of installed packages, such as [sympy]")
-        self._check_options()
+        super().__post_init__()
         object.__setattr__(self, "packages", tuple(self.packages))
 
     @property
@@ -148,11 +137,7 @@ class PackageSource(CodeSource):
         return f"{'+'.join(self.packages)}:{self.split}"
 
     def files(self) -> list[tuple[str, Path]]:
-        """Return (path from the package's folder on, path) of the split's files, sorted; tests are left out.
-
-        Raises:
-            FileNotFoundError: a package is not installed, or is no folder of sources.
-        """
+        """See `CodeSource`; names begin with the package's, and tests are left out."""
         found: list[tuple[str, Path]] = []
         for root in map(_folder_of, self.packages):
             for path in root.rglob("*.py"):

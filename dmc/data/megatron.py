@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +30,6 @@ class MegatronSource(DocumentSource):
     prefix: str
     """Path of both files without .bin and .idx."""
     weight: float = 1.0
-    """Share in a blend, relative to the other sources, > 0."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"weight={self.weight} of {self.prefix!r} must be a finite number > 0")
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ class DocumentSource:
 
     weight: float
     """Share in a blend, relative to the other sources, > 0."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight={self.weight} of {self.label!r} must be a finite number > 0; or leave it out.")
 
     @property
     def label(self) -> str:

@@ -92,6 +92,7 @@ class StreamReader(Iterator[np.ndarray]):
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
         refusals: counts those that are refused, over all lanes.
+        state: its `state` of before, to go on there; None: at the beginning.
     """
 
     def __init__(
@@ -101,34 +102,23 @@ class StreamReader(Iterator[np.ndarray]):
         encoder: DocumentEncoder,
         sequence_length: int,
         refusals: Refusals,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
         self.refusals = refusals
-        self.load_state_dict(
-            {
-                "stream": None,  # the stream's own state before the batch of documents in work
-                "remainder": [],  # tokens left over from before that batch, fewer than a sequence
-                "num_yielded": 0,  # sequences already cut from remainder + batch
-            }
-        )
+        self.state = state or {"stream": None, "remainder": [], "num_yielded": 0}
+        """The stream's own state before the batch of documents in work, the tokens left over from before that batch,
+        fewer than a sequence, and how many sequences are cut from both; replaced, never changed."""
+        self._sequences = self._cut()
 
     def __next__(self) -> np.ndarray:
         return next(self._sequences)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream; its size is below one sequence plus the stream's own state."""
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last sequence that `state` knows of."""
-        self._state = state  # replaced, never changed
-        self._sequences = self._cut()
-
     def _cut(self) -> Iterator[np.ndarray]:
-        self.stream.load_state_dict(self._state["stream"])
+        self.stream.load_state_dict(self.state["stream"])
         documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
-            parts = [np.array(self._state["remainder"], dtype=np.int64)]
+            parts = [np.array(self.state["remainder"], dtype=np.int64)]
             for encoded in self.encoder(batch):
                 self.refusals.note(encoded)
                 part = 4 * encoded.token_ids.astype(np.int64)
@@ -143,13 +133,12 @@ class StreamReader(Iterator[np.ndarray]):
                     f"of a chat, messages of the role 'assistant'{refused}"
                 )
             tokens = np.concatenate(parts)
-            num_sequences = len(tokens) // self.sequence_length
-            for number in range(self._state["num_yielded"], num_sequences):
-                start = number * self.sequence_length
-                self._state = {**self._state, "num_yielded": number + 1}
-                yield tokens[start : start + self.sequence_length]
-            remainder = tokens[num_sequences * self.sequence_length :].tolist()
-            self._state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
+            num_sequences, length = len(tokens) // self.sequence_length, self.sequence_length
+            for number in range(self.state["num_yielded"], num_sequences):
+                self.state = {**self.state, "num_yielded": number + 1}
+                yield tokens[number * length : (number + 1) * length]
+            remainder = tokens[num_sequences * length :].tolist()
+            self.state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
 
 
 class StreamShard:
@@ -161,19 +150,14 @@ class StreamShard:
         readers: one per source.
         shares: sequences of each source in one period of the blend, see `integer_shares`.
         phase: where in the period the lane begins, 0 <= phase < 1; other lanes begin elsewhere.
-        state: what `state_dict` returned, to go on there.
+        num_drawn: sequences drawn so far, after which `readers` stand.
     """
 
     def __init__(
-        self, readers: Sequence[StreamReader], shares: Sequence[int], phase: float, state: dict[str, Any] | None = None
+        self, readers: Sequence[StreamReader], shares: Sequence[int], phase: float, num_drawn: int = 0
     ) -> None:
-        self.readers, self._schedule = readers, blend_schedule(shares)
+        self.readers, self._schedule, self._num_drawn = readers, blend_schedule(shares), num_drawn
         self._first = int(phase * len(self._schedule))
-        self._num_drawn = 0
-        if state is not None:
-            self._num_drawn = state["num_drawn"]
-            for reader, place in zip(readers, state["sources"], strict=True):
-                reader.load_state_dict(place)
 
     def draw(self) -> np.ndarray:
         """Return the next sequence.
@@ -187,8 +171,8 @@ class StreamShard:
         return sequence
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the lane."""
-        return {"num_drawn": self._num_drawn, "sources": [reader.state_dict() for reader in self.readers]}
+        """Return the place in the lane; its size is below one sequence plus a stream's own state for each source."""
+        return {"num_drawn": self._num_drawn, "sources": [reader.state for reader in self.readers]}
 
 
 class StreamLoader:
@@ -299,12 +283,13 @@ class StreamLoader:
         return range(self.rank, len(self.lanes), self.world_size)
 
     def _open_lane(self, lane: int) -> StreamShard:
-        parts = zip(self.sources, self.lanes[lane], self.refusals, strict=True)
+        state = self._states.get(lane, {"num_drawn": 0, "sources": [None] * len(self.sources)})
+        parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
         readers = [
-            StreamReader(source, stream, self.encoder, self.sequence_length, refusals)
-            for source, stream, refusals in parts
+            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
+            for source, stream, refusals, place in parts
         ]
-        return StreamShard(readers, self.shares, lane / len(self.lanes), self._states.get(lane))
+        return StreamShard(readers, self.shares, lane / len(self.lanes), state["num_drawn"])
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
         item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens // 4), "position": position}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,7 +27,7 @@ from dmc.data.sources import (
     stream_texts,
 )
 
-_CHECKED_ROWS = 100  # json leaves out a column where a row has no value
+_CHECKED_ROWS = 100
 _HUB_SHARD = 2**26  # bytes of a downloaded dataset that make up a shard
 _LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
 
@@ -56,7 +55,6 @@ class TextSource(DocumentSource):
     streaming: bool = False
     """Read a hub dataset without downloading it first; required by `StreamLoader`, refused by `build_packed`."""
     weight: float = 1.0
-    """Share in a blend, relative to the other sources, > 0."""
     messages: str | None = None
     """Column that holds chats, lists of `{role, content}`, for the tokenizer's chat template: read instead of text."""
     prompt: str | None = None
@@ -65,10 +63,7 @@ class TextSource(DocumentSource):
     """Column that holds their completions."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(
-                f"weight={self.weight} of {self.name!r} must be a finite number > 0; leave the source out."
-            )
+        super().__post_init__()
         if self.files is not None:
             files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
             object.__setattr__(self, "files", files)
@@ -139,16 +134,9 @@ class TextSource(DocumentSource):
         """
         if self.streaming:
             raise ValueError(
-                f"{self.name!r} has streaming=True and is never cached; read it with "
-                "StreamLoader, or set streaming=False."
+                f"{self.name!r} has streaming=True and is never cached: set data.streaming=true, or False."
             )
-        if self._kind == "text":
-            if not any(path.stat().st_size for path in self.local_files()):
-                raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
-            if self.has_loss_mask:
-                raise ValueError(f"{self.name!r} holds text files, which have no columns {self._columns}.")
-            return
-        self._checked_stream()
+        self._check_rows()
 
     def description(self) -> dict[str, Any]:
         """Return the specification with the sizes and times of local files (the weight changes no document)."""
@@ -173,7 +161,10 @@ class TextSource(DocumentSource):
 
     def stream(self) -> IterableDataset:
         """Open the rows as a resumable stream, once the first of them prove that they hold documents."""
-        return stream_texts(self.local_files()) if self._kind == "text" else self._checked_stream()
+        self._check_rows()
+        rows = self._rows()
+        is_plain = self._kind == "text" or rows.column_names is None
+        return rows if is_plain else rows.select_columns(self._columns)
 
     def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
         """Yield the document of each row, empty where a value is missing.
@@ -221,44 +212,40 @@ class TextSource(DocumentSource):
 
     def _rows(self) -> IterableDataset:
         if self.is_local:
-            return stream_rows(self.local_files())
+            return stream_texts(self.local_files()) if self._kind == "text" else stream_rows(self.local_files())
         if self.streaming:
             return self._hub_rows
         num_shards = min(len(self._hub_rows), 1 + self._hub_rows.data.nbytes // _HUB_SHARD)
         return self._hub_rows.to_iterable_dataset(num_shards=max(1, num_shards))
 
-    def _checked_stream(self) -> IterableDataset:
+    def _check_rows(self) -> None:
+        """Read the first rows, of which json leaves out a column that has no value."""
         if self.is_local and not self.num_bytes():
             raise ValueError(f"The corpus {self.label!r} is empty: its files have no bytes.")
+        if self._kind == "text":
+            if self.has_loss_mask:
+                raise ValueError(f"{self.name!r} holds text files, which have no columns {self._columns}.")
+            return
         columns: set[str] = set()
-        num_rows = 0
 
         def first_rows() -> Iterator[dict[str, Any]]:
-            nonlocal num_rows
             for row in islice(self._rows(), _CHECKED_ROWS):
                 columns.update(row)
-                num_rows += 1
                 yield row
 
-        for _ in self.read(first_rows()):
-            pass
-        if not num_rows:
+        if not sum(1 for _ in self.read(first_rows())):
             raise ValueError(f"The corpus {self.label!r} is empty: no rows. Check its path and split.")
         for column in self._columns:
             if column not in columns:
                 raise ValueError(f"{self.label!r} has no column {column!r}; it has {sorted(columns)}. Set column=.")
-        rows = self._rows()
-        return rows if rows.column_names is None else rows.select_columns(self._columns)
 
     def _document(self, row: dict[str, Any]) -> Document:
         values = [row.get(column) for column in self._columns]
         expected, example = (str, "text") if self.messages is None else (list, "a list of messages")
         for column, value in zip(self._columns, values, strict=True):
             if value is not None and not isinstance(value, expected):
-                raise TypeError(
-                    f"Column {column!r} of {self.label!r} holds {type(value).__name__}, expected {example}; "
-                    "set column=."
-                )
+                kind = type(value).__name__
+                raise TypeError(f"Column {column!r} of {self.label!r} holds {kind}, expected {example}; set column=.")
         if self.messages is not None:
             return values[0] or []
         return (values[0] or "", values[1] or "") if self.completion is not None else values[0] or ""

@@ -24,7 +24,7 @@ from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
+from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
 from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan

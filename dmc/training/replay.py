@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint
+from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
 from dmc.training.checkpoints.weights import load_checkpoint_model
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config

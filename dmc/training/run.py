@@ -38,8 +38,7 @@ from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
 from dmc.training.checkpoints.folder import check_fits, read_header
-from dmc.training.checkpoints.rotation import FOLDER_NAME, find_checkpoint, saved_checkpoints
-from dmc.training.checkpoints.saving import SaveLast
+from dmc.training.checkpoints.saving import FOLDER_NAME, SaveLast, find_checkpoint, saved_checkpoints
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.module import RetrofitModule, Teacher

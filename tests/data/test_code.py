@@ -84,7 +84,7 @@ def test_python_without_sources_says_how_to_go_on(tmp_path: Path) -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="split='held_out' is unknown; choose one of"):
         StandardLibrarySource("held_out")
-    with pytest.raises(ValueError, match="weight=0 must be > 0"):
+    with pytest.raises(ValueError, match="weight=0 of '.*' must be a finite number > 0"):
         StandardLibrarySource(weight=0)
 
 
@@ -131,7 +131,7 @@ def test_description_changes_with_a_file_and_not_with_the_weight(package: Path) 
     [
         ({"packages": []}, r"packages=\[\]: expected a list of installed packages"),
         ({"packages": "sympy"}, "packages='sympy': expected a list"),
-        ({"packages": ["sympy"], "weight": 0}, "weight=0 must be > 0"),
+        ({"packages": ["sympy"], "weight": 0}, "weight=0 of '.*' must be a finite number > 0"),
     ],
 )
 def test_bad_values_are_refused(arguments: dict, message: str) -> None:

@@ -14,7 +14,7 @@ from launching import Ranks, leave_time_to_kill, logged_losses, logged_parts, tr
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import saved_checkpoints, step_name
+from dmc.training.checkpoints.saving import saved_checkpoints, step_name
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dmc.models import load_model, retrofit
 from dmc.training import train
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import remove, saved_checkpoints
+from dmc.training.checkpoints.saving import remove, saved_checkpoints
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
 

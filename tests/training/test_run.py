@@ -14,7 +14,7 @@ from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
 from dmc.training import PreemptedError, export_checkpoint, train
 from dmc.training.checkpoints.folder import check_whole
-from dmc.training.checkpoints.rotation import saved_checkpoints
+from dmc.training.checkpoints.saving import saved_checkpoints
 from dmc.training.exporter import Exporter, roomy_device
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run

@@ -26,7 +26,7 @@ from dmc.config import ModelConfig, RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED, train
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import find_checkpoint, remove, saved_checkpoints, step_name
+from dmc.training.checkpoints.saving import find_checkpoint, remove, saved_checkpoints, step_name
 from dmc.training.checkpoints.weights import read_tensors
 from dmc.training.exporter import export_checkpoint
 from dmc.training.run import fresh_model

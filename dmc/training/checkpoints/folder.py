@@ -1,20 +1,25 @@
-"""One checkpoint: a folder of every rank's files, with a header that says what they hold and how to tell damage."""
+"""One checkpoint: a folder of every rank's files, with a header that says what they hold and how to tell damage.
+
+What its files may name are the classes that torch and DeepSpeed write: no code, no way out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import pickle
 import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dmc.checksums import file_damage, list_files
-from dmc.training.checkpoints.trust import refuse_code
 
 MODEL_CONFIG = "model_config"
 """Key of the Hugging Face configuration in what Lightning collects for a checkpoint."""
@@ -24,6 +29,28 @@ HEADER_NAME = "header.json"
 WRITER = re.compile(r"(?:^__|zero_pp_rank_)(\d+)_")
 """Number in a file's name of the rank that wrote it, in torch's folders and in DeepSpeed's."""
 REMEDY = "put back a copy, or delete the run to start over"
+TAG = "checkpoint"
+"""Folder that Lightning's DeepSpeed checkpoints lie in."""
+METADATA = ".metadata"
+"""File in which torch says where each tensor lies."""
+CLASSES_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+CLASSES_OF_DEEPSPEED = (
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+)
 
 
 @dataclass(frozen=True)
@@ -192,3 +219,62 @@ def _flush(path: Path) -> None:
     """Wait until a file is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def refuse_code(folder: Path, format: str) -> None:
+    """Check that reading a folder runs nothing and reads nothing outside it: both libraries unpickle what they find.
+
+    Raises:
+        ValueError: a file names something else than these libraries write.
+    """
+    if not format.startswith("deepspeed_"):
+        read_metadata(folder)
+        return
+    latest = folder / "latest"  # names the folder that DeepSpeed reads
+    if latest.is_file() and latest.read_text().strip() != TAG:
+        raise ValueError(f"{folder} is no training checkpoint: its file latest names another folder than {TAG}")
+    for path in sorted(folder.rglob("*.pt")):
+        try:
+            named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(CLASSES_OF_DEEPSPEED)
+        except (ValueError, RuntimeError, OSError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged or no training checkpoint ({type(error).__name__})") from error
+        if named:
+            raise ValueError(f"{path} would run {', '.join(sorted(named))}: only what DeepSpeed writes is read")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read which tensors a folder holds, and where: no other values, for torch would unpickle them.
+
+    Raises:
+        ValueError: it is damaged, or names code, a file outside of the folder, or another value.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        for name, each in metadata.state_dict_metadata.items():
+            if not isinstance(each, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+        for place in metadata.storage_data.values():
+            if Path(place.relative_path).name != place.relative_path:
+                raise ValueError(f"it names {place.relative_path}, outside of the folder")
+    except Exception as error:  # whatever unpickling a foreign file comes to
+        raise ValueError(f"{path} is damaged or no training checkpoint ({error})") from error
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes of `CLASSES_OF_METADATA` and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle.Unpickler`.
+
+        Raises:
+            pickle.UnpicklingError: something else is named.
+        """
+        known = name in CLASSES_OF_METADATA.get(module, ())
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it would run {module}.{name}")

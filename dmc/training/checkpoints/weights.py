@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
 from dmc.models.build import assemble
-from dmc.training.checkpoints.folder import SHARDED, read_header
-from dmc.training.checkpoints.trust import TAG, read_metadata
+from dmc.training.checkpoints.folder import SHARDED, TAG, read_header, read_metadata
 
 WEIGHTS, OPTIMIZER = "model.", "optimizer."
 """Of names in a checkpoint: the model's weights, and optimizer states, which stay on the disk here."""

@@ -19,8 +19,7 @@ from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import SHARDED, Header, check_whole
-from dmc.training.checkpoints.rotation import offer_previous
-from dmc.training.checkpoints.saving import CheckpointSaver
+from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
 
 
 class Parallelism:

@@ -22,8 +22,7 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, read_header, weight_files
-from dmc.training.checkpoints.folder import Header
-from dmc.training.checkpoints.trust import TAG
+from dmc.training.checkpoints.folder import TAG, Header
 from dmc.training.strategies.parallelism import Parallelism
 
 

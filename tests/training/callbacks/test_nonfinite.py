@@ -11,7 +11,7 @@ from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import saved_checkpoints
+from dmc.training.checkpoints.saving import saved_checkpoints
 from dmc.training.checkpoints.weights import load_checkpoint_model, read_weights
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay

@@ -17,8 +17,7 @@ from dmc.training import PreemptedError, train
 from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.rotation import step_name
-from dmc.training.checkpoints.saving import SaveLast
+from dmc.training.checkpoints.saving import SaveLast, step_name
 
 ALONE_MODULE = SimpleNamespace(strategy=SimpleNamespace(hosts=ALONE))
 

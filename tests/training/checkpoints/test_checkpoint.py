@@ -21,14 +21,14 @@ from dmc.training.checkpoints.folder import (
     check_whole,
     read_header,
 )
-from dmc.training.checkpoints.rotation import (
+from dmc.training.checkpoints.saving import (
     CheckpointRotation,
+    CheckpointSaver,
     find_checkpoint,
     offer_previous,
     saved_checkpoints,
     step_name,
 )
-from dmc.training.checkpoints.saving import CheckpointSaver
 from dmc.training.checkpoints.weights import load_checkpoint_model, read_tensors, read_weights
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
