@@ -153,10 +153,8 @@ class StreamShard:
         num_drawn: sequences drawn so far, after which `readers` stand.
     """
 
-    def __init__(
-        self, readers: Sequence[StreamReader], shares: Sequence[int], phase: float, num_drawn: int = 0
-    ) -> None:
-        self.readers, self._schedule, self._num_drawn = readers, blend_schedule(shares), num_drawn
+    def __init__(self, readers: list[StreamReader], shares: Sequence[int], phase: float, num_drawn: int = 0) -> None:
+        self.readers, self.num_drawn, self._schedule = readers, num_drawn, blend_schedule(shares)
         self._first = int(phase * len(self._schedule))
 
     def draw(self) -> np.ndarray:
@@ -165,14 +163,14 @@ class StreamShard:
         Raises:
             StopIteration: the lane has no document of the source whose turn it is.
         """
-        source = self._schedule[(self._first + self._num_drawn) % len(self._schedule)]
+        source = self._schedule[(self._first + self.num_drawn) % len(self._schedule)]
         sequence = next(self.readers[source])
-        self._num_drawn += 1
+        self.num_drawn += 1
         return sequence
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the lane; its size is below one sequence plus a stream's own state for each source."""
-        return {"num_drawn": self._num_drawn, "sources": [reader.state for reader in self.readers]}
+        return {"num_drawn": self.num_drawn, "sources": [reader.state for reader in self.readers]}
 
 
 class StreamLoader:

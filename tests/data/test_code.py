@@ -84,7 +84,7 @@ def test_python_without_sources_says_how_to_go_on(tmp_path: Path) -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="split='held_out' is unknown; choose one of"):
         StandardLibrarySource("held_out")
-    with pytest.raises(ValueError, match="weight=0 of '.*' must be a finite number > 0"):
+    with pytest.raises(ValueError, match=r"weight=0 of '.*' must be a finite number > 0"):
         StandardLibrarySource(weight=0)
 
 

@@ -149,11 +149,15 @@ def test_state_after_every_sequence_resumes_exactly(
     kind: str, folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def open_lane(state: dict[str, Any] | None = None) -> StreamShard:
+        state = state or {"num_drawn": 0, "sources": [None] * 3}
         sources = sources_of(kind, folders)
         encoder = DocumentEncoder(tokenizer, framing_of(tokenizer))
-        streams = zip(sources, open_stream_shards(sources, 2)[1], strict=True)
-        readers = [StreamReader(source, stream, encoder, LENGTH, Refusals(source.label)) for source, stream in streams]
-        return StreamShard(readers, range(1, 1 + len(sources)), 0.5, state)
+        parts = zip(sources, open_stream_shards(sources, 2)[1], state["sources"], strict=False)
+        readers = [
+            StreamReader(source, stream, encoder, LENGTH, Refusals(source.label), place)
+            for source, stream, place in parts
+        ]
+        return StreamShard(readers, range(1, 1 + len(sources)), 0.5, state["num_drawn"])
 
     lane = open_lane()
     whole, states = [], [lane.state_dict()]
