@@ -35,7 +35,7 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
             dist.init_process_group(backend)
         strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
         strategy._group = dist.new_group(backend=backend)
-        strategy.parallelize(module)
+        strategy.parallelize(model, "")
     strategy.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)]
     return strategy
 

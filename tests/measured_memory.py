@@ -46,7 +46,7 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if strategy is not None:
         strategy._lightning_module = SimpleNamespace(model=model)
-        strategy.parallelize(strategy.lightning_module)
+        strategy.parallelize(strategy.lightning_module.model, "")
     teacher = Teacher(AutoModelForCausalLM.from_config(shape), "", 1.0) if config.distils else None
     optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)

@@ -112,9 +112,9 @@ class RetrofitModule(LightningModule):
             self._is_parallel = True
             if self.config.trainer.compile:
                 compile_regions(self.model)
-            self.strategy.parallelize(self)
+            self.strategy.parallelize(self.model, str(self.config.model.path))
             if self.teacher is not None:
-                self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path, self)
+                self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path)
 
     def on_train_start(self) -> None:
         """Take the learning rate of the run's own plan: that of a milestone's run may have been another."""

@@ -50,9 +50,9 @@ class FakeStep:
         if strategy.holds_parts:
             # Meshes of several dimensions are cut by reading them.
             with nullcontext() if strategy.num_copies == strategy.mesh_shape[2] == 1 else unset_fake_temporarily():
-                strategy.parallelize(self.module)
+                strategy.parallelize(self.module.model, "")
                 if self.module.teacher is not None:
-                    strategy.parallelize_teacher(self.module.teacher.model, "", self.module)
+                    strategy.parallelize(self.module.teacher.model, "")
         self.optimizer = self.module.configure_optimizers()["optimizer"]
         strategy.optimizers = [self.optimizer]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -132,20 +132,10 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         self.saver.wait()
         super().teardown()
 
-    def parallelize(self, module: LightningModule) -> None:
-        """See `Parallelism`: cut the heads, then shard each decoder layer, then the rest."""
-        if self.holds_parts:
-            self.shard(module.model, str(self.run_config.model.path))
-
-    def parallelize_teacher(self, model: Any, path: str, module: LightningModule) -> None:
-        """Shard it as the model."""
-        if self.holds_parts:
-            self.shard(model, path)
-        else:
-            super().parallelize_teacher(model, path, module)
-
-    def shard(self, model: Any, path: str) -> None:
-        """Divide a model among the ranks; one without weights reads each rank's part of those at `path`."""
+    def parallelize(self, model: Any, path: str) -> None:
+        """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's own part."""
+        if not self.holds_parts:
+            return
         mesh = self.device_mesh
         if mesh["tensor"].size() > 1:
             apply_tensor_parallel(model, mesh["tensor"])

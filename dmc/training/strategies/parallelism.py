@@ -37,6 +37,8 @@ class Parallelism:
     """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
     holds_parts = False
     """Whether no rank ever holds the whole model."""
+    root_device: Any
+    """Where this rank computes; Lightning knows."""
 
     def __init__(self, config: RunConfig) -> None:
         self.run_config = config
@@ -51,25 +53,26 @@ class Parallelism:
     def load(self) -> Any:
         """Load the model that the run starts from; without weights until `parallelize` where ranks hold parts."""
         settings = self.run_config.model
-        model = self._load(str(settings.path))
+        model = self._load(str(settings.path), whole=not self.holds_parts)
         return model if settings.merge_kv_heads is None else merge_kv_heads(model, settings.merge_kv_heads)
 
     def load_teacher(self, path: str) -> Any:
         """Load a model to be learned from; without weights until `parallelize_teacher` where ranks hold parts."""
-        return self._load(path)
+        return self._load(path, whole=not self.holds_parts)
 
-    def _load(self, path: str) -> Any:
-        dtype = getattr(torch, self.run_config.model.dtype)
+    def _load(self, path: str, whole: bool) -> Any:
+        read = load_model if whole else empty_model
+        return read(path, dtype=getattr(torch, self.run_config.model.dtype), revision=self.revision_of(path))
+
+    def parallelize(self, model: Any, path: str) -> None:
+        """Divide a model, loaded from `path`, among the ranks, once these can talk to each other."""
+
+    def parallelize_teacher(self, model: Any, path: str) -> None:
+        """Divide it as the model, or bring it to the device: Lightning does not know it."""
         if self.holds_parts:
-            return empty_model(path, dtype, self.revision_of(path))
-        return load_model(path, dtype=dtype, revision=self.revision_of(path))
-
-    def parallelize(self, module: LightningModule) -> None:
-        """Lay the model of `module` over the ranks, once these can talk to each other."""
-
-    def parallelize_teacher(self, model: Any, path: str, module: LightningModule) -> None:
-        """Lay the teacher, loaded from `path`, over the ranks."""
-        model.to(module.trainer.strategy.root_device)
+            self.parallelize(model, path)
+        else:
+            model.to(self.root_device)
 
     def revision_of(self, path: str) -> str | None:
         """Hub revision of a model: the run's own where it is the model that the run starts from."""

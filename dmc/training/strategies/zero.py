@@ -17,7 +17,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmc.config import RunConfig
-from dmc.models import load_model
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
@@ -55,15 +54,13 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
 
     def load_teacher(self, path: str) -> Any:
         """See `Parallelism`: whole on each rank, for DeepSpeed's engine holds one model only."""
-        return load_model(path, dtype=getattr(torch, self.run_config.model.dtype), revision=self.revision_of(path))
+        return self._load(path, whole=True)
 
-    def parallelize(self, module: LightningModule) -> None:
+    def parallelize(self, model: Any, path: str) -> None:
         """Read and divide one layer after the other; what has its weights already is divided by the engine."""
-        model: Any = module.model
         if not next(model.parameters()).is_meta:
             return
-        settings = self.run_config.model
-        folder = local_folder(str(settings.path), settings.revision)
+        folder = local_folder(path, self.revision_of(path))
         owners = {name: file for file in weight_files(folder) for name in read_header(file)}
         head_dim = model.model.layers[0].self_attn.head_dim
         for name, part in list(model.named_modules()):
@@ -81,9 +78,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
 
-    def parallelize_teacher(self, model: Any, path: str, module: LightningModule) -> None:
+    def parallelize_teacher(self, model: Any, path: str) -> None:
         """See `Parallelism`."""
-        super().parallelize_teacher(model, path, module)
+        model.to(self.root_device)
         if self.precision == "bf16-mixed":
             model.to(torch.bfloat16)
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
