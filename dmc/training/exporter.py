@@ -23,9 +23,7 @@ from dmc.models import CompressedCausalLM
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
-from dmc.training.checkpoints.weights import load_checkpoint_model
+from dmc.training.checkpoints.weights import load_last_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
@@ -187,11 +185,7 @@ def export_checkpoint(
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | dict(measured))
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
-    checkpoint = find_checkpoint(run_folder / FOLDER_NAME, use_previous_checkpoint)
-    if checkpoint is None:
-        raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
-    step = read_header(checkpoint).global_step
-    model = load_checkpoint_model(checkpoint)
+    model, step = load_last_model(run_folder, use_previous_checkpoint)
     tokenizer = build_tokenizer(config.data, config.model)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
     model.to(roomy_device(model) if device is None else device)

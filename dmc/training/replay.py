@@ -13,9 +13,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
 from dmc.config import RunConfig
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
-from dmc.training.checkpoints.weights import load_checkpoint_model
+from dmc.training.checkpoints.weights import load_last_model
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
@@ -55,34 +53,26 @@ def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
         FileNotFoundError, ValueError: there is no run or no file, or one of them is damaged.
     """
     config = read_foreign_config(run_folder, trust_run)
-    kept = _read_kept(file, run_folder)
-    checkpoint = find_checkpoint(run_folder / FOLDER_NAME)
-    if checkpoint is None:
-        raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no checkpoint: nothing is saved yet")
-    model = load_checkpoint_model(checkpoint)
+    step, batches = _read_kept(file, run_folder)
+    model, weights_step = load_last_model(run_folder)
     plan = Plan(config.training, config.target_ratio, config.compression)
     module = RetrofitModule(model, config, plan, Parallelism(config))
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     module.to("cuda" if cuda else "cpu").train()
     nonfinite = _watch_outputs(model)
-    losses = [_run(module, config, kept["step"], batch, len(kept["micro_batches"])) for batch in kept["micro_batches"]]
-    return Replay(
-        step=kept["step"],
-        weights_step=read_header(checkpoint).global_step,
-        losses=[(batch["loss"], loss) for batch, loss in zip(kept["micro_batches"], losses, strict=True)],
-        gradient_norms=_norms(model),
-        first_nonfinite=nonfinite[0] if nonfinite else None,
-    )
+    losses = [(batch["loss"], _run(module, config, step, batch, len(batches))) for batch in batches]
+    return Replay(step, weights_step, losses, _norms(model), nonfinite[0] if nonfinite else None)
 
 
-def _read_kept(file: Path, run_folder: Path) -> dict[str, Any]:
+def _read_kept(file: Path, run_folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return a skipped step and its micro-batches."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: file= is one of {run_folder / 'nonfinite'}")
     try:
         kept = torch.load(file, map_location="cpu", weights_only=True)
-        batches = kept["micro_batches"]
-        if isinstance(kept["step"], int) and all({"input_ids", "position", "loss"} <= {*batch} for batch in batches):
-            return kept
+        step, batches = kept["step"], kept["micro_batches"]
+        if isinstance(step, int) and all({"input_ids", "position", "loss"} <= {*batch} for batch in batches):
+            return step, batches
         reason = "other content"
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
         reason = type(error).__name__

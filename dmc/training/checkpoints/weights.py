@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from dmc.models.build import assemble
 from dmc.training.checkpoints.folder import SHARDED, TAG, read_header, read_metadata
+from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
 
 WEIGHTS, OPTIMIZER = "model.", "optimizer."
 """Of names in a checkpoint: the model's weights, and optimizer states, which stay on the disk here."""
@@ -57,6 +58,19 @@ def load_checkpoint_model(folder: Path) -> Any:
     """
     header = read_header(folder)
     return assemble(AutoConfig.for_model(**header.model_config), read_weights(folder))
+
+
+def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, int]:
+    """Rebuild the model of a run's last checkpoint, and tell how many optimizer steps it has seen.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no checkpoint, or a damaged one, see `find_checkpoint`.
+    """
+    folder = run_folder / FOLDER_NAME
+    checkpoint = find_checkpoint(folder, use_previous)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder} holds no checkpoint: nothing is saved yet")
+    return load_checkpoint_model(checkpoint), read_header(checkpoint).global_step
 
 
 def _join_slices(folder: Path, shapes: dict[str, list[int]]) -> dict[str, Tensor] | None:

@@ -117,7 +117,7 @@ def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_pat
     assert loss == pytest.approx(logged(whole, "train/loss")[3], rel=1e-6)
     assert {"model.layers.0", "model.layers.1", "model.norm"} <= set(found.gradient_norms)
 
-    monkeypatch.setattr("dmc.training.replay.load_checkpoint_model", infinite_weight)
+    monkeypatch.setattr("dmc.training.checkpoints.weights.load_checkpoint_model", infinite_weight)
     assert replay(folder, file).first_nonfinite == "model.layers.1.mlp.up_proj"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="is cut off"):
