@@ -194,7 +194,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         path = distillation.path or str(config.model.path)
         module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
-    trainer = build_trainer(module, exporter, preemption, loggers)
+    trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model, strategy.format)
     if branches:
         checkpoint = Path(str(config.training.branch_from))
@@ -225,27 +225,28 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     trainer.strategy.barrier("export")
 
 
-def build_trainer(
-    module: RetrofitModule,
-    exporter: Exporter,
-    preemption: Preemption,
-    loggers: list[Logger],
+def _build_trainer(
+    module: RetrofitModule, exporter: Exporter, preemption: Preemption, loggers: list[Logger]
 ) -> Trainer:
-    """Make the trainer of a run.
+    """Make the trainer of a run, with what acts after a step in its order: saving comes after all else.
 
-    Args:
-        module: with the run's configuration, plan and strategy.
-        exporter: has the held-out text, and writes the snapshots.
-        preemption: stops the run on a signal, and saves it.
-        loggers: receive the figures.
     Raises:
         ValueError: the batch cannot be divided among the devices, or this machine has no such devices.
     """
     config, strategy = module.config, cast(Any, module.strategy)
-    training, settings = config.training, config.trainer
-    throughput = Throughput(config)
-    own = build_targets(config.callbacks, "callbacks", Callback)
-    watching = [*_watching_callbacks(module, exporter, preemption), *own]
+    training, settings, folder = config.training, config.trainer, Path(config.output_dir)
+    calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
+    throughput, metrics = Throughput(config), StepMetrics(training, folder, preemption.save_last)
+    callbacks: list[Callback] = [throughput, StepProgress(), module.ratio_control]
+    if module.has_gates and training.measured_start is not None:
+        callbacks.append(MeasuredStart(calibration, training.measured_start, folder))
+    if module.has_gates and training.regressed_start is not None:
+        callbacks.append(RegressedStart(calibration, training.regressed_start, folder))
+    callbacks.append(HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60))
+    if settings.lightning.get("enable_progress_bar", True):
+        callbacks.append(StepProgressBar(metrics, refresh_rate=training.log_every_steps))
+    callbacks += [metrics, Validation(validation, folder / "heatmaps", training.validate_every_steps), exporter]
+    callbacks += [*build_targets(config.callbacks, "callbacks", Callback), preemption.save_last, preemption]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
@@ -261,7 +262,7 @@ def build_trainer(
             max_epochs=1,
             gradient_clip_val=training.gradient_clip if strategy.clips_in_optimizer else None,  # else see `StepMetrics`
             logger=loggers,
-            callbacks=[throughput, StepProgress(), module.ratio_control, *watching, preemption.save_last, preemption],
+            callbacks=callbacks,
             profiler=throughput.data_clock,
             plugins=plugins,
             enable_checkpointing=False,
@@ -277,22 +278,3 @@ def build_trainer(
         raise ValueError(f"trainer.{given}: {error}") from error
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
     return trainer
-
-
-def _watching_callbacks(module: RetrofitModule, exporter: Exporter, preemption: Preemption) -> list[Callback]:
-    """Make what acts after a step, in its order; saving comes after all of it."""
-    training, folder = module.config.training, Path(module.config.output_dir)
-    held_out = exporter.data.held_out
-    start = training.measured_start if module.has_gates else None
-    fitted = training.regressed_start if module.has_gates else None
-    shows_progress = module.config.trainer.lightning.get("enable_progress_bar", True)
-    metrics = StepMetrics(training, folder, preemption.save_last)
-    return [
-        *([] if start is None else [MeasuredStart(partial(held_out, "calibration"), start, folder)]),
-        *([] if fitted is None else [RegressedStart(partial(held_out, "calibration"), fitted, folder)]),
-        HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60),
-        *([StepProgressBar(metrics, refresh_rate=training.log_every_steps)] if shows_progress else []),
-        metrics,
-        Validation(partial(held_out, "validation"), folder / "heatmaps", training.validate_every_steps),
-        exporter,
-    ]
