@@ -45,11 +45,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run.
-
-    Raises:
-        ValueError: two values contradict each other.
-    """
+    """One training run."""
 
     model: ModelConfig
     data: DataConfig

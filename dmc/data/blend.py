@@ -82,8 +82,6 @@ class Blend(Dataset[dict[str, Any]]):
             datasets: the sources, none of them empty.
             weights: relative number of samples drawn from each source, > 0; they need not sum to 1.
             seed: selects the permutations.
-        Raises:
-            ValueError: a weight is not > 0.
         """
         self.datasets = list(datasets)
         self.lengths = [len(each) for each in datasets]

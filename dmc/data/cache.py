@@ -200,31 +200,35 @@ class _Cache:
         if not (self.folder / INDEX_NAME).exists():
             return None
         try:
-            records = self._records()
+            for path, problem in self._damaged(_CHECKED_BYTES):
+                logger.warning("Cached tokens %s: the file %s; it is rebuilt.", path, problem)
+                return None
+            return TokenTable(partial(_open_files, list(self._records())))
         except ValueError as error:
             logger.warning("Cached tokens %s: the index cannot be read (%s); it is rebuilt.", self.folder, error)
             return None
-        total = sum(size for size, _ in records.values())
-        num_checked = min(len(records), max(1, _CHECKED_BYTES * len(records) // max(1, total)))
-        checked = {len(records) * place // num_checked for place in range(num_checked)}
-        for number, (path, (size, checksum)) in enumerate(records.items()):
-            problem = file_damage(path, size, checksum if number in checked else None)
-            if problem:
-                logger.warning("Cached tokens %s: the file %s; it is rebuilt.", path, problem)
-                return None
-        return TokenTable(partial(_open_files, list(records)))
 
     def _remove_damaged(self) -> None:
         """Remove what is not as the index says; all of it, where the index itself cannot be read."""
         if not (self.folder / INDEX_NAME).exists():
             return  # a build that was killed, or none
         try:
-            damaged = [path for path, record in self._records().items() if file_damage(path, *record)]
-            parts = {path.relative_to(self.folder).parts[0] for path in damaged}
+            parts = {path.relative_to(self.folder).parts[0] for path, _ in self._damaged()}
         except ValueError:
             parts = {part.name for part in self.folder.iterdir() if part.is_dir()}
         for part in parts:
             shutil.rmtree(self.folder / part)
+
+    def _damaged(self, most_bytes: int | None = None) -> Iterator[tuple[Path, str]]:
+        """Compare the files with the index: the sizes of all, and of evenly spread ones so many bytes; None: all."""
+        records = self._records()
+        total = sum(size for size, _ in records.values())
+        share = len(records) if most_bytes is None else most_bytes * len(records) // max(1, total)
+        num_checked = min(len(records), max(1, share))
+        checked = {len(records) * place // num_checked for place in range(num_checked)}
+        for number, (path, (size, checksum)) in enumerate(records.items()):
+            if problem := file_damage(path, size, checksum if number in checked else None):
+                yield path, problem
 
     def _records(self) -> dict[Path, tuple[int, int]]:
         records = read_list(self.folder / INDEX_NAME)
@@ -268,11 +272,7 @@ def _obey_parent() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # Slurm warns every process; the parent deals with it
 
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

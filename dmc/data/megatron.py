@@ -54,11 +54,7 @@ class MegatronSource(DocumentSource):
         return files_digest(_paths(self.prefix))
 
     def stream(self) -> IterableDataset:
-        """Refuse: there is no text.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse: there is no text."""
         raise ValueError(
             f"{self.prefix!r} holds token ids, not text: name the tokenizer they were made with (data.tokenizer.path), "
             "and set data.streaming=false"

@@ -25,11 +25,7 @@ WANDB_ID = Path("wandb") / "run_id"
 
 @contextmanager
 def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
-    """Make the loggers of a run; at the end wandb is told, so that a next run in this process has its own.
-
-    Raises:
-        ValueError: a logger cannot be made, see `wandb_logger`.
-    """
+    """Make the loggers of a run; at the end wandb is told, so that a next run in this process has its own."""
     loggers = build_targets(config.logger, "logger", Logger)
     if not any(isinstance(each, CSVLogger) for each in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))

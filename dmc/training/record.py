@@ -157,11 +157,7 @@ def _has_saved(folder: Path) -> bool:
 
 
 def _recorded(record: Path) -> dict[str, Any]:
-    """Read a run's record.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Read a run's record."""
     content = read_mapping(record)
     if not isinstance(content.get("config"), dict):
         raise ValueError(f"{record} is damaged: it has no mapping `config`")

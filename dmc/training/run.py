@@ -169,11 +169,7 @@ def train(config: RunConfig) -> TrainedRun:
 
 
 def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption, loggers: list[Logger]) -> None:
-    """Train from the last checkpoint to the end and export.
-
-    Raises:
-        ValueError, OSError, PreemptedError, NonFiniteError: see `train`.
-    """
+    """Train from the last checkpoint to the end and export."""
     branches = config.training.branch_from is not None and not saved_checkpoints(preemption.save_last.folder)
     if branches:
         check_branch(config, plan)

@@ -269,11 +269,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes of `CLASSES_OF_METADATA` and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler`.
-
-        Raises:
-            pickle.UnpicklingError: something else is named.
-        """
+        """See `pickle.Unpickler`."""
         known = name in CLASSES_OF_METADATA.get(module, ())
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

@@ -193,11 +193,7 @@ class CheckpointSaver:
             self._pending = self._thread.submit(self._finish, writing, target, partial, header, group)
 
     def wait(self) -> None:
-        """Wait until what was begun is on the disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until what was begun is on the disk; raise the OSError for which it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -236,11 +232,7 @@ def _could_not_be_written(target: Path, reason: str) -> OSError:
 
 
 def write_aside(content: Any, path: Path) -> None:
-    """Write a file beside its place and rename it.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write a file beside its place and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:

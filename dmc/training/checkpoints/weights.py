@@ -21,11 +21,7 @@ WEIGHTS, OPTIMIZER = "model.", "optimizer."
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the whole weights of a checkpoint under the model's names.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_header`.
-    """
+    """Read the whole weights of a checkpoint under the model's names."""
     header = read_header(folder)
     if header.format == SHARDED:
         weights = read_tensors(folder, WEIGHTS)
@@ -51,11 +47,7 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def load_checkpoint_model(folder: Path) -> Any:
-    """Rebuild the model of a checkpoint, stock or compressed.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_header`.
-    """
+    """Rebuild the model of a checkpoint, stock or compressed."""
     header = read_header(folder)
     return assemble(AutoConfig.for_model(**header.model_config), read_weights(folder))
 

@@ -83,9 +83,6 @@ def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCo
     """Give the transformers configuration of the model that a run trains, its KV heads merged if they are to be.
 
     Without `with_vocabulary`, that of a fresh model need not be known: a start gets it from the tokenizer.
-
-    Raises:
-        ValueError: it is not known, or the heads cannot be merged so.
     """
     shape = base_shape(config, with_vocabulary)
     if config.model.merge_kv_heads is not None:
@@ -94,11 +91,7 @@ def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCo
 
 
 def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:
-    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub.
-
-    Raises:
-        ValueError: none of these has it.
-    """
+    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub."""
     settings = config.model
     if settings.path is not None and (Path(settings.path) / "config.json").is_file():
         return AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
