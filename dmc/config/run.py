@@ -12,7 +12,7 @@ from dmc.compression import CompressionConfig
 from dmc.config.build import build_config
 from dmc.config.data import DataConfig
 from dmc.config.trainer import TrainerConfig
-from dmc.config.training import TrainingConfig
+from dmc.config.training import DistillationConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class RunConfig:
     def _contradictions(self) -> Iterator[str]:
         training, trainer, gates = self.training, self.trainer, self.compression
         strategy = f"trainer.strategy={trainer.strategy}"
+        if self.data.tokenizer.train_vocab_size is None and (self.data.tokenizer.path or self.model.path) is None:
+            yield "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         if trainer.uses_deepspeed and self.model.dtype != "float32":
             yield (
                 f"model.dtype={self.model.dtype} with {strategy}: DeepSpeed keeps the optimizer's weights in float32; "
@@ -175,14 +177,19 @@ class RunConfig:
             )
 
     @property
-    def has_gates(self) -> bool:
-        """Whether the model learns to compress."""
-        return self.compression is not None and not self.control
+    def gates(self) -> CompressionConfig | None:
+        """The gates at work; None: the model is a base or a control."""
+        return None if self.control else self.compression
 
     @property
-    def distils(self) -> bool:
-        """Whether the run learns from a teacher."""
-        return self.has_gates and self.training.distillation is not None
+    def has_gates(self) -> bool:
+        """Whether the model learns to compress."""
+        return self.gates is not None
+
+    @property
+    def distillation(self) -> DistillationConfig | None:
+        """How gates learn from a teacher; None: there are none, or from the text alone."""
+        return self.training.distillation if self.has_gates else None
 
     @property
     def decisions(self) -> str:

@@ -180,15 +180,14 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     strategy = build_strategy(config)
     is_fresh = config.model.path is None
     model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
-    if config.compression is not None and config.has_gates:
-        model = retrofit(model, config.compression)
+    if config.gates is not None:
+        model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     data = TextData(config, tokenizer, plan.total_steps)
     module = RetrofitModule(model, config, plan, strategy)
-    distillation = config.training.distillation
-    if distillation is not None and config.distils:
-        path = distillation.path or str(config.model.path)
-        module.teacher = Teacher(strategy.load_teacher(path), path, distillation.temperature)
+    if config.distillation is not None:
+        path = config.distillation.path or str(config.model.path)
+        module.teacher = Teacher(strategy.load_teacher(path), path, config.distillation.temperature)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model, strategy.format)

@@ -43,20 +43,12 @@ _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat
 
 
 def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, that of the model where the data names none, or train it on the training text.
-
-    Raises:
-        ValueError: neither the data nor the model names one.
-    """
+    """Load the tokenizer, that of the model where the data names none, or train it on the training text."""
     if data.tokenizer.train_vocab_size is not None:
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
-    path = data.tokenizer.path or model.path
-    if path is None:
-        raise ValueError(
-            "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
-        )
+    path = str(data.tokenizer.path or model.path)
     return load_tokenizer(path, model.revision if path == model.path else None)
 
 

@@ -40,13 +40,13 @@ class FakeStep:
         shape = with_layers(model_shape(config), num_layers)
         dtype = getattr(torch, config.model.dtype)
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
-        if config.compression is not None and config.has_gates:
-            model = retrofit(model, config.compression)
+        if config.gates is not None:
+            model = retrofit(model, config.gates)
         self.module = RetrofitModule(model.train(), config, plan, strategy)
         strategy._lightning_module = self.module
-        if config.training.distillation is not None and config.distils:
+        if config.distillation is not None:
             teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
-            self.module.teacher = Teacher(teacher, "", config.training.distillation.temperature)
+            self.module.teacher = Teacher(teacher, "", config.distillation.temperature)
         if strategy.holds_parts:
             # Meshes of several dimensions are cut by reading them.
             with nullcontext() if strategy.num_copies == strategy.mesh_shape[2] == 1 else unset_fake_temporarily():

@@ -160,7 +160,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if stored == 2 else trainer.precision)
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
-    if config.distils:
+    if config.distillation is not None:
         flops *= 4 / 3  # the teacher's forward is a third of forward and backward
     return TrainingPlan(
         model=config.model.path or f"fresh {model.model_type}",

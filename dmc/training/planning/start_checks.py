@@ -27,17 +27,13 @@ def check_start(config: RunConfig, num_local: int) -> None:
 
     Raises:
         ValueError, NotImplementedError: batch, lanes, heads or devices cannot be divided so, the model is not known or
-            cannot have these gates, there is no tokenizer, a source is none, or the stages contradict each other.
+            cannot have these gates, a source is none, or the stages contradict each other.
     """
     trainer, training, data = config.trainer, config.training, config.data
     num_copies, shard_size, tensor_size = trainer.mesh(num_local)
     num_ranks = num_copies * shard_size
     training.accumulation(num_ranks)
     Plan(training, config.target_ratio, config.compression)
-    if data.tokenizer.train_vocab_size is None and data.tokenizer.path is None and config.model.path is None:
-        raise ValueError(
-            "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
-        )
     for split in ("train", "validation", "calibration", "test"):
         sources = build_targets(getattr(data, split) or {}, f"data.{split}", DocumentSource)
         if split == "train" and data.streaming:
@@ -49,8 +45,8 @@ def check_start(config: RunConfig, num_local: int) -> None:
                         "data.streaming=false, or dmc.data.TextSource"
                     )
     model = model_shape(config, with_vocabulary=False)
-    if config.compression is not None and config.has_gates:
-        check_retrofit(model, config.compression)
+    if config.gates is not None:
+        check_retrofit(model, config.gates)
     if tensor_size > 1:
         check_divides(model, tensor_size)
     if training.sequence_length > model.max_position_embeddings:

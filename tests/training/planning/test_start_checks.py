@@ -76,7 +76,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"has no TextSauce; did you mean"),
     ({"data.calibration": {"x": {}}}, "data.calibration.x has no _target_"),
-    ({"data.tokenizer": {}}, "no tokenizer: set data.tokenizer.path"),
     ({"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2}, "does not divide the 1 devices"),
     (
         {"trainer.strategy": "hsdp", "trainer.shard_size": 3, "trainer.devices": 4, "training.batch_size": 8},
@@ -117,6 +116,11 @@ def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(st
         said.append(str(refused.value))
     assert said[0] == said[1]
     assert not Path(config.output_dir).exists()
+
+
+def test_a_run_without_a_tokenizer_is_refused_as_it_is_composed(startable):
+    with pytest.raises(ValueError, match="no tokenizer: set data.tokenizer.path"):
+        changed(startable, {"data.tokenizer": {}})
 
 
 def test_a_compressed_base_without_the_adapter_is_refused_by_plan_and_start(startable, make_compressed, tmp_path):
