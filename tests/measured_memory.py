@@ -47,7 +47,7 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
     if strategy is not None:
         strategy._lightning_module = SimpleNamespace(model=model)
         strategy.parallelize(strategy.lightning_module.model, "")
-    teacher = Teacher(AutoModelForCausalLM.from_config(shape), "", 1.0) if config.distils else None
+    teacher = Teacher(AutoModelForCausalLM.from_config(shape), "", 1.0) if config.distillation is not None else None
     optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
     input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
     for _ in range(num_steps):

@@ -119,7 +119,7 @@ def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(st
 
 
 def test_a_run_without_a_tokenizer_is_refused_as_it_is_composed(startable):
-    with pytest.raises(ValueError, match="no tokenizer: set data.tokenizer.path"):
+    with pytest.raises(ValueError, match=r"no tokenizer: set data\.tokenizer\.path"):
         changed(startable, {"data.tokenizer": {}})
 
 
