@@ -2,16 +2,15 @@
 
 Read in this order: `sources.py` and `text.py`, `code.py` or `megatron.py` (documents) -> `tokenizer.py` and
 `encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) -> `packing.py` (read at any
-window, in sequences) -> `blend.py` -> `facts.py` (what is written into them) -> `order.py` (which sequence at which
+window, in sequences) -> `facts.py` (what is written into them) -> `order.py` (which sequence of which source at which
 position) -> `report.py` (how much there is of what). `streaming.py` does all of it on the fly.
 """
 
-from dmc.data.blend import Blend
 from dmc.data.cache import build_packed
 from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.facts import FactSequences, FactWriter
 from dmc.data.megatron import MegatronSource
-from dmc.data.order import OrderedDataset, ResumableOrder
+from dmc.data.order import Blend, OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens
 from dmc.data.report import SourceReport, format_report, report_sources, write_report
 from dmc.data.sources import DocumentSource

@@ -32,9 +32,9 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dmc.checksums import available_cores, file_damage, read_list, write_list
-from dmc.data.blend import Blend
 from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.megatron import MegatronSource
+from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenChunk, TokenTable
 from dmc.data.sources import Document, DocumentSource
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest

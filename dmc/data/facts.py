@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dmc.config.data import FactsConfig, LessonConfig, Words
-from dmc.data.blend import Blend
-from dmc.data.order import shuffled_index
+from dmc.data.order import Blend, shuffled_index
 from dmc.data.packing import PackedTokens
 
 SEEN_FORMS = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dmc.data.blend import Blend
+from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens
 from dmc.data.sources import DocumentSource
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.data.blend import blend_schedule, integer_shares
 from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data.order import blend_schedule, integer_shares
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
 

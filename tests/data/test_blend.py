@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmc.data import Blend, PackedTokens
-from dmc.data.blend import blend_schedule, integer_shares
+from dmc.data.order import blend_schedule, integer_shares
 from dmc.data.packing import TokenChunk, TokenTable
 
 
@@ -77,9 +77,3 @@ def test_seed_selects_the_order_and_sources_differ() -> None:
 def test_blend_starts_at_any_position_at_once() -> None:
     blend = Blend([make_dataset(10), make_dataset(30)], [0.9, 0.1])
     assert blend[10**15]["source"] in (0, 1)
-
-
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_wrong_weight_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=r"weight=.* must be a finite number > 0"):
-        Blend([make_dataset(2), make_dataset(2)], [1.0, weight])

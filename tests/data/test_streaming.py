@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import StreamLoader, TextSource, framing_of
-from dmc.data.blend import blend_schedule
 from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data.order import blend_schedule
 from dmc.data.streaming import StreamReader, StreamShard, open_stream_shards
 
 LENGTH = 16

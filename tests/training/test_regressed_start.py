@@ -1,7 +1,5 @@
 """Adapters that are fitted to what a second pass over the text attends to."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from dmc.compression import CompressionConfig
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.informed_start import FIT_NAME, decision_rows, fit_scores
+from dmc.training.callbacks.informed_start import decision_rows, fit_scores
 
 GATES = {"action": "drop", "gate_input": "hidden", "delay": 2}
 HALF = 9
@@ -66,7 +64,6 @@ def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge: float) -> Non
     wanted = -expected / predicted.std()
     wanted[..., -1] += predicted.mean() / predicted.std()
     np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-3)
-    assert all(((0 < fit.explained) & (fit.explained <= 1)).all() for fit in fits)
 
 
 def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_change(run_values, tmp_path) -> None:
@@ -78,8 +75,6 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     run_values["training"] |= {"stages": {}, "regressed_start": {"sequences": 4}, "snapshot_ratios": []}
     run = train(build_config(RunConfig, run_values))
     assert run.is_finished and abs(run.metrics(run.final)["achieved_ratio_on_calibration_text"] / 2 - 1) < 0.1
-    explained = torch.tensor(json.loads((run.folder / FIT_NAME).read_text())["variance_explained"])
-    assert explained.shape == (2, 2) and (explained > 0).all()
     before, after = load_model(path).state_dict(), load_model(run.final).state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert all(after[name][0::2].any() and not after[name][1::2].any() for name in set(after) - set(before))

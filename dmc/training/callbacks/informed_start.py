@@ -23,7 +23,6 @@ from dmc.training.callbacks.validation import draw_heatmap
 from dmc.training.checkpoints.folder import gathered
 
 COSTS_NAME = "head_costs.json"
-FIT_NAME = "regression.json"
 QUERY_BLOCK = 128
 SMALLEST_SCORE = 1e-12
 
@@ -122,7 +121,7 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
 
 
 class RegressedStart(InformedStart):
-    """Fits the adapters; the share of variance explained is written, [L][H]."""
+    """Fits the adapters to what a second pass over the text attends to."""
 
     settings: RegressedStartConfig
 
@@ -140,9 +139,6 @@ class RegressedStart(InformedStart):
             rows /= compression.decision_scale
             module.strategy.set_rows(adapter.weight, adapter.decision_rows, rows[:, :-1])
             module.strategy.set_rows(adapter.bias, adapter.decision_rows, rows[:, -1])
-        if trainer.is_global_zero:
-            explained = {"variance_explained": [fit.explained.tolist() for fit in fits]}
-            (self.folder / FIT_NAME).write_text(json.dumps(explained) + "\n")
 
 
 @dataclass
@@ -155,8 +151,6 @@ class ScoreFit:
     """Of the predictions, [H]."""
     square: Tensor
     """Mean of their squares, [H]."""
-    explained: Tensor
-    """Share of the score's variance, [H]."""
 
 
 def decision_rows(fits: Sequence[ScoreFit]) -> list[Tensor]:
@@ -205,7 +199,7 @@ def fit_scores(
         half = scores.shape[-1]
         inputs = torch.nn.functional.pad(states[:, 1:half], (0, 1), value=1.0).flatten(0, 1).double()
         wanted = scores[..., 1:].clamp_min(SMALLEST_SCORE).log().transpose(1, 2).flatten(0, 1).double()  # [n, H]
-        new = inputs.T @ inputs, inputs.T @ wanted, wanted.square().sum(0)
+        new = inputs.T @ inputs, inputs.T @ wanted
         for total, each in zip(sums.setdefault(index, tuple(map(torch.zeros_like, new))), new, strict=True):
             total += each
 
@@ -228,15 +222,12 @@ def fit_scores(
 
 def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
     """Solve the normal equations; the constant is not held back."""
-    inputs, wanted, squares = (each.cpu() for each in sums)
+    inputs, wanted = (each.cpu() for each in sums)
     count = inputs[-1, -1]
     penalty = torch.full((len(inputs),), ridge * float(inputs.diagonal()[:-1].mean()), dtype=torch.float64)
     penalty[-1] = 0
     rows = torch.linalg.solve(inputs + penalty.diag(), wanted).T
-    square = ((rows @ inputs) * rows).sum(-1)
-    error = squares - 2 * (rows * wanted.T).sum(-1) + square
-    explained = 1 - error / (squares - wanted[-1] ** 2 / count).clamp_min(1e-30)
-    return ScoreFit(rows, rows @ inputs[-1] / count, square / count, explained)
+    return ScoreFit(rows, rows @ inputs[-1] / count, ((rows @ inputs) * rows).sum(-1) / count)
 
 
 def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Tensor], residual: Tensor) -> Tensor:
