@@ -90,29 +90,26 @@ def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None,
         check(last)
         return last
     except ValueError as error:
+        if not use_previous:
+            raise ValueError(f"{error}{offer_previous(last, check)}") from error
         try:
             step = check(previous).global_step if previous is not None else None
         except (ValueError, FileNotFoundError):
             step = None
         if step is None:
             raise
-        if not use_previous:
-            raise ValueError(f"{error}; or {_offer(previous, step)}") from error
         logger.warning("%s; going on from %s at step %d", error, previous, step)
         return previous
 
 
-def offer_previous(folder: Path) -> str:
-    """Say, where there is one, how to take the checkpoint before `folder`."""
+def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) -> str:
+    """Say, where there is one that passes a check, how to take the checkpoint before `folder`."""
     before = [path for path in saved_checkpoints(folder.parent) if path.name < folder.name]
     try:
-        return f"; or {_offer(before[0], read_header(before[0]).global_step)}" if before else ""
-    except (ValueError, FileNotFoundError):
+        step = check(before[0]).global_step
+    except (ValueError, FileNotFoundError, IndexError):
         return ""
-
-
-def _offer(previous: Path | None, step: int) -> str:
-    return f"start again with use_previous_checkpoint=true to go on from step {step}, which {previous} holds"
+    return f"; or start again with use_previous_checkpoint=true to go on from step {step}, which {before[0]} holds"
 
 
 class CheckpointRotation:
