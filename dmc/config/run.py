@@ -74,42 +74,29 @@ class RunConfig:
         if self.data.tokenizer.train_vocab_size is None and (self.data.tokenizer.path or self.model.path) is None:
             yield "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
         if trainer.uses_deepspeed and self.model.dtype != "float32":
-            yield (
-                f"model.dtype={self.model.dtype} with {strategy}: DeepSpeed keeps the optimizer's weights in float32; "
-                "set model.dtype=float32 and trainer.precision=bf16-mixed"
-            )
+            instead = "set model.dtype=float32 and trainer.precision=bf16-mixed"
+            yield f"model.dtype={self.model.dtype} with {strategy}, which updates weights in float32: {instead}"
         if training.distillation is not None and training.distillation.path is None and not self.model.path:
             yield "training.distillation of a fresh model needs a teacher: set training.distillation.path"
         if training.gates_only and trainer.uses_deepspeed:
-            yield (
-                f"training.gates_only=true with {strategy}: rows of a weight cannot be frozen in DeepSpeed's flat "
-                "gradients; use ddp, fsdp2 or hsdp"
-            )
+            yield f"training.gates_only=true with {strategy}, which freezes no rows: use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
             yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
         ends = 0
         for lesson in facts.lessons if facts is not None else ():
             ends += lesson.sequences
             if ends % training.batch_size:
-                yield (
-                    f"data.facts.lessons of {ends} sequences end within a step of {training.batch_size} "
-                    "(training.batch_size), whose sequences must be equally long"
-                )
+                yield f"data.facts.lessons of {ends} sequences end within a step of {training.batch_size}: end with one"
         if training.overfit_sequences is not None and self.data.streaming:
             yield "training.overfit_sequences reads cached text again and again: set data.streaming=false"
         ramp = training.stages.get("retrofit")
         if ramp is not None and ramp.ramp_to is not None and ramp.ramp_to < self.target_ratio:
-            yield (
-                f"training.stages.retrofit.ramp_to={ramp.ramp_to:g} ends below compression.target_ratio="
-                f"{self.target_ratio:g}: give the highest CR that the ramp is to reach, or null"
-            )
+            target = f"compression.target_ratio={self.target_ratio:g}"
+            yield f"training.stages.retrofit.ramp_to={ramp.ramp_to:g} ends below {target}: give the highest CR, or null"
         if gates is not None:
             yield from self._contradictions_of_gates(gates)
-            for name, ratios in {
-                "snapshot_ratios": training.snapshot_ratios,
-                "milestones.ratios": training.milestones.ratios,
-            }.items():
-                yield from self._contradictions_on_the_way(name, ratios)
+            yield from self._contradictions_on_the_way("snapshot_ratios", training.snapshot_ratios)
+            yield from self._contradictions_on_the_way("milestones.ratios", training.milestones.ratios)
 
     def _contradictions_of_gates(self, gates: CompressionConfig) -> Iterator[str]:
         training = self.training
@@ -117,28 +104,21 @@ class RunConfig:
         if self.has_gates and held * self.target_ratio > length:
             yield (
                 f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
-                f"tokens every head holds at least {held} (compression.delay={gates.delay} and one slot); use a "
-                "smaller delay or longer sequences"
+                f"tokens every head holds at least {held}; use longer ones, or compression.delay below {gates.delay}"
             )
         if training.measured_start is not None and (not gates.has_adapter or gates.decisions != "per_head"):
             yield (
-                f"training.measured_start with compression.gate_input={gates.gate_input}, "
-                f"compression.decisions={gates.decisions}: only adapters that decide for each head can start "
-                "from what is measured; set compression.gate_input=hidden (or both) and decisions=per_head"
+                f"training.measured_start with compression.gate_input={gates.gate_input}, decisions={gates.decisions}: "
+                "set compression.gate_input=hidden (or both) and decisions=per_head"
             )
         if training.measured_start is not None and cuts > 1:
-            yield (
-                f"training.measured_start with trainer.tensor_parallel_size={cuts}: heads are compressed one by one "
-                "where each rank has whole layers; use tensor_parallel_size=1"
-            )
+            yield f"training.measured_start with trainer.tensor_parallel_size={cuts}: use tensor_parallel_size=1"
         if training.regressed_start is not None:
             wanted = {"action": "drop", "gate_input": "hidden", "decisions": "per_head", "decided_token": "own"}
             wrong = [f"{name}={getattr(gates, name)}" for name in wanted if getattr(gates, name) != wanted[name]]
             if wrong:
-                yield (
-                    f"training.regressed_start with compression.{', '.join(wrong)}: a token's hidden state tells what "
-                    f"each head drops of it; set {', '.join(f'{name}={value}' for name, value in wanted.items())}"
-                )
+                right = ", ".join(f"{name}={value}" for name, value in wanted.items())
+                yield f"training.regressed_start with compression.{', '.join(wrong)}: set {right}"
             if training.measured_start is not None or cuts > 1:
                 yield (
                     "training.regressed_start sets the adapters of whole layers: leave out training.measured_start, "
@@ -154,10 +134,8 @@ class RunConfig:
         for delay in training.delays:
             dataclasses.replace(gates, delay=delay)
         if training.head_agreement_weight > 0 and self.has_gates and gates.decisions != "per_head":
-            yield (
-                f"training.head_agreement_weight={training.head_agreement_weight} with "
-                f"compression.decisions={gates.decisions}: heads that share decisions always agree; use weight 0"
-            )
+            weight = f"training.head_agreement_weight={training.head_agreement_weight}"
+            yield f"{weight} with compression.decisions={gates.decisions}: heads always agree; use weight 0"
         for name in ("gates_only", "ratio_control"):
             if self.has_gates and gates.decisions == "fixed" and getattr(training, name):
                 yield f"training.{name} with compression.decisions=fixed: there are no gates to train"
