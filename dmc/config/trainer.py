@@ -87,10 +87,7 @@ class TrainerConfig:
             )
         self._check_lightning()
         if self.compile and self.uses_deepspeed:
-            raise ValueError(
-                f"trainer.compile=true with trainer.strategy={self.strategy}: DeepSpeed gathers weights by hooks "
-                "within what would be compiled; use fsdp2"
-            )
+            raise ValueError(f"trainer.compile=true with {self.strategy}, whose hooks cannot be compiled: use fsdp2")
         for option, strategies in NEEDS.items():
             if (value := getattr(self, option)) != getattr(TrainerConfig, option) and self.strategy not in strategies:
                 raise ValueError(
@@ -124,16 +121,12 @@ class TrainerConfig:
         """
         num_devices, tensor = devices_per_node * self.num_nodes, self.tensor_parallel_size
         if num_devices % tensor:
-            raise ValueError(
-                f"trainer.tensor_parallel_size={tensor} does not divide the {num_devices} devices of the run"
-            )
+            raise ValueError(f"trainer.tensor_parallel_size={tensor} does not divide the {num_devices} devices")
         num_ranks = num_devices // tensor
         of_node = max(1, devices_per_node // tensor)
         shard = {"fsdp2": num_ranks, "hsdp": self.shard_size or of_node}.get(self.strategy, 1)
         if num_ranks % shard:
-            raise ValueError(
-                f"trainer.shard_size={shard} does not divide the {num_ranks} data parallel ranks of the run"
-            )
+            raise ValueError(f"trainer.shard_size={shard} does not divide the {num_ranks} data parallel ranks")
         return num_ranks // shard, shard, tensor
 
 

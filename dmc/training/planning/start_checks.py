@@ -41,8 +41,7 @@ def check_start(config: RunConfig, num_local: int) -> None:
             for name, source in zip(data.train, sources, strict=True):
                 if isinstance(source, MegatronSource):
                     raise ValueError(
-                        f"data.train.{name} is {type(source).__name__}, which cannot be streamed: use "
-                        "data.streaming=false, or dmc.data.TextSource"
+                        f"data.train.{name} is MegatronSource, which cannot be streamed: set data.streaming=false"
                     )
     model = model_shape(config, with_vocabulary=False)
     if config.gates is not None:
