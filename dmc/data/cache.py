@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dmc.checksums import available_cores, file_damage, read_list, write_list
 from dmc.data.encoding import DocumentEncoder, Refusals
-from dmc.data.megatron import MegatronSource
 from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenChunk, TokenTable
 from dmc.data.sources import Document, DocumentSource
@@ -100,26 +99,27 @@ def build_packed(
 
 
 class _Cache:
-    """The folder of a source's tokens."""
+    """The tokens of a source, and the folder that they are kept in."""
 
     def __init__(self, source: DocumentSource, encoder: DocumentEncoder, cache_folder: Path) -> None:
-        self.source, self.encoder = source, encoder
+        self.source, self.encoder, self.cache_folder = source, encoder, cache_folder
         self.table: TokenTable | None = None
         """The tokens, where they are built and whole."""
-        if isinstance(source, MegatronSource):
-            return
-        tokenizer = tokenizer_digest(encoder.tokenizer, encoder.framing)
-        template = str(encoder.tokenizer.chat_template) if source.has_loss_mask else None
-        key = Hasher.hash(json.dumps([_FORMAT, source.description(), tokenizer, template], sort_keys=True))
-        name = re.sub(r"[^A-Za-z0-9_.]+", "-", source.label).strip("-.")[-64:]
-        self.folder = cache_folder.absolute() / f"{name}-{key}"  # as `datasets` names the files in it
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the tokens of these documents, by this tokenizer, lie."""
+        tokenizer = tokenizer_digest(self.encoder.tokenizer, self.encoder.framing)
+        template = str(self.encoder.tokenizer.chat_template) if self.source.has_loss_mask else None
+        key = Hasher.hash(json.dumps([_FORMAT, self.source.description(), tokenizer, template], sort_keys=True))
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", self.source.label).strip("-.")[-64:]
+        return self.cache_folder.absolute() / f"{name}-{key}"  # as `datasets` names the files in it
 
     def open(self) -> None:
         """Open the tokens where they are there; else see to it that the source can be read."""
-        if isinstance(self.source, MegatronSource):
-            self.table = self.source.open_tokens(len(self.encoder.tokenizer))
-            return
-        self.table = self._open_whole()
+        self.table = self.source.open_tokens(len(self.encoder.tokenizer))
+        if self.table is None:
+            self.table = self._open_whole()
         if self.table is None:
             self.source.check()
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from datasets import IterableDataset, load_dataset
 
+from dmc.data.packing import TokenTable
+
 JSON_LINES_SHARD = 2**26
 """Bytes of a jsonl file that make up a shard."""
 DIGESTED_BYTES = 2**26
@@ -62,6 +64,10 @@ class DocumentSource:
     def digest(self) -> str:
         """Return what tells the documents from others, wherever they lie: a run goes on with the same."""
         return hashlib.sha256(json.dumps(self.description(), sort_keys=True, default=str).encode()).hexdigest()
+
+    def open_tokens(self, vocab_size: int) -> TokenTable | None:
+        """Open documents that are tokens already, of a vocabulary of so many; None: they are text."""
+        return None
 
     def num_bytes(self) -> int:
         """Return about how large the documents are; the same for the same description."""
