@@ -79,7 +79,7 @@ class RunConfig:
         if training.distillation is not None and training.distillation.path is None and not self.model.path:
             yield "training.distillation of a fresh model needs a teacher: set training.distillation.path"
         if training.gates_only and trainer.uses_deepspeed:
-            yield f"training.gates_only=true with {strategy}, which freezes no rows: use ddp, fsdp2 or hsdp"
+            yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
             yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
         ends = 0

@@ -105,7 +105,7 @@ def draw_heatmap(
         xlabel: what the columns are.
         columns: their numbers.
         label: what the values are.
-        lowest: where the colours begin.
+        lowest: where the colors begin.
     """
     num_layers, num_columns = values.shape
     size = min(24.0, max(3.0, 0.45 * num_columns + 1.8)), max(2.6, 0.32 * num_layers + 1.4)
