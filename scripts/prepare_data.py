@@ -1,4 +1,4 @@
-"""Tokenise a run's text ahead of it, on a machine without GPUs: python scripts/prepare_data.py experiment=NAME."""
+"""Tokenize a run's text ahead of it, on a machine without GPUs: python scripts/prepare_data.py experiment=NAME."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training run: the model it starts from, its groups, and what they rule out together."""
+"""Configuration of a training run: its model, its groups, and checks across them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ModelConfig:
     fresh: dict[str, Any] | None = None
     """Hugging Face configuration values of a randomly initialised model, `model_type` included."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory; bfloat16 trains in it throughout, RoPE angles and the gates excepted."""
+    """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
     revision: str | None = None
     """Hub revision."""
     architecture: dict[str, Any] | None = None
-    """Hugging Face configuration values of `path`, `model_type` included: what a plan needs without the hub."""
+    """Hugging Face configuration values of `path`, `model_type` included, for plans without the hub."""
     merge_kv_heads: Count | None = None
     """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
     fact); None: they stay."""
@@ -51,9 +51,9 @@ class RunConfig:
     data: DataConfig
     training: TrainingConfig
     compression: CompressionConfig | None = None
-    """None: train a base, without gates."""
+    """Settings of the gates; None: train a base, without gates."""
     control: bool = False
-    """Train for the steps that `compression` asks for, on the same text, without gates: the fair comparison."""
+    """Train a control: as many steps as with `compression`, on the same text, without gates."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
@@ -61,7 +61,7 @@ class RunConfig:
     """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
     output_dir: str = "outputs/run"
     use_previous_checkpoint: bool = False
-    """Go on from the checkpoint before the last one where that is damaged; False: refuse."""
+    """Whether to continue from the previous checkpoint if the last one is damaged; False: refuse."""
     seed: Annotated[int, Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")] = 0
 
     def __post_init__(self) -> None:
@@ -171,12 +171,12 @@ class RunConfig:
 
     @property
     def decisions(self) -> str:
-        """Who decides in the run's gates; those of a control are not at work."""
+        """Decisions of the run's gates; a control counts as learned ones."""
         return "per_head" if self.compression is None else self.compression.decisions
 
     @property
     def target_ratio(self) -> float:
-        """Compression ratio the stages lead to; 1 for a base."""
+        """Compression ratio at the end of the stages; 1 for a base."""
         return 1.0 if self.compression is None else self.compression.target_ratio
 
 

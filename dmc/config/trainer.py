@@ -1,4 +1,4 @@
-"""Devices of a run, and what a plan assumes of them."""
+"""Devices of a run, and a plan's assumptions about them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Devices, precision, and how the model is spread over the devices.
+    """Devices, precision, and parallelism of the model over the devices.
 
     Raises:
-        ValueError: the strategy does not have what is asked of it.
+        ValueError: the strategy does not support an option.
     """
 
     accelerator: str = "auto"
@@ -59,9 +59,9 @@ class TrainerConfig:
     strategy: Strategy = "auto"
     """auto: one device, or ddp on several."""
     tensor_parallel_size: Count = 1
-    """Devices that share each layer's heads and neurons; fsdp2 and hsdp only."""
+    """Number of devices that share each layer's heads and neurons; fsdp2 and hsdp only."""
     shard_size: Count | None = None
-    """Devices that divide weights, gradients and optimizer state; hsdp only. None: those of a node."""
+    """Number of devices that shard weights, gradients and optimizer state; hsdp only. None: those of a node."""
     accumulate_locally: bool = False
     """Each device sums whole gradients over a step's micro-batches, and they are communicated once; False: they are
     divided after each micro-batch. fsdp2 and hsdp only."""
@@ -72,9 +72,9 @@ class TrainerConfig:
     precision: Precision = "32-true"
     """bf16-mixed: bfloat16 compute on float32 weights."""
     peak_teraflops: Annotated[float, Bounds(above=0, most=1e6, note="of one device; null: by its name")] | None = None
-    """What one device could do at best, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
+    """Peak of one device, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
     compile: bool = False
-    """Compile what stands around the attention of each layer, norms and MLP, with torch.compile."""
+    """Whether to compile each layer's norms and MLP with torch.compile."""
     lightning: dict[str, Any] = field(default_factory=dict, metadata={"takes_others": True})
     """Further arguments of Lightning's Trainer: `trainer.deterministic=true` becomes one."""
 
@@ -132,7 +132,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """What a plan assumes of the devices."""
+    """A plan's assumptions about the devices."""
 
     device: str | None = None
     """Name of the GPU; None: this machine's, or an H100."""

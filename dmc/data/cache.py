@@ -1,8 +1,8 @@
-"""Sources tokenised once into a folder of Arrow files, by `datasets`, and opened as packed sequences.
+"""Sources tokenized once into a folder of Arrow files, by `datasets`, and opened as packed sequences.
 
 A folder holds the parts of a corpus, each in a cache of `datasets`, and at last `index.json`: the files with their
-checksums, which `datasets` has none of. A kill loses the part in work; damaged parts are made anew. One process builds
-a folder at a time, others wait for it.
+checksums, which `datasets` lacks. A kill loses the unfinished part; damaged parts are rebuilt. One process builds a
+folder at a time, others wait for it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.json"
 PART_BYTES = 2**30
-"""Text of a part, what a kill can cost."""
-_FORMAT = 3  # raise it when the stored layout changes: what was cached before is tokenised anew, the old files stay
+"""Bytes of text in a part, the most that a kill can lose."""
+_FORMAT = 3  # raise it when the stored layout changes: what was cached before is tokenized anew, the old files stay
 _JOB_BYTES = 2**26  # text worth a process
 _BATCH_CHARACTERS = 2**22  # text encoded at once
 _CHECKED_BYTES = 2**28  # read at most to verify a folder at every opening; beyond it, of evenly spread files
 
 
 class _TextError(ValueError):
-    """Text that cannot be read, to be found in the error that `datasets` makes of all errors."""
+    """Unreadable text; found again inside the error that `datasets` raises for all errors."""
 
 
 def build_packed(
@@ -64,27 +64,27 @@ def build_packed(
     framing: Framing | None = None,
     document_starts: bool = False,
 ) -> PackedTokens | Blend:
-    """Tokenise sources into the cache, where that is not done yet, and open them as one dataset.
+    """Tokenize sources into the cache, where that is not done yet, and open them as one dataset.
 
     The cache holds one folder per (documents, tokenizer, framing), whatever the sequence length or weight. Every
-    opening checks the sizes of its files and the bytes of up to 256 MiB; remove `index.json` to have all made anew.
+    opening checks the sizes of its files and the bytes of up to 256 MiB; remove `index.json` to rebuild it.
 
     Args:
-        sources: where the documents come from.
+        sources: sources of the documents.
         tokenizer: any tokenizer with an eos token, which separates the documents.
         sequence_length: tokens per item.
         cache_folder: folder of the token arrays, created when the first is written.
         seed: order of a blend.
-        tokenize_num_proc: processes that tokenise; None: the cores that this process may use.
-        framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
-        document_starts: whether items say where documents start.
+        tokenize_num_proc: processes that tokenize; None: the cores that this process may use.
+        framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
+        document_starts: whether items have the starts of documents.
     Returns:
-        The sequences of the one source, in the documents' order; of several sources, an endless blend in their weights.
+        The sequences of one source, in the documents' order; for several sources, an endless blend by their weights.
     Raises:
         FileNotFoundError: a file, folder or hub name does not exist.
         ValueError: a corpus without documents or shorter than one sequence, a missing column, no eos token.
         TypeError: a column does not hold text.
-        ChildProcessError: a process that tokenised was killed.
+        ChildProcessError: a process that tokenized was killed.
     """
     sources = list(sources) if isinstance(sources, Iterable) else [sources]
     encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
@@ -124,7 +124,7 @@ class _Cache:
             self.source.check()
 
     def built(self, tokenize_num_proc: int) -> TokenTable:
-        """Tokenise what is not there yet; one process at a time, those that come later find it done."""
+        """Tokenize what is not there yet; one process at a time, those that come later find it done."""
         if self.table is not None:
             return self.table
         self._require_text()
@@ -179,7 +179,7 @@ class _Cache:
             if "abruptly died" not in str(error):
                 raise
             raise ChildProcessError(
-                f"A process that tokenised {self.source.label!r} was killed, maybe for want of memory: lower "
+                f"A process that tokenized {self.source.label!r} was killed, maybe for want of memory: lower "
                 f"data.tokenize_num_proc={tokenize_num_proc}. Finished parts are kept in {self.folder}."
             ) from error
 
@@ -209,7 +209,7 @@ class _Cache:
             return None
 
     def _remove_damaged(self) -> None:
-        """Remove what is not as the index says; all of it, where the index itself cannot be read."""
+        """Remove files that differ from the index; all of them, if the index itself cannot be read."""
         if not (self.folder / INDEX_NAME).exists():
             return  # a build that was killed, or none
         try:
@@ -239,7 +239,7 @@ class _Cache:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a process needs to tokenise a part of a source, or a share of it."""
+    """Data that a process needs to tokenize a part of a source, or a share of it."""
 
     source: DocumentSource
     encoder: DocumentEncoder
@@ -264,7 +264,7 @@ class _Part:
 
 
 def _obey_parent() -> None:
-    """In a process of its own: end with the parent, leave signals to it, and use one thread."""
+    """Make a child process end with its parent, leave signals to it, and use one thread."""
     parent = multiprocess.parent_process()
     if parent is None:
         return
@@ -289,7 +289,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _open_files(paths: Sequence[Path]) -> list[TokenChunk]:
-    """Map the Arrow files: the values of a column of lists are its token ids, one document behind the other."""
+    """Map the Arrow files: the values of a column of lists are the token ids, one document after the other."""
     chunks = []
     for path in paths:
         columns = datasets.Dataset.from_file(str(path)).data
@@ -303,7 +303,7 @@ def _open_files(paths: Sequence[Path]) -> list[TokenChunk]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show the progress of `datasets` on a terminal alone."""
+    """Show the progress of `datasets` only on a terminal."""
     if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Code that is installed on every machine: some megabytes of real text with no network."""
+"""Python code installed on every machine: some megabytes of real text without a network."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _EXCLUDED_FILES = {"sitecustomize.py", "turtle.py", "_distutils_system_mod.py"}
 def split_of(relative_path: str) -> Split:
     """Return the split of a file, by a hash of its path: about 90, 5, 2 and 3 % of the files.
 
-    What is chosen by its result is chosen on `validation`; `test` is for reports only.
+    Choices are made on `validation`; `test` is for reports only.
     """
     bucket = int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:4], "big") % 100
     return next(split for bound, split in _BOUNDS if bucket < bound)
 
 
 class CodeSource(DocumentSource):
-    """Files of code as documents, one split of them; a subclass says which files."""
+    """One split of files of code as documents; a subclass lists the files."""
 
     split: Split
     """See `split_of`."""
@@ -82,7 +82,7 @@ class StandardLibrarySource(CodeSource):
     split: Split = "train"
     weight: float = 1.0
     folder: str | None = None
-    """Where the library lies; None: the running interpreter's."""
+    """Folder of the library; None: the running interpreter's."""
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Documents to token ids with the tokens that frame them, and which of these tokens are learned."""
+"""Encode documents as token ids with framing tokens, and a mask of the tokens to train on."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of ma
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a document, what stands around it included; none where it holds nothing to read."""
+    """Token ids of a document with its framing; empty for a document without text."""
 
     token_ids: np.ndarray
     scored: np.ndarray | None = None
-    """Whether each token is learned; None: all are."""
+    """Whether each token is trained on; None: all are."""
     refusal: str = ""
-    """Why the tokenizer's chat template did not take a chat."""
+    """Reason why the tokenizer's chat template refused a chat."""
 
 
 class Refusals:
-    """Counts chats that the template refuses, and warns whenever the count has one digit more.
+    """Counts chats that the template refuses, and warns whenever the count gains a digit.
 
     Args:
-        label: of their source.
+        label: label of their source.
     """
 
     def __init__(self, label: str) -> None:
         self.label, self.count, self.reason = label, 0, ""
 
     def note(self, encoded: Encoded) -> None:
-        """Count a document, if it is one of them."""
+        """Count a document if it was refused."""
         if encoded.refusal:
             self.count, self.reason = self.count + 1, encoded.refusal
             if math.log10(self.count).is_integer():
@@ -56,18 +56,18 @@ EMPTY = Encoded(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
 class DocumentEncoder:
     """Encodes texts, chats, and prompts with their completions.
 
-    In a chat the assistant's turns are learned: what the template marks as `{% generation %}`, or, where it marks
-    nothing, what follows the prompt for an answer. Of a prompt with its completion this and the separator are.
+    In a chat only the assistant's turns are trained on: the text that the template marks as `{% generation %}`, or,
+    without marks, the text after the generation prompt. Of a prompt and completion, the completion and separator are.
     """
 
     tokenizer: PreTrainedTokenizerBase
     framing: Framing
 
     def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encode documents in one parallel batch, each framed; those without text or refused give no token.
+        """Encode documents in one parallel batch, each framed; those without text or refused give no tokens.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or cannot tell where the tokens of a prompt stand.
+            ValueError: the tokenizer has no chat template, or does not return the offsets of tokens.
         """
         found = [self._chat(each) if isinstance(each, list) else EMPTY for each in documents]
         texts = {number: text for number, text in enumerate(documents) if isinstance(text, str) and _is_text(text)}
@@ -119,7 +119,7 @@ class DocumentEncoder:
         return list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
 
     def _followed(self, messages: Chat) -> tuple[list[int], list[bool]]:
-        """Find each answer between the chat before it, with the prompt for an answer, and the chat with it."""
+        """Find each answer as the difference between the chat before it, with the generation prompt, and after it."""
 
         def encode(count: int, prompts: bool = False) -> list[int]:
             encoded = self.tokenizer.apply_chat_template(
@@ -171,7 +171,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _is_text(text: str) -> bool:
-    """Tell whether a text holds anything that tokenizers take: json can spell halves of surrogate pairs."""
+    """Return whether a value is text that tokenizers accept: json can contain halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:

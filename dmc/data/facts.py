@@ -1,4 +1,4 @@
-"""Facts and questions about them, written into text: what teaches a small model to retrieve, and what it is asked.
+"""Facts and questions about them, written into text: training and evaluation data for retrieval.
 
 A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Keys and values are common
 words of one token each, so that an answer is one token. A model of a million parameters stays at a guess among the
@@ -30,22 +30,22 @@ SEEN_FORMS = (
     "\n#{key} to{value}",
     "\n@{key}.{value}",
 )
-"""What facts are trained on in."""
+"""Forms of facts in training."""
 UNSEEN_FORMS = ("\nuse{key} as{value}", "\n<{key}/{value}>", "{key} by{value},", "\n%{key} |{value}")
-"""What no training shows: a compressor that keeps facts of these has not learned a marker by heart."""
+"""Forms that no training shows: a compressor that keeps such facts has not merely memorized markers."""
 QUESTION = "\nget{key}"
 WORD = re.compile(r" [a-z]{3,}")
 
 Element = TypeVar("Element")
 Weighted = tuple[int, float]
-"""A token, and how much it counts in the loss."""
+"""A token and its weight in the loss."""
 
 
 def half(count: int, words: Words) -> slice:
-    """Return which of `count` keys, and of as many values, are said; both halves are as large.
+    """Return the slice of `count` keys (and values) to use; both halves are equally large.
 
     Raises:
-        ValueError: `words` is none of `Words`.
+        ValueError: `words` is not one of `Words`.
     """
     if words not in get_args(Words):
         raise ValueError(f"words={words!r}: expected one of {', '.join(get_args(Words))}")
@@ -57,9 +57,9 @@ class FactWriter:
     """Writes facts and questions as tokens.
 
     Args:
-        tokenizer: knows enough words of one token.
-        num_keys: keys, and as many values: the first words of the tokenizer, in turn.
-        words: which of them; a half leaves the others to be said for the first time when a model is asked.
+        tokenizer: a tokenizer with enough words of one token.
+        num_keys: number of keys and of values: the first words of the tokenizer, alternately.
+        words: the words to use; a half leaves the others unseen until evaluation.
     Raises:
         ValueError: there are too few such words.
     """
@@ -78,13 +78,13 @@ class FactWriter:
         ((self._asking, _),) = self._pieces([QUESTION])
 
     def fact(self, key: int, value: int, draw: np.random.Generator, *, unseen: bool = False) -> list[int]:
-        """Say that a key has a value, in one of the forms."""
+        """Return a statement that a key has a value, in one of the forms."""
         forms = self._unseen if unseen else self._seen
         before, between, after = forms[draw.integers(len(forms))]
         return [*before, key, *between, value, *after]
 
     def question(self, key: int) -> list[int]:
-        """Ask for a key's value, which is the next token."""
+        """Return a question for a key's value, which is the next token."""
         return [*self._asking, key]
 
     def _pieces(self, forms: Sequence[str]) -> list[tuple[list[int], ...]]:
@@ -98,12 +98,12 @@ class FactWriter:
 def weave(
     inserts: Sequence[Sequence[Element]], text: Sequence[Element], length: int, draw: np.random.Generator
 ) -> tuple[list[Element], list[int]]:
-    """Write inserts into a text, in their order and spread evenly over it.
+    """Insert sequences into a text, in order and spread evenly over it.
 
     Returns:
-        `length` elements, and where each insert begins.
+        `length` elements, and the index where each insert begins.
     Raises:
-        ValueError: the inserts have more than `length`, or the text has fewer than the rest.
+        ValueError: the inserts are longer than `length`, or the text is shorter than the rest.
     """
     room = length - sum(map(len, inserts))
     if not 0 <= room <= len(text):
@@ -127,10 +127,10 @@ class FactSequences(Dataset[dict[str, Any]]):
 
     Args:
         packed: the text.
-        tokenizer: its own.
-        facts: what is written into it.
+        tokenizer: tokenizer of the text.
+        facts: settings of the facts.
         sequence_length: T.
-        keys: select the draws: the run's seed, and a number of the split.
+        keys: keys of the random draws: the run's seed, and a number of the split.
         has_lessons: whether the lessons come first; False: as after them, and every fact in a known form.
         has_questions: whether facts are asked for; False: each is said once, which is what a cache compresses.
     Raises:
@@ -160,7 +160,7 @@ class FactSequences(Dataset[dict[str, Any]]):
                 )
 
     def lesson_at(self, position: int) -> LessonConfig:
-        """Return what is learned at a position: the last lesson is followed by the whole length."""
+        """Return the lesson at a position: after the last one, sequences have the whole length."""
         for lesson in self.lessons:
             if position < lesson.sequences:
                 return lesson
@@ -196,12 +196,12 @@ class FactSequences(Dataset[dict[str, Any]]):
         return list(zip(tokens, weights, strict=True))
 
     def _copies(self, lesson: LessonConfig, draw: np.random.Generator) -> list[Weighted]:
-        """Random tokens that come twice; the second time is learned."""
+        """Return random tokens that are repeated once; the repetition is trained on."""
         tokens = draw.integers(1, self.vocab_size, size=lesson.length // 2).tolist()
         return [*((token, 0.0) for token in tokens), *((token, 1.0) for token in tokens)]
 
     def _pairs(self, lesson: LessonConfig, draw: np.random.Generator) -> list[Weighted]:
-        """Keys and values without text, again and again in another order; every value but the first is learned."""
+        """Return key-value pairs without text, repeated in random orders; all values but the first are trained on."""
         pairs = self._drawn(lesson, draw)
         row: list[Weighted] = []
         while len(row) < lesson.length:
@@ -243,7 +243,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         return self.writer.values[draw.integers(len(self.writer.values))]
 
     def _fact(self, key: int, value: int, draw: np.random.Generator) -> list[Weighted]:
-        """Say a fact, in lessons partly among random tokens: what it looks like shall not matter."""
+        """Write a fact, in lessons partly among random tokens, so that its form does not matter."""
         if self.has_lessons and draw.random() < self.facts.random_forms:
             tokens = [*self._noise(draw), key, *self._noise(draw), value, *self._noise(draw)]
         else:

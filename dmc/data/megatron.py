@@ -1,4 +1,4 @@
-"""Token ids that Megatron-LM's `preprocess_data.py` has written: `PREFIX.bin` and `PREFIX.idx`, read as they are."""
+"""Token ids written by Megatron-LM's `preprocess_data.py`: `PREFIX.bin` and `PREFIX.idx`, read directly."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CHECKED_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class MegatronSource(DocumentSource):
-    """The documents of one indexed dataset: nothing is tokenised, nothing is put between documents.
+    """The documents of one indexed dataset: nothing is tokenized, nothing is put between documents.
 
-    A document ends where the index says; whether a separator stands there is up to who wrote it (`--append-eod`).
+    The index gives the ends of documents; whether they have a separator depends on the writer (`--append-eod`).
     """
 
     prefix: str
@@ -37,11 +37,11 @@ class MegatronSource(DocumentSource):
         return self.prefix
 
     def check(self) -> None:
-        """Raise a clear error if the two files are not what they should be.
+        """Raise a clear error if the two files are missing or invalid.
 
         Raises:
-            FileNotFoundError: one of them is not there.
-            ValueError: the index is damaged, of another version, or of other tokens.
+            FileNotFoundError: one of them is missing.
+            ValueError: the index is damaged, of another version, or does not belong to the tokens.
         """
         _open(self.prefix)
 

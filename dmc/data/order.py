@@ -28,7 +28,7 @@ _NUM_ROUNDS = 6  # even, so that the two halves end with the widths they began w
 
 
 def _mix(value: int) -> int:
-    """Scramble 64 bits (the splitmix64 finaliser)."""
+    """Scramble 64 bits (the splitmix64 finalizer)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -42,7 +42,7 @@ def shuffled_index(offset: int, num_samples: int, *keys: int) -> int:
     no array of `num_samples` per epoch and worker, and no dependence on the version of a library's generator.
 
     Args:
-        offset: place in the permutation, 0 <= offset < num_samples.
+        offset: index in the permutation, 0 <= offset < num_samples.
         num_samples: length of the permutation.
         keys: integers that select the permutation, for instance seed and epoch.
     """
@@ -73,7 +73,7 @@ class ResumableOrder(Sampler[int]):
     """
 
     num_samples: int | None
-    """Length of the dataset; None: an endless dataset with an order of its own (`Blend`), which is read in that."""
+    """Length of the dataset; None: an endless dataset, which is read in its own order."""
     seed: int
     """Selects the permutations."""
     num_draws: int

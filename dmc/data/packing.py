@@ -1,4 +1,4 @@
-"""Token ids of many documents as one array on disk, read through memory maps and cut in sequences of equal length."""
+"""Token ids of many documents as one array on disk, read through memory maps in sequences of equal length."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A stretch of whole documents, one behind the other."""
+    """An array of whole documents, one after the other."""
 
     token_ids: np.ndarray
-    """[num_tokens], an integer type."""
+    """Token ids, [num_tokens], an integer type."""
     ends: np.ndarray
-    """Place behind each document in `token_ids`, that of the one before for a document without tokens."""
+    """End of each document in `token_ids`; a document without tokens has the previous one's."""
     scored: np.ndarray | None = None
-    """Whether each token is learned; None: all are."""
+    """Whether each token is trained on; None: all are."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some tokens that stand one behind the other."""
+    """Consecutive tokens."""
 
     token_ids: np.ndarray
     scored: np.ndarray
-    """Whether each is learned."""
+    """Whether each token is trained on."""
     starts: np.ndarray
-    """Whether each is the first of the window or of a document."""
+    """Whether each token is the first of the window or of a document."""
 
 
 class TokenTable:
-    """Reads chunks as one flat array; pickling copies how they are opened, not what they hold.
+    """Reads chunks as one flat array; pickling copies the function that opens them, not their content.
 
     Args:
-        open_chunks: opens them, at the first use in every process.
+        open_chunks: opens the chunks, at the first use in every process.
     """
 
     def __init__(self, open_chunks: Callable[[], Sequence[TokenChunk]]) -> None:
@@ -66,23 +66,23 @@ class TokenTable:
 
     @property
     def num_documents(self) -> int:
-        """Documents with tokens."""
+        """Number of documents with tokens."""
         return sum(int(np.count_nonzero(np.diff(chunk.ends, prepend=0))) for chunk in self._chunks)
 
     @property
     def num_skipped(self) -> int:
-        """Documents without."""
+        """Number of documents without tokens."""
         return sum(len(chunk.ends) for chunk in self._chunks) - self.num_documents
 
     def document_at(self, position: int) -> int:
-        """Number the document that a token is of; those without tokens are counted too."""
+        """Return the index of a token's document, counting those without tokens too."""
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         before = sum(len(chunk.ends) for chunk in self._chunks[:number])
         ends, place = self._chunks[number].ends, position - self._starts[number]
         return before + int(np.searchsorted(ends, place, side="right"))
 
     def window(self, start: int, stop: int) -> Window:
-        """Return the tokens from `start` up to `stop`, which may stand in several chunks."""
+        """Return the tokens from `start` up to `stop`, which may span several chunks."""
         token_ids = np.empty(stop - start, dtype=np.int64)
         scored, starts = np.ones(stop - start, dtype=bool), np.zeros(stop - start, dtype=bool)
         starts[:1] = True
@@ -105,8 +105,8 @@ class TokenTable:
 class PackedTokens(Dataset[dict[str, Any]]):
     """Reads tokens as non-overlapping sequences; the tail shorter than a sequence is left out.
 
-    An item is `{"input_ids": int64 [sequence_length], "index": int}`; where asked for, with "loss_mask", whether each
-    token is learned, and "document_starts", whether each is the first of a document or of the sequence, bool
+    An item is `{"input_ids": int64 [sequence_length], "index": int}`; on request with "loss_mask", whether each token
+    is trained on, and "document_starts", whether each is the first of a document or of the sequence, bool
     [sequence_length].
     """
 
@@ -121,10 +121,10 @@ class PackedTokens(Dataset[dict[str, Any]]):
         """Count the sequences.
 
         Args:
-            tokens: of all documents.
+            tokens: tokens of all documents.
             sequence_length: tokens per sequence, >= 1.
-            loss_mask: whether items have one.
-            document_starts: whether items have them.
+            loss_mask: whether items have "loss_mask".
+            document_starts: whether items have "document_starts".
         Raises:
             ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
         """
@@ -142,7 +142,7 @@ class PackedTokens(Dataset[dict[str, Any]]):
         return len(self.tokens) // self.sequence_length
 
     def document_of(self, index: int, place: int) -> int:
-        """Number the document that a sequence's token is of."""
+        """Return the index of the document of a sequence's token."""
         return self.tokens.document_at(index * self.sequence_length + place)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How much text there is, source by source, and how often a run reads it."""
+"""Report of the amount of text in each source, and how often a run reads it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ REPORT_NAME = "data.json"
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What a source holds; None where nobody knows, as of a stream."""
+    """Size of a source; None where it is unknown, as for a stream."""
 
     split: str
     """train, validation, calibration or test."""
     source: str
     share: float
-    """Part of the split's sequences that are drawn from it."""
+    """Share of the split's sequences that are drawn from it."""
     num_tokens: int | None = None
-    """Separators included."""
+    """Number of tokens, separators included."""
     num_documents: int | None = None
     num_skipped: int | None = None
-    """Documents without text, or undecodable."""
+    """Number of documents without text, or undecodable."""
     num_bytes: int | None = None
     """Size of the tokens on disk."""
     epochs: float | None = None
-    """How often the run reads the source; of training text only."""
+    """Number of times the run reads the source; for training text only."""
 
 
 def report_sources(
@@ -43,10 +43,10 @@ def report_sources(
     """Report the sources of a split.
 
     Args:
-        split: its name.
-        sources: what `packed` was built from.
-        packed: what `build_packed` returned; None: streams, of which the shares alone are known.
-        num_draws: sequences drawn by the run, None for text that is not trained on.
+        split: name of the split.
+        sources: sources of `packed`.
+        packed: result of `build_packed`; None: streams, of which only the shares are known.
+        num_draws: number of sequences drawn by the run; None for text that is not trained on.
     """
     if packed is None:
         total = sum(source.weight for source in sources)

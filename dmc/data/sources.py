@@ -1,7 +1,7 @@
-"""Where documents come from: what every source of text offers, and how local files are read as streams of rows.
+"""Sources of documents: their interface, and local files read as streams of rows.
 
-A stream is an `IterableDataset`: its shards are files, stretches of a jsonl file, or row groups of a parquet file, one
-behind the other in the documents' order, so that any part is read alone and a place in it can be kept.
+A stream is an `IterableDataset`: its shards are files, ranges of a jsonl file, or row groups of a parquet file, in the
+documents' order, so that any part can be read alone and its position saved.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from datasets import IterableDataset, load_dataset
 from dmc.data.packing import TokenTable
 
 JSON_LINES_SHARD = 2**26
-"""Bytes of a jsonl file that make up a shard."""
+"""Bytes of a jsonl file per shard."""
 DIGESTED_BYTES = 2**26
-"""Bytes up to which all of a source is read to tell it from another; of more, so many."""
+"""Bytes of a source that are hashed to identify it; all of a smaller source."""
 _BLOCK_BYTES = 2**16
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
@@ -34,7 +34,7 @@ Document = str | Chat | tuple[str, str] | None
 
 
 class DocumentSource:
-    """Base of all sources of text; a subclass gives the five members that raise here, and is pickled to processes."""
+    """Base of all sources of text; a subclass implements the members that raise here, and must be picklable."""
 
     weight: float
     """Share in a blend, relative to the other sources, > 0."""
@@ -50,7 +50,7 @@ class DocumentSource:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether some tokens are read but not learned, as what a user writes in a chat."""
+        """Whether some tokens are read but not trained on, such as a user's turns in a chat."""
         return False
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class DocumentSource:
         raise NotImplementedError
 
     def digest(self) -> str:
-        """Return what tells the documents from others, wherever they lie: a run goes on with the same."""
+        """Return a hash of the documents, independent of their location: a run continues only with the same."""
         return hashlib.sha256(json.dumps(self.description(), sort_keys=True, default=str).encode()).hexdigest()
 
     def open_tokens(self, vocab_size: int) -> TokenTable | None:
@@ -70,7 +70,7 @@ class DocumentSource:
         return None
 
     def num_bytes(self) -> int:
-        """Return about how large the documents are; the same for the same description."""
+        """Return the approximate size of the documents; the same for the same description."""
         raise NotImplementedError
 
     def stream(self) -> IterableDataset:
@@ -82,7 +82,7 @@ class DocumentSource:
         return (row["text"] for row in rows)
 
     def documents(self) -> Iterator[str | None]:
-        """Yield what each document says as one text, None for one that cannot be decoded."""
+        """Yield each document as one text, None for one that cannot be decoded."""
         for document in self.read(self.stream()):
             if isinstance(document, list):
                 yield "\n".join(str(message.get("content") or "") for message in document)
@@ -91,7 +91,7 @@ class DocumentSource:
 
 
 def kind_of(path: Path) -> str:
-    """Return json, parquet, csv, arrow or text, as the file's name says."""
+    """Return json, parquet, csv, arrow or text, by the file's name."""
     suffixes = path.suffixes
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
@@ -109,7 +109,7 @@ def file_stamps(paths: Iterable[Path], relative_to: Path | None = None) -> list[
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return a hash of files' sizes and content; beyond `DIGESTED_BYTES` of blocks that are spread evenly over it."""
+    """Return a hash of files' sizes and content; beyond `DIGESTED_BYTES`, of evenly spread blocks of the content."""
     sizes = [path.stat().st_size for path in paths]
     starts = [0, *itertools.accumulate(sizes)]
     spans = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
@@ -140,7 +140,7 @@ def stream_texts(files: Sequence[Path]) -> IterableDataset:
 
 
 def stream_rows(files: Sequence[Path]) -> IterableDataset:
-    """Stream the rows of json, parquet, csv or arrow files: no second copy of them is written to any cache."""
+    """Stream the rows of json, parquet, csv or arrow files without writing a copy to a cache."""
     if all(path.suffix.lower() == ".jsonl" for path in files):
         sizes = {str(path): path.stat().st_size for path in files}
         spans = [(path, start) for path, size in sizes.items() for start in range(0, size, JSON_LINES_SHARD)]
@@ -157,7 +157,7 @@ def _texts(files: list[str]) -> Iterator[dict[str, str | None]]:
 
 
 def _json_lines(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines that begin in each stretch of a file: the library's reader takes no part of a file."""
+    """Yield the lines that begin in each range of a file: the library's reader cannot read a part of a file."""
     for path, start in spans:
         with open(path, "rb") as file:
             if start:

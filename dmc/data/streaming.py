@@ -1,4 +1,4 @@
-"""Text that is tokenised on the fly: lanes that resume anywhere, the same whatever the ranks and workers.
+"""Text that is tokenized on the fly: lanes that resume anywhere, the same whatever the ranks and workers.
 
 A lane is a fixed part of the documents, a shard of each source's `IterableDataset`, with a place of its own in it: the
 stream's `state_dict()` and the tokens read but not drawn yet. There are as many lanes as the configuration says; ranks
@@ -29,14 +29,14 @@ from dmc.data.tokenizer import Framing, framing_of
 
 _BATCH_DOCUMENTS = 16
 MOST_WITHOUT_TOKENS = 2**16
-"""Documents in a row that say nothing: a lane that repeats has no others."""
+"""Consecutive documents without tokens after which a repeating lane is known to have no others."""
 
 
 def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
-    """Refuse lanes that `world_size` processes cannot share.
+    """Refuse a number of lanes that `world_size` processes cannot share equally.
 
     Raises:
-        ValueError: each would not have as many.
+        ValueError: the number does not divide.
     """
     if num_stream_shards % world_size:
         raise ValueError(
@@ -46,9 +46,10 @@ def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
 
 
 def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int) -> list[list[IterableDataset]]:
-    """Cut streams in lanes: endless parts of every source, together all of its documents.
+    """Split streams into lanes: endless parts of every source, together all of its documents.
 
-    Lanes share out the shards of each stream. Of a stream with fewer of them, every lane reads all and keeps its part.
+    The shards of each stream are divided among lanes. Of a stream with fewer shards, every lane reads all and keeps its
+    part.
     There is no shuffle buffer: its content would be lost on resume.
 
     Args:
@@ -84,7 +85,7 @@ def _belongs(_: dict[str, Any], index: int, part: int, num_parts: int) -> bool:
 
 
 class StreamReader(Iterator[np.ndarray]):
-    """Tokenises one stream and cuts it in sequences, of each token `4 * id + 2 * is learned + begins a document`.
+    """Tokenizes one stream and cuts it in sequences, of each token `4 * id + 2 * is learned + begins a document`.
 
     Args:
         source: what the stream is part of.
@@ -161,7 +162,7 @@ class StreamShard:
         """Return the next sequence.
 
         Raises:
-            StopIteration: the lane has no document of the source whose turn it is.
+            StopIteration: the lane has no document of the source that is next.
         """
         source = self._schedule[(self._first + self.num_drawn) % len(self._schedule)]
         sequence = next(self.readers[source])
@@ -181,8 +182,8 @@ class StreamLoader:
     The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
     `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
 
-    Lanes are read ahead by threads: reading and encoding leave the interpreter to others most of the time, and a
-    stream that is open stays where it is, as it could not in processes.
+    Threads read lanes ahead: reading and encoding release the interpreter most of the time, and an open stream keeps
+    its position, which it could not across processes.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class StreamLoader:
             num_workers: threads that read ahead; 0: none.
             rank: this process, 0 <= rank < world_size.
             world_size: processes that share the samples.
-            framing: what stands around each document; None: as in the pretraining of the tokenizer's model.
-            document_starts: whether batches say where documents start.
+            framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
+            document_starts: whether batches have the starts of documents.
         Raises:
             ValueError: the ranks cannot share the lanes, or a source is empty.
         """
@@ -238,7 +239,7 @@ class StreamLoader:
         return self.num_draws // self.world_size // self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the places of all ranks' lanes: Lightning keeps rank 0's state alone."""
+        """Gather the positions of all ranks' lanes: Lightning keeps only rank 0's state."""
         num_drawn, own = self._whole_steps
         states = [own]
         if dist.is_initialized():
@@ -248,10 +249,10 @@ class StreamLoader:
         return {"num_drawn": num_drawn, "num_stream_shards": len(self.lanes), "lanes": merged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples drawn so far, at any number of ranks and workers.
+        """Continue after the samples drawn so far, at any number of ranks and workers.
 
         Raises:
-            ValueError: the state is of another number of lanes, or of samples that these ranks cannot have drawn.
+            ValueError: the state has another number of lanes, or of samples that these ranks cannot have drawn.
         """
         if state.get("num_stream_shards") != len(self.lanes):
             raise ValueError(

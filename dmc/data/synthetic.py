@@ -1,4 +1,4 @@
-"""Token sequences whose ending can only be known by remembering their beginning."""
+"""Synthetic token sequences whose ending can only be predicted by remembering their beginning."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RecallSequence(NamedTuple):
 class RecallSequences:
     """Draws random sequences that end in a query and its answer; number i is a pure function of (seed, i).
 
-    Token 0 asks, token 1 marks what must be remembered, all others are drawn evenly.
+    Token 0 asks, token 1 marks the tokens to remember, all others are drawn uniformly.
 
-    * copy: `1 answer filler 0 answer`; the answer stands at the beginning.
-    * needle: `filler 1 answer filler 0 answer`; the answer stands anywhere.
+    * copy: `1 answer filler 0 answer`; the answer is at the beginning.
+    * needle: `filler 1 answer filler 0 answer`; the answer is anywhere.
     * key_value: `1 key value 1 key value ... 0 key value`; keys are distinct, and one of them is asked for.
 
     Raises:
@@ -36,9 +36,9 @@ class RecallSequences:
 
     task: RecallTask
     sequence_length: int
-    """Tokens, query and answer included."""
+    """Number of tokens, query and answer included."""
     vocab_size: int
-    """Token ids lie below it."""
+    """Token ids are below it."""
     answer_length: int = 4
     seed: int = 0
 
@@ -76,7 +76,7 @@ class RecallSequences:
         return self.sequence_length // (2 + self.answer_length) - 1
 
     def _write_pairs(self, tokens: np.ndarray, generator: np.random.Generator) -> int:
-        """Write marks, distinct keys and the query into random tokens; return where the asked value stands."""
+        """Write marks, distinct keys and the query into random tokens; return the position of the asked value."""
         record = 2 + self.answer_length
         keys = NUM_MARKERS + generator.permutation(self.vocab_size - NUM_MARKERS)[: self._num_pairs]
         first = len(tokens) - record * (self._num_pairs + 1)  # filler before it

@@ -34,7 +34,7 @@ _LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
 
 @dataclass(frozen=True)
 class TextSource(DocumentSource):
-    """One text corpus, or one of chats or instructions, of which only the answers are learned.
+    """One corpus of text, or of chats or instructions, of which only the answers are trained on.
 
     A local text file is one document (any file that is not json, jsonl, parquet, csv or arrow is text); in the other
     formats and on the hub a document is one row. Local files have no splits: give each split its own files.
@@ -85,7 +85,7 @@ class TextSource(DocumentSource):
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether only answers are learned."""
+        """Whether only answers are trained on."""
         return self._columns != [self.column]
 
     @property
@@ -99,7 +99,7 @@ class TextSource(DocumentSource):
         """Return the local files, sorted.
 
         Raises:
-            FileNotFoundError: nothing matches the name or one of the globs.
+            FileNotFoundError: no file matches the name or one of the globs.
             ValueError: `files` given for something that is not a folder, or files of several formats.
         """
         root = Path(self.name).expanduser()
@@ -170,8 +170,8 @@ class TextSource(DocumentSource):
         """Yield the document of each row, empty where a value is missing.
 
         Raises:
-            TypeError: a column holds something else.
-            ValueError: a file is not of the kind that its name says.
+            TypeError: a column has another type.
+            ValueError: a file's content does not match its name.
         """
         try:
             for row in rows:

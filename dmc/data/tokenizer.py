@@ -1,4 +1,4 @@
-"""Tokenizers: what stands around their documents, what tells them apart, and a small BPE trained on the spot."""
+"""Tokenizers: the framing of documents, their identity, and training of a small BPE."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXTS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")
-"""How pretraining ended a text: Llama 3; GPT, Qwen and most others; Llama 2 and Mistral; Gemma."""
+"""End-of-text tokens of pretraining: Llama 3; GPT, Qwen and most others; Llama 2 and Mistral; Gemma."""
 ENDS_OF_TURNS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>"}
 )
-"""How instruct models end a turn: their tokenizers have it as eos token."""
+"""End-of-turn tokens of instruct models, which are their tokenizers' eos token."""
 _TRAINING_FILE = "trained_on.json"
 
 
 @dataclass(frozen=True)
 class Framing:
-    """What stands around each document of packed text."""
+    """Special tokens around each document of packed text."""
 
     begin: tuple[int, ...]
-    """Token ids before it."""
+    """Token ids before the document."""
     end: int
-    """Token id behind it, the separator."""
+    """Token id after the document, the separator."""
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | None = None, separator: str | None = None) -> Framing:
-    """Find how documents are framed: by default as in the pretraining of the tokenizer's model.
+    """Find the framing of documents: by default as in the pretraining of the tokenizer's model.
 
-    Before a document stands what the tokenizer itself puts before a text (`<s>`, `<|begin_of_text|>` or nothing),
-    behind it the end of a text. Where the eos token ends a turn of a conversation, as in instruct models, that is the
-    token of pretraining which the vocabulary still has.
+    A document begins with the tokens that the tokenizer itself puts before a text (`<s>`, `<|begin_of_text|>` or none)
+    and ends with the end-of-text token. If the eos token ends a turn of a conversation, as in instruct models, that is
+    the token of pretraining, which is still in the vocabulary.
 
     Args:
-        tokenizer: any with an eos token.
-        bos: whether its bos token stands before each document; None: as the tokenizer does.
-        separator: token behind each document, such as `<|endoftext|>`; None: the end of a text.
+        tokenizer: any tokenizer with an eos token.
+        bos: whether its bos token begins each document; None: as the tokenizer does.
+        separator: token after each document, such as `<|endoftext|>`; None: the end-of-text token.
     Raises:
         ValueError: the tokenizer has no such token.
     """
@@ -81,7 +81,7 @@ def _put_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, framing: Framing) -> str:
-    """Return a hash of all that decides which ids a document gets (not of names, padding or truncation)."""
+    """Return a hash of everything that determines a document's ids (not of names, padding or truncation)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -136,7 +136,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         folder: where the tokenizer is saved.
     Raises:
         ValueError: `vocab_size` is too small, or there is no text.
-        FileExistsError: `folder` holds files of something else.
+        FileExistsError: `folder` holds other files.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} is below 257: 256 bytes and {END_OF_TEXT}.")

@@ -92,7 +92,7 @@ def held_out_batches(
 
 
 def prepare_text(config: RunConfig) -> list[SourceReport]:
-    """Tokenise all text of a run, and write down beside it how much there is.
+    """Tokenize all text of a run, and write down beside it how much there is.
 
     Raises:
         ValueError, OSError: see `dmc.data.build_packed`.
@@ -138,7 +138,7 @@ class TextData(LightningDataModule):
                 source.stream()
 
     def prepare_data(self) -> None:
-        """Tokenise into the cache, once per machine; machines that share a folder share the work."""
+        """Tokenize into the cache, once per machine; machines that share a folder share the work."""
         for split in self._cached_splits():
             self._packed(split)
 

@@ -125,7 +125,7 @@ def test_second_build_reads_the_cache_whatever_the_length_and_weight(
     built = build()
 
     def fail(*_: Any) -> None:
-        raise AssertionError("tokenised again")
+        raise AssertionError("tokenized again")
 
     monkeypatch.setattr("dmc.data.encoding.encode_documents", fail)
     monkeypatch.setattr(TextSource, "stream", fail)
