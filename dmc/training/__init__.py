@@ -1,4 +1,4 @@
-"""Training: the Lightning module, its stages, what happens along a run."""
+"""Training: the Lightning module, its stages, and the callbacks of a run."""
 
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.callbacks.step_metrics import NonFiniteError

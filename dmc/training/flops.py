@@ -1,4 +1,4 @@
-"""Arithmetic of a training step, and what a GPU could do at best."""
+"""Floating-point operations of a training step, and the peaks of GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("L40", 181, 90.5), ("L4", 121, 30.3), ("RTX 5090", 209.5, 104.8), ("RTX 4090", 165.2, 82.6),
     ("RTX 3090", 71, 35.6), ("V100", None, 15.7), ("T4", None, 8.1),
 )  # fmt: skip
-"""Words of a GPU's name, the more special first; dense bfloat16 on tensor cores; float32 without TF32: data sheets."""
+"""Part of a GPU's name, the more specific first; peaks by data sheet: dense bfloat16, and float32 without TF32."""
 
 
 def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
@@ -25,7 +25,7 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
     recomputed activations nor the compression count.
 
     Args:
-        config: of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
+        config: configuration of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
         sequence_length: tokens per sequence.
     """
     hidden, num_heads = config.hidden_size, config.num_attention_heads
@@ -38,13 +38,13 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Look up the floating-point operations per second that a GPU's data sheet promises.
+    """Look up the peak floating-point operations per second of a GPU's data sheet.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` says it.
-        precision: bfloat16 arithmetic where it starts with bf16, else float32.
+        device_name: name from `torch.cuda.get_device_name`.
+        precision: bfloat16 arithmetic if it starts with bf16, else float32.
     Returns:
-        None: the device is not in the table, or only a slice of it is there.
+        None: the device is not in the table, or is only a slice of one.
     """
     words = re.findall(r"\w+", device_name.lower())
     if "mig" in words or "laptop" in words:

@@ -1,4 +1,4 @@
-"""Where a run's figures go: CSV files always, and what the group `logger` names."""
+"""Loggers of a run's metrics: CSV files always, and those of the group `logger`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dmc.training.record import is_rank_zero
 
 logger = logging.getLogger(__name__)
 WANDB_ID = Path("wandb") / "run_id"
-"""The run's name at wandb, in its output folder: every start of a run goes on with the same."""
+"""File with the run's id at wandb, in its output folder: every start continues the same wandb run."""
 
 
 @contextmanager
 def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
-    """Make the loggers of a run; at the end wandb is told, so that a next run in this process has its own."""
+    """Make the loggers of a run; at the end wandb is finished, so that a next run in this process gets its own."""
     loggers = build_targets(config.logger, "logger", Logger)
     if not any(isinstance(each, CSVLogger) for each in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
@@ -45,7 +45,7 @@ def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
 
 
 class SteadyWandbLogger(WandbLogger):
-    """Lets a run go on where wandb's process is gone: the signals of a job go to that one too."""
+    """Lets a run continue if wandb's process is gone: a job's signals reach that process too."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """See Lightning's."""
@@ -68,15 +68,15 @@ class SteadyWandbLogger(WandbLogger):
 
 
 def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "auto", **options: Any) -> WandbLogger:
-    """Make a logger that has nothing to ask for; only rank 0 opens it at wandb.
+    """Make a logger that never prompts; only rank 0 opens it at wandb.
 
     Args:
         save_dir: the run's folder.
-        mode: auto: what WANDB_MODE says, else online if you are logged in and the server answers, else offline; online:
-            refused without these.
-        options: of Lightning's WandbLogger.
+        mode: auto: WANDB_MODE, else online if you are logged in and the server answers, else offline; online: refused
+            without these.
+        options: options of Lightning's WandbLogger.
     Raises:
-        ValueError: the mode is unknown, or online is wanted without a login or a network.
+        ValueError: the mode is unknown, or online is requested without a login or a network.
     """
     if is_rank_zero():
         commit = git_commit() or "unknown"
@@ -101,10 +101,10 @@ def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "au
 
 
 def choose_wandb_mode(mode: str) -> str:
-    """Return the mode for wandb, in which it has nothing to ask for.
+    """Return the mode in which wandb never prompts.
 
     Raises:
-        ValueError: the mode is unknown, or online is wanted without a login.
+        ValueError: the mode is unknown, or online is requested without a login.
     """
     if mode not in ("auto", "online", "offline"):
         raise ValueError(f"mode={mode!r}: expected one of auto, online, offline")
@@ -126,7 +126,7 @@ def choose_wandb_mode(mode: str) -> str:
 
 
 def _run_id(path: Path) -> str:
-    """Read the run's name at wandb, or choose one."""
+    """Read the run's id at wandb, or choose one."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex[:8])

@@ -24,12 +24,12 @@ from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
 
 def noise_seeds(seed: int, positions: list[int]) -> list[int]:
-    """Key each sample's noise by the run's seed and the sample's place in the global order of draws."""
+    """Seed each sample's noise by the run's seed and the sample's position in the global order of draws."""
     return [seed * 1_000_000_007 + position for position in positions]
 
 
 def train_gates_only(model: CompressedCausalLM) -> None:
-    """Freeze all weights but the adapters, and W_q and W_k for the rows of the borrowed neuron: see `keep_rows`."""
+    """Freeze all weights except the adapters, and W_q and W_k for the borrowed neuron's rows: see `keep_rows`."""
     model.requires_grad_(False)
     for adapter in model.adapters():
         adapter.requires_grad_(True)
@@ -38,19 +38,19 @@ def train_gates_only(model: CompressedCausalLM) -> None:
 
 
 def compile_regions(model: Any) -> None:
-    """Compile norms and MLP of each layer, whose code all layers share; attention has kernels of its own."""
+    """Compile norms and MLP of each layer, whose code all layers share; attention has its own kernels."""
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
 
 
 class Teacher:
-    """A frozen causal LM; no module, so that no optimizer and no checkpoint knows of its weights.
+    """A frozen causal LM; it is no module, so that optimizers and checkpoints leave out its weights.
 
     Args:
         model: stock or compressed causal LM, in any mode.
-        path: where its weights are.
-        temperature: its distributions, and those of who learns from it, are softened by it.
+        path: folder or hub name of its weights.
+        temperature: softens its distributions and the student's.
     """
 
     def __init__(self, model: Any, path: str, temperature: float) -> None:
@@ -58,7 +58,7 @@ class Teacher:
         self.path, self.temperature = path, temperature
 
     def read(self, input_ids: Tensor) -> Taught:
-        """Read tokens, [B, T]; no logits are made before the loss of who learns asks for some."""
+        """Run the model on tokens, [B, T]; the student's loss computes the logits."""
         with torch.no_grad():
             states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
         # FSDP2 leaves the weights outside the layers gathered after a forward.
@@ -76,7 +76,7 @@ class RetrofitModule(LightningModule):
         model: stock or compressed causal LM.
         config: the run.
         plan: its stages.
-        strategy: how the weights lie over the ranks.
+        strategy: parallelism of the weights.
     """
 
     def __init__(self, model: Any, config: RunConfig, plan: Plan, strategy: Parallelism) -> None:
@@ -85,12 +85,12 @@ class RetrofitModule(LightningModule):
         self.strategy = strategy
         self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
         self.teacher: Teacher | None = None
-        """Given before training where the run distils."""
+        """Set before training if the run distills."""
         self._is_parallel = False
         self.micro_batch_metrics: list[dict[str, Tensor]] = []
-        """Figures of each micro-batch of the step that runs: losses, and shares of the cache held."""
+        """Metrics of each micro-batch of the current step: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
-            name = "activation_checkpointing_enable"  # which older versions of transformers call otherwise
+            name = "activation_checkpointing_enable"  # older versions of transformers have another name
             getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
         if config.training.gates_only and self.has_gates:
             train_gates_only(model)
@@ -98,7 +98,7 @@ class RetrofitModule(LightningModule):
 
     @property
     def has_gates(self) -> bool:
-        """Whether the model can compress."""
+        """Whether the model has gates."""
         return isinstance(self.model, CompressedCausalLM)
 
     @property
@@ -107,7 +107,7 @@ class RetrofitModule(LightningModule):
         return getattr(self.model, "ranks", ALONE)
 
     def configure_model(self) -> None:
-        """Lay the model over the ranks, once; Lightning may call this several times."""
+        """Parallelize the model once; Lightning may call this several times."""
         if not self._is_parallel:
             self._is_parallel = True
             if self.config.trainer.compile:
@@ -117,7 +117,7 @@ class RetrofitModule(LightningModule):
                 self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path)
 
     def on_train_start(self) -> None:
-        """Take the learning rate of the run's own plan: that of a milestone's run may have been another."""
+        """Set the learning rate of the run's own plan: a milestone's run may have had another."""
         scheduler: Any = self.lr_schedulers()
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
@@ -129,13 +129,13 @@ class RetrofitModule(LightningModule):
         self.prepare(self.global_step)
 
     def on_after_backward(self) -> None:
-        """Train no other rows than those of the borrowed neuron where gates alone are trained."""
+        """Mask the gradients of all rows but the borrowed neuron's if only gates are trained."""
         if self.config.training.gates_only and self.has_gates:
             for parameter, rows in self.model.neuron_rows():
                 keep_rows(parameter, rows)
 
     def prepare(self, step: int) -> None:
-        """Zero the borrowed neuron's rows where the zero-out stage has ended, and set the delay that the plan says."""
+        """Zero the borrowed neuron's rows after the zero-out stage, and set the delay of the plan."""
         if not self.has_gates:
             return
         if self.plan.neuron_removed_at(step):
@@ -146,7 +146,7 @@ class RetrofitModule(LightningModule):
             self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
-        """Take from a batch what the host must know of it, before it is the device's: reading it there would wait."""
+        """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
         batch = {**batch, "position": batch["position"].tolist()}
         if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
             folds = batch["input_ids"].shape[1]
@@ -160,12 +160,12 @@ class RetrofitModule(LightningModule):
         return self.loss_at(self.global_step, batch)
 
     def loss_at(self, step: int, batch: dict[str, Any]) -> Tensor:
-        """Return the loss of one micro-batch at a step of the plan, and note its figures.
+        """Return the loss of one micro-batch at a step of the plan, and record its metrics.
 
         Args:
-            step: optimizer steps before it.
-            batch: what `on_before_batch_transfer` gives: input_ids [B, T], global positions as B numbers, documents,
-                and, where given, loss_mask [B, T].
+            step: number of optimizer steps before it.
+            batch: result of `on_before_batch_transfer`: input_ids [B, T], global positions as B numbers, documents,
+                and, if given, loss_mask [B, T].
         """
         state = self.plan.at(step)
         input_ids, mask = batch["input_ids"], batch.get("loss_mask")
@@ -204,7 +204,7 @@ class RetrofitModule(LightningModule):
         return loss
 
     def settings_at(self, step: int) -> dict[str, float]:
-        """Name what the schedules set at a step."""
+        """Return the schedules' values at a step, by name."""
         state = self.plan.at(step)
         settings = {"train/learning_rate": state.learning_rate}
         if not self.has_gates:
@@ -240,7 +240,7 @@ class RetrofitModule(LightningModule):
         return loss, {"relaxed_cache_fraction": noisy, "hard_cache_fraction": thresholded}
 
     def configure_optimizers(self) -> Any:
-        """AdamW with decay on matrices only; the learning rate is the plan's."""
+        """Make AdamW with decay on matrices only; the learning rate is the plan's."""
         training = self.config.training
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         decay = 0.0 if training.gates_only else training.weight_decay  # decay needs no gradient: it would change all

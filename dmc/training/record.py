@@ -1,4 +1,4 @@
-"""The record a run keeps of itself: its settings, and where and with what each of its parts ran."""
+"""Record of a run: its settings, and the environment of each of its starts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dmc.training.stages import Plan
 CONFIG_NAME = "run.json"
 """Configuration and provenance, in a run's output folder."""
 STARTS_NAME = "starts.jsonl"
-"""One line for each start: the step it goes on from, time, commit, versions, Slurm job."""
+"""File with one line for each start: its first step, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
-"""Every package installed at the last start."""
+"""File with every package installed at the last start."""
 OWN_SOURCES = (MegatronSource, PackageSource, StandardLibrarySource, TextSource)
-"""What a record may name as text without being trusted."""
+"""Sources that an untrusted record may name."""
 SAVED = ("checkpoints", "milestones", "final", "snapshots")
-"""Folders of what a run has saved."""
+"""Folders of a run's saved models and checkpoints."""
 MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
     "data.tokenize_num_proc", "model.architecture",
@@ -36,21 +36,21 @@ MUTABLE_ON_RESUME = (
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
     "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size",
 )  # fmt: skip
-"""Settings that may change between the parts of one run: none of them changes what is computed."""
+"""Settings that may change between the starts of a run, because they do not change the results."""
 MEASURED = (
     "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
     "training.validate_every_steps", "training.validation_sequences",
 )  # fmt: skip
-"""Settings of what is measured and exported, not of what is trained: a run may go on with others, and takes note."""
+"""Settings of measurement and export, not of training: a run may resume with others, which are recorded."""
 OF_A_BRANCH = (
     "compression.target_ratio", "training.branch_from", "training.stages", "training.delays",
     "training.snapshot_ratios", "training.checkpoint_every_steps",
 )  # fmt: skip
-"""Settings that a branch has for itself; what they say of the steps that it shares must be the same."""
+"""Settings that may differ in a branch; their values at the shared steps must be the same."""
 
 
 def is_rank_zero() -> bool:
-    """Tell whether this is the first of the processes launched together, before they can talk to each other."""
+    """Return whether this is the first of the launched processes, before they can communicate."""
     if "RANK" in os.environ:  # torchrun numbers its processes anew, also inside srun
         return os.environ["RANK"] == "0"
     return all(os.environ.get(name, "0") == "0" for name in ("NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -77,12 +77,12 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None) -> None:
-    """Check that a run goes on with the text that it has begun with.
+    """Check that a run resumes with the text that it began with.
 
     Args:
-        folder: the run's.
-        text: what tells it from other text, source by source.
-        base: the run that this one branches off; None: it begins by itself.
+        folder: folder of the run.
+        text: hash of each source.
+        base: run that this one branches off; None: no branch.
     Raises:
         ValueError: a source has changed.
     """
@@ -98,7 +98,7 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
 
 
 def check_branch(config: RunConfig, plan: Plan) -> int:
-    """Check that the run would have taken the very steps that lie behind the milestone; return how many.
+    """Check that the run would have taken the same steps up to the milestone; return their number.
 
     Raises:
         FileNotFoundError: there is no milestone, or no run around it.
@@ -137,7 +137,7 @@ def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[st
 
 
 def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = None) -> None:
-    """Write down configuration and text of a run that begins; of one that goes on, what of it may have changed."""
+    """Record configuration and text of a new run; for a resumed one, update the settings that may change."""
     folder.mkdir(parents=True, exist_ok=True)
     record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
     content = {"config": values, **provenance()}
@@ -151,7 +151,7 @@ def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = No
 
 
 def _has_saved(folder: Path) -> bool:
-    """Tell whether a run has left a checkpoint or a model, whole ones."""
+    """Return whether a run has left a whole checkpoint or model."""
     left = [path.name for place in map(folder.joinpath, SAVED) if place.is_dir() for path in place.iterdir()]
     return any(not name.startswith(".") and not name.endswith(".partial") for name in left)
 
@@ -169,7 +169,7 @@ def read_config(folder: Path) -> RunConfig:
 
     Raises:
         FileNotFoundError: there is no run.
-        ValueError: its record is damaged, or of settings that this version does not know.
+        ValueError: its record is damaged, or has settings that this version does not know.
     """
     record = folder / CONFIG_NAME
     if not record.is_file():
@@ -181,14 +181,14 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:
-    """Read the configuration of a run that somebody else may have made.
+    """Read the configuration of an untrusted run.
 
     Args:
         folder: the run's output folder.
         trust_run: let its record name any class or function, which is then imported and called.
     Raises:
         FileNotFoundError: there is no run.
-        ValueError: its record names something else than a source of `dmc.data`.
+        ValueError: its record names a target that is not a source of `dmc.data`.
     """
     config = read_config(folder)
     for path in [] if trust_run else _targets(dataclasses.asdict(config.data)):
@@ -211,7 +211,7 @@ def _targets(values: Any) -> Iterator[str]:
 
 
 def record_start(folder: Path, step: int) -> None:
-    """Write down a start of the run after `step` optimizer steps."""
+    """Record a start of the run after `step` optimizer steps."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     line = json.dumps({"step": step, "time": now, **provenance(), "slurm": slurm_job()})
     with (folder / STARTS_NAME).open("a") as file:

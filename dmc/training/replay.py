@@ -1,4 +1,4 @@
-"""A kept batch once more through the last checkpoint: where does it stop being finite?"""
+"""Replay of a skipped step's batch on the last checkpoint, to find the first non-finite output."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dmc.training.strategies import Parallelism
 
 @dataclass(frozen=True)
 class Replay:
-    """What a kept batch did."""
+    """Result of a replay."""
 
     step: int
     """Step of the batch; 10: the one after 10 optimizer steps."""
     weights_step: int
-    """Optimizer steps that the weights have seen."""
+    """Number of optimizer steps of the weights."""
     losses: list[tuple[float, float]]
-    """Cross-entropy of each micro-batch, then and now."""
+    """Cross-entropy of each micro-batch, in the run and in the replay."""
     gradient_norms: dict[str, float]
-    """By layer, and by module outside the layers, in the model's order."""
+    """Gradient norm of each layer, and of each module outside the layers, in the model's order."""
     first_nonfinite: str | None
-    """Module whose output was the first that is not finite; None: all were."""
+    """First module with a non-finite output; None: all outputs were finite."""
 
     def __str__(self) -> str:
         lines = [f"batch of step {self.step}, weights after step {self.weights_step}"]
@@ -43,12 +43,12 @@ class Replay:
 
 
 def replay(run_folder: Path, file: Path, trust_run: bool = False) -> Replay:
-    """Run the micro-batches that one rank kept of a skipped step, with the noise of then.
+    """Run the micro-batches that one rank kept of a skipped step, with the same noise.
 
     Args:
         run_folder: output folder of the run.
-        file: in its folder `nonfinite`.
-        trust_run: let the run's record name code of others as its text.
+        file: a file of its folder `nonfinite`.
+        trust_run: let the run's record name any code as its text.
     Raises:
         FileNotFoundError, ValueError: there is no run or no file, or one of them is damaged.
     """
@@ -90,7 +90,7 @@ def _run(module: RetrofitModule, config: RunConfig, step: int, batch: dict[str, 
 
 
 def _watch_outputs(model: Any) -> list[str]:
-    """Return a list that gets the names of modules with outputs that are not finite, in the order they run."""
+    """Return a list that collects the names of modules with non-finite outputs, in the order they run."""
     found: list[str] = []
 
     def watch(name: str) -> Any:

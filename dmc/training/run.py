@@ -1,4 +1,4 @@
-"""One training run from configuration to exported folder; finished parts are reused, a killed run goes on."""
+"""One training run from configuration to exported folder; finished parts are reused, a killed run resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a finished run left on disk."""
+    """Files of a finished run."""
 
     folder: Path
     """The run's output folder."""
@@ -68,7 +68,7 @@ class TrainedRun:
         return is_final(self.final)
 
     def metrics(self, folder: Path) -> dict[str, Any]:
-        """Figures measured when `folder` was exported."""
+        """Return the metrics measured when `folder` was exported."""
         return json.loads((folder / METRICS_NAME).read_text())["metrics"]
 
 
@@ -80,7 +80,7 @@ def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
 
 
 def _keep_quiet() -> None:
-    """Leave the terminal to the progress bar: no device tables, tips or shard counters."""
+    """Silence device tables, tips and shard counters beside the progress bar."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -94,7 +94,7 @@ def _keep_quiet() -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders that were made for a run that did not begin."""
+    """Remove folders of a run that did not start."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -102,7 +102,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[threading.Event]:
-    """Let no other start train the run in `folder` meanwhile; rank 0 stands for all of its ranks.
+    """Hold the claim of the run in `folder` against other starts; rank 0 holds it for all of its ranks.
 
     Yields:
         Set when another start has taken over all the same, see `dmc.claims.claim`.
@@ -129,7 +129,7 @@ def _alone_in(folder: Path) -> Iterator[threading.Event]:
 def train(config: RunConfig) -> TrainedRun:
     """Train, validate, snapshot, calibrate and export one run.
 
-    A finished run is returned as it is; an unfinished one goes on at the step after its last checkpoint, with the same
+    A finished run is returned unchanged; an unfinished one resumes at the step after its last checkpoint, with the same
     data order and noise, and one with `training.branch_from` begins at that milestone of another run. With several
     processes all call this; rank 0 writes.
 
@@ -137,7 +137,7 @@ def train(config: RunConfig) -> TrainedRun:
         ValueError, NotImplementedError: the run cannot start, see `check_start`; the output folder holds a run with
             other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
-        FileExistsError: files of somebody else lie where a model is to be exported to.
+        FileExistsError: other files are in the way of an exported model.
         OSError: a checkpoint could not be written; the one before it stays.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.

@@ -1,4 +1,4 @@
-"""The plan of a run: which stage an optimizer step belongs to, and what the schedules say there."""
+"""The plan of a run: the stage of each optimizer step, and the schedules' values there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dmc.config import StageConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class StepState:
-    """What one optimizer step does."""
+    """Schedules' values at one optimizer step."""
 
     stage: str
     learning_rate: float
     target_ratio: float
-    """Compression ratio asked for, >= 1."""
+    """Target compression ratio, >= 1."""
     neuron_multiplier: float | None
-    """Scale of the borrowed neuron under plain attention; None: the gates work."""
+    """Scale of the borrowed neuron under plain attention; None: the gates are active."""
     delay: int | None
-    """Tokens that a decision waits; None: as the model's configuration says."""
+    """Delay of decisions in tokens; None: the model's own."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class _PlannedStage:
     steps: int
     learning_rate: float
     whole_steps: int
-    """Steps that its learning rate and its delays are spread over: more than `steps` where a ramp leads further."""
+    """Steps over which learning rate and delays are scheduled: more than `steps` if the ramp leads further."""
     ramp_target: float
     ramp_steps: float
-    """Of a retrofit: the ratio climbs from 1 to `ramp_target` in so many steps, whatever the run's target is."""
+    """Steps in which a retrofit's ratio climbs from 1 to `ramp_target`, independent of the run's target."""
 
     def reaches(self, ratio: float) -> int:
-        """Steps of the run after which the ramp has reached a ratio."""
+        """Return the number of steps of the run after which the ramp has reached a ratio."""
         return self.start + math.ceil(round(self.ramp_steps * (ratio - 1) / (self.ramp_target - 1), 6))
 
 
 class Plan:
-    """Stages one after the other as a pure function of the optimizer step, so that a run resumes anywhere.
+    """Stages in order, as a pure function of the optimizer step, so that a run resumes anywhere.
 
     Args:
-        training: the stages; those that zero out the borrowed neuron are left out where none is borrowed.
-        target_ratio: CR they lead to.
-        compression: the gates; None: as if they borrowed a neuron and learned to decide.
+        training: settings of the stages; zero_out is left out if no neuron is borrowed.
+        target_ratio: target CR.
+        compression: settings of the gates; None: learned gates with a borrowed neuron.
     Raises:
-        ValueError: gates would work before `zero_out` in the same run.
+        ValueError: gates would be active before `zero_out` in the same run.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Plan:
         return self.lengths_after(0)
 
     def lengths_after(self, step: int) -> list[tuple[str, int]]:
-        """Name and optimizer steps of each stage that is not over before a step."""
+        """Name and optimizer steps of each stage that ends after a step."""
         left = [(stage.name, min(stage.steps, stage.start + stage.steps - step)) for stage in self._stages]
         return [(name, steps) for name, steps in left if steps > 0]
 
@@ -111,7 +111,7 @@ class Plan:
         return StepState(planned.name, _learning_rate(planned, inside), ratio, multiplier, delay)
 
     def neuron_removed_at(self, step: int) -> bool:
-        """Tell whether `step` is the first after a zero-out stage: its rows become exactly zero before it."""
+        """Return whether `step` is the first after a zero-out stage, before which the rows become exactly zero."""
         return step > 0 and self.at(step - 1).stage == "zero_out" and self.at(step).stage != "zero_out"
 
     def snapshot_steps(self, ratios: Sequence[float]) -> dict[float, int]:

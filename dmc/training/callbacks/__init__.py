@@ -1,1 +1,1 @@
-"""What happens along a run: figures, skipped steps, validation, snapshots, preemption, the watchdog."""
+"""Callbacks of a run: metrics, skipped steps, validation, snapshots, preemption, the watchdog."""

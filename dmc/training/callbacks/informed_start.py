@@ -1,4 +1,4 @@
-"""Adapters that start from what held-out text tells, by measuring each KV head or by a regression: no gradient."""
+"""Initialization of adapters from held-out text, by each KV head's sensitivity or by a regression; no gradient."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SMALLEST_SCORE = 1e-12
 
 
 class InformedStart(Callback):
-    """Sets the adapters once, before the first step of a new run, by what held-out text tells.
+    """Initializes the adapters from held-out text, once before the first step of a new run.
 
     Args:
         open_batches: called once the text is there; returns held-out text, see `score_text`.
-        settings: how much text (`sequences`), and what it decides.
-        folder: where the figures are written.
+        settings: number of `sequences`, and options of the initialization.
+        folder: folder of the written results.
     """
 
     def __init__(self, open_batches: Callable[[], list[dict[str, Any]]], settings: Any, folder: Path) -> None:
         self.open_batches, self.settings, self.folder = open_batches, settings, folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the text on all ranks; nothing where a run goes on."""
+        """Read the text on all ranks; do nothing if a run resumes."""
         if trainer.ckpt_path is None:
             batches = self.open_batches()
             self.start(trainer, pl_module, batches[: max(1, self.settings.sequences // len(batches[0]["input_ids"]))])
@@ -78,13 +78,13 @@ def measure_head_costs(
     title: str | None = None,
     sharing: Ranks = ALONE,
 ) -> Tensor:
-    """Measure what the loss gains when one head merges (or drops) every token it can and all others none.
+    """Measure the increase in loss when one head merges (or drops) every token it can and all others none.
 
     Args:
         model: its layers whole on this rank.
         batches: see `score_text`.
-        title: of a progress bar; None: none.
-        sharing: ranks that read a part of the batches each; all of them call this, and get the same.
+        title: title of a progress bar; None: no bar.
+        sharing: ranks that divide the batches; all of them call this, with the same result.
     Returns:
         Nats per token, [L, H], on the CPU; noise makes some of them negative.
     """
@@ -101,12 +101,12 @@ def measure_head_costs(
 
 
 def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
-    """Turn costs into decision biases: spread * (max z - z), z the standardised log(max(cost, floor * largest cost)).
+    """Turn costs into decision biases: spread * (max z - z), z the standardized log(max(cost, floor * largest cost)).
 
-    The head that costs most keeps its first logit, for a deeper one would hardly ever be sampled, and never learn.
+    The costliest head keeps its initial logit: with a lower one it would hardly ever be sampled, and never learn.
 
     Args:
-        costs: of each head, [L, H].
+        costs: cost of each head, [L, H].
         spread: logits for each standard deviation.
         floor: share of the largest cost below which all count as equal.
     Returns:
@@ -121,7 +121,7 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
 
 
 class RegressedStart(InformedStart):
-    """Fits the adapters to what a second pass over the text attends to."""
+    """Fits the adapters to the attention of a second pass over the text."""
 
     settings: RegressedStartConfig
 
@@ -143,20 +143,20 @@ class RegressedStart(InformedStart):
 
 @dataclass
 class ScoreFit:
-    """A layer's linear fit: of score y by the layer's input and a 1 behind it, float64 on the CPU."""
+    """A layer's linear fit of the score to its input with an appended 1, float64 on the CPU."""
 
     rows: Tensor
-    """[H, hidden + 1]."""
+    """Coefficients, [H, hidden + 1]."""
     mean: Tensor
-    """Of the predictions, [H]."""
+    """Mean of the predictions, [H]."""
     square: Tensor
-    """Mean of their squares, [H]."""
+    """Mean of the predictions' squares, [H]."""
 
 
 def decision_rows(fits: Sequence[ScoreFit]) -> list[Tensor]:
-    """Turn fits into decisions, [H, hidden + 1] of each layer: how far a score lies below the mean of all heads.
+    """Turn fits into decision rows, [H, hidden + 1] of each layer: a score's distance below the mean of all heads.
 
-    In standard deviations over all heads, so that one offset is one threshold, and a logit of 0 drops about half.
+    The unit is the standard deviation over all heads, so one offset is one threshold; a logit of 0 drops about half.
     """
     mean = torch.stack([fit.mean for fit in fits]).mean()
     deviation = (torch.stack([fit.square for fit in fits]).mean() - mean**2).sqrt()
@@ -174,7 +174,7 @@ def fit_scores(
     layers: Collection[int],
     title: str | None = None,
 ) -> dict[int, ScoreFit]:
-    """Fit, by ridge regression, what `second_pass_scores` says of each token from its layer's input.
+    """Fit each token's `second_pass_scores` from its layer's input by ridge regression.
 
     A layer takes 8 (hidden + 1)^2 bytes on the model's device.
 
@@ -182,7 +182,7 @@ def fit_scores(
         model: its layers whole on this rank.
         batches: see `score_text`; of each sequence the first half is read, twice.
         ridge: penalty on squared weights, in units of the inputs' mean square.
-        layers: which of them are fitted.
+        layers: indices of the layers to fit.
         title: of a progress bar; None: none.
     Returns:
         The fit of each of the layers.
@@ -221,7 +221,7 @@ def fit_scores(
 
 
 def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
-    """Solve the normal equations; the constant is not held back."""
+    """Solve the normal equations, without a penalty on the constant."""
     inputs, wanted = (each.cpu() for each in sums)
     count = inputs[-1, -1]
     penalty = torch.full((len(inputs),), ridge * float(inputs.diagonal()[:-1].mean()), dtype=torch.float64)
@@ -231,15 +231,15 @@ def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
 
 
 def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Tensor], residual: Tensor) -> Tensor:
-    """Say what tokens of the first half of a text are worth to its second half, which repeats it (KVzip+).
+    """Score tokens of the first half of a text by the attention of its second half, which repeats it (KVzip+).
 
         s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d)) * ||W_o v_i|| / ||h_j||
 
     after KVzap (arXiv:2601.07891), h_j the residual stream before the layer.
 
     Args:
-        attention: the layer's.
-        states: its input, [B, 2 T, hidden].
+        attention: attention module of the layer.
+        states: input of the attention, [B, 2 T, hidden].
         rotary: cos and sin, [B or 1, 2 T, D].
         residual: h, [B, 2 T, hidden].
     Returns:

@@ -1,4 +1,4 @@
-"""Runs that are told to give way: save the last whole step on all ranks, ask Slurm for another turn, stop."""
+"""Preemption of runs: save the last whole step on all ranks, requeue the Slurm job, stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dmc.ranks import ALONE
 from dmc.training.checkpoints.saving import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""What `--signal` sends before the time limit: SIGUSR1 in our job files, SIGUSR2 under submitit."""
+"""Signals before the time limit (`--signal`): SIGUSR1 in our job files, SIGUSR2 under submitit."""
 SIGNALS = REQUEUE_SIGNALS | {signal.SIGTERM}
 EXIT_PREEMPTED = 75
 """Exit code of a run that saved and stopped (EX_TEMPFAIL: try again)."""
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptedError(Exception):
-    """A run saved its state and stopped because it was told to; the same command goes on."""
+    """Raised when a run has saved its state and stopped on a signal; the same command continues it."""
 
 
 class Preemption(Callback):
     """Saves and stops after the micro-batch in which any rank got a signal; requeues the job on `REQUEUE_SIGNALS`.
 
-    What is saved is the last whole step, which weights, optimizer and places in the text still stand at: the gradients
-    of a step that is under way are dropped, and the next start repeats it. The handlers only take a note: a rank that
-    saved from inside one would wait for ranks that are in mid-step. As a context around the run it also keeps
-    `REQUEUE_SIGNALS` from killing what comes before the first step.
+    The checkpoint is of the last whole step, the present state of weights, optimizer and data: the gradients of an
+    unfinished step are dropped, and the next start repeats it. The handlers only record the signal: a rank that saved
+    from inside one would wait for ranks in mid-step. As a context around the run it also keeps `REQUEUE_SIGNALS` from
+    killing the process before the first step.
 
     Args:
         save_last: writes the checkpoint.
-        displaced: set when another start has taken over the run: then nothing is saved over what that one saves.
+        displaced: set when another start has taken over the run, whose checkpoints must not be overwritten.
     """
 
     def __init__(self, save_last: SaveLast, displaced: threading.Event | None = None) -> None:
         self.save_last, self.displaced = save_last, displaced or threading.Event()
         self.stopped_at: int | None = None
-        """Whole steps at the stop, which are saved; None: the run was not told to stop."""
+        """Number of whole steps that were saved at the stop; None: no stop was requested."""
         self.hosts = ALONE
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
@@ -100,17 +100,17 @@ class Preemption(Callback):
 
 
 def leave_signals_to_parent(_worker: int) -> None:
-    """Make a data worker ignore the signals, which Slurm sends to every process: a dead worker is an error."""
+    """Make a data worker ignore signals, which Slurm sends to every process: a killed worker would be an error."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def requeue_job() -> None:
-    """Ask Slurm to run this job again, with the same files; outside Slurm do nothing."""
+    """Requeue this Slurm job, with the same files; outside Slurm do nothing."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
-    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone may stand for the whole array
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone may mean the whole array
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     command = ["scontrol", "requeue", job]
     if shutil.which(command[0]) is None:

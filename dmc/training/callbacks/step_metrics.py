@@ -1,4 +1,4 @@
-"""What a step logs and leads: means over its micro-batches and all ranks; a step that is not finite is skipped."""
+"""Metrics of a step, means over its micro-batches and all ranks; steps that are not finite are skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
 RATIO_METRICS = {"relaxed_cache_fraction": "train/noisy_ratio", "hard_cache_fraction": "train/achieved_ratio"}
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
 SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio")
-"""What the progress bar shows."""
+"""Metrics in the progress bar."""
 NONFINITE = "nonfinite"
 """Folder of the batches of skipped steps, in a run's output folder."""
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class LateNumbers:
-    """Numbers on their way from the device, to be read when the device has long gone on to other work."""
+    """Numbers copied asynchronously from the device, to be read later without making the device wait."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.to("cpu", non_blocking=True)
@@ -42,7 +42,7 @@ class LateNumbers:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """Wait until they are there."""
+        """Wait for the numbers and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._numbers.tolist()
@@ -51,12 +51,12 @@ class LateNumbers:
 class RatioControl(Callback):
     """Keeps the achieved ratio on its ramp: log(weight) integrates the relative excess of the cache.
 
-    A cache larger than asked for raises the weight step by step, a smaller one (where the one-sided loss is 0) lowers
-    it. Its state is one number, in the checkpoint; between checkpoints the host never reads it.
+    A cache above the target raises the weight step by step, one below it (where the one-sided loss is 0) lowers it. The
+    state is one number, in the checkpoint; between checkpoints the host never reads it.
 
     Args:
-        weight: at the start.
-        settings: gain and bounds; None: the weight stays.
+        weight: initial weight.
+        settings: gain and bounds; None: the weight is constant.
     """
 
     def __init__(self, weight: float, settings: RatioControlConfig | None) -> None:
@@ -68,15 +68,15 @@ class RatioControl(Callback):
         return {"weight": float(self.weight)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the weight."""
+        """Restore the weight."""
         self.weight = state_dict["weight"]
 
     def update(self, held: Tensor, target_ratio: float) -> None:
-        """Learn what a step held; called by all ranks with the same figures.
+        """Update the weight after a step; called by all ranks with the same numbers.
 
         Args:
-            held: share of the tokens that the relaxed decisions kept, over layers, heads and the whole batch, float64.
-            target_ratio: CR asked for, >= 1.
+            held: share of tokens that the relaxed decisions kept, over layers, heads and the whole batch, float64.
+            target_ratio: target CR, >= 1.
         """
         if self.settings is None:
             return
@@ -97,26 +97,26 @@ class _Step(NamedTuple):
 class StepMetrics(AfterStep):
     """Logs each step's figures, which the module has micro_batch_metrics for each micro-batch, and skips bad steps.
 
-    The figures are agreed between the ranks, in one all-reduce of a few numbers: before the optimizer's step, or after
-    it where the strategy itself looks after the gradients. What depends on them happens on the device; the host reads
-    those of a step once the next one is queued, so that the device never waits for the host.
+    The metrics are averaged over ranks in one small all-reduce: before the optimizer's step, or after it where the
+    strategy itself clips gradients. Everything that depends on them runs on the device; the host reads those of a step
+    once the next one is queued, so that the device never waits for the host.
 
-    A step with a figure that is not finite counts in the plan and in the order of the data, but changes neither weights
-    nor optimizer state; its batch is kept for replay. Once too many were bad in a row the device skips all that follow
-    until the host has stopped the run.
+    A step with a non-finite metric counts in the plan and in the data order, but changes neither weights nor optimizer
+    state; its batch is kept for replay. After too many in a row the device skips all later steps until the host has
+    stopped the run.
 
     Args:
-        training: how gradients are clipped, how often is logged, and how many steps in a row may be skipped.
-        folder: the run's.
-        save_last: saves the run before it ends: with the very weights that met the bad batches.
+        training: settings of clipping, logging and the maximum of skipped steps in a row.
+        folder: folder of the run.
+        save_last: saves the run before it ends, with the weights that met the bad batches.
     """
 
     def __init__(self, training: TrainingConfig, folder: Path, save_last: SaveLast) -> None:
         self.training, self.folder, self.save_last = training, folder / NONFINITE, save_last
         self.shown: dict[str, float] = {}
-        """For the progress bar."""
+        """Metrics for the progress bar."""
         self.skipped_steps: int | Tensor = 0
-        """Over all starts of the run."""
+        """Number of skipped steps over all starts of the run."""
         self._bad_in_a_row: int | Tensor = 0  # the device's count
         self._noted_in_a_row = 0  # the host's
         self._last_bad = 0
@@ -128,15 +128,15 @@ class StepMetrics(AfterStep):
         return {"skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count."""
         self.skipped_steps = state_dict["skipped_steps"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Hold on to the micro-batches of the step that runs."""
+        """Keep the micro-batches of the current step."""
         self._micro_batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Mask or clip the gradients, which are complete."""
+        """Mask or clip the complete gradients."""
         module: Any = pl_module
         if not module.strategy.clips_in_optimizer:
             norm = self._finish(trainer, module, trainer.global_step, optimizer)
@@ -144,7 +144,7 @@ class StepMetrics(AfterStep):
                 clip_grads_with_norm_(module.parameters(), self.training.gradient_clip, norm, foreach=False)  # any mesh
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Take the figures where the strategy looks after the gradients; stop a run that has skipped too many steps."""
+        """Collect the metrics where the strategy clips gradients; stop a run that has skipped too many steps."""
         module: Any = pl_module
         if module.strategy.clips_in_optimizer:
             self._finish(trainer, module, step - 1, None)
@@ -154,11 +154,11 @@ class StepMetrics(AfterStep):
             trainer.should_stop = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Log what the checkpoint holds: a run that goes on from it does not repeat these steps."""
+        """Log the steps of the checkpoint, which a resumed run does not repeat."""
         self._read(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the last step's figures.
+        """Read the last step's metrics.
 
         Raises:
             NonFiniteError: too many steps are skipped; on all ranks.
@@ -178,7 +178,7 @@ class StepMetrics(AfterStep):
         return self._noted_in_a_row >= self.training.max_nonfinite_steps
 
     def _finish(self, trainer: Trainer, module: Any, step: int, optimizer: Any) -> Tensor:
-        """Have `step` skipped where a figure is not finite, read those of the step before; return the gradient's norm.
+        """Mark `step` as skipped if a metric is not finite, read the previous step's; return the gradient norm.
 
         With a loss that is not finite on any rank, the mean is not finite on any.
         """
@@ -216,7 +216,7 @@ class StepMetrics(AfterStep):
         return norm
 
     def _read(self, trainer: Trainer) -> None:
-        """Log the step whose figures are under way, and keep its batch where it was skipped."""
+        """Log the pending step, and keep its batch if it was skipped."""
         step, self._unread = self._unread, None
         if step is None:
             return
@@ -238,7 +238,7 @@ class StepMetrics(AfterStep):
     def _note(self, trainer: Trainer, step: _Step, is_skipped: bool, figures: dict[str, float]) -> None:
         """Count skipped steps in a row, and keep this one's batch."""
         if self._skips_too_many:
-            return  # whatever it was, it was skipped
+            return  # already counted as skipped
         self._noted_in_a_row = self._noted_in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             return
@@ -249,13 +249,13 @@ class StepMetrics(AfterStep):
         try:
             write_aside({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
             outcome = f"its batch is kept in {path}"
-        except OSError as error:  # one rank that ended here would leave the others waiting
+        except OSError as error:  # if one rank ended here, the others would wait forever
             outcome = f"its batch could not be kept: {error}"
         logger.warning("step %d is skipped (%s); %s", step.number, shown, outcome)
 
 
 def _kept(batch: dict[str, Any], loss: Tensor) -> dict[str, Any]:
-    """Return what a replay needs of a micro-batch, on the CPU, with its loss."""
+    """Return the data of a micro-batch for a replay, on the CPU, with its loss."""
     tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)}
     if batch.get("documents") is not None:
         tensors["document_starts"] = batch["documents"].starts.cpu()
@@ -263,17 +263,17 @@ def _kept(batch: dict[str, Any], loss: Tensor) -> dict[str, Any]:
 
 
 def file_name(step: int, rank: int) -> str:
-    """Name the file of a skipped step's micro-batches on one rank."""
+    """Return the file name of a skipped step's micro-batches on one rank."""
     return f"step_{step:07d}_rank{rank}.pt"
 
 
 class StepProgressBar(TQDMProgressBar):
-    """Shows a few of the figures that the host has read."""
+    """Shows some of the metrics that the host has read."""
 
     def __init__(self, metrics: StepMetrics, refresh_rate: int) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._metrics = metrics
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Add them to Lightning's."""
+        """Add them to Lightning's metrics."""
         return {**super().get_metrics(trainer, pl_module), **self._metrics.shown}  # type: ignore[dict-item]

@@ -1,4 +1,4 @@
-"""What acts on optimizer steps, and counts them."""
+"""Callbacks that act on optimizer steps, or count them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Callback
 
 
 class AfterStep(Callback):
-    """Acts once after each optimizer step: not between its micro-batches, nor on the step that a run resumes from."""
+    """Acts once after each optimizer step, not between micro-batches, nor on the step that a run resumes from."""
 
     _seen_step = 0
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Act; `step` optimizer steps are done."""
+        """Act after `step` optimizer steps."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -22,23 +22,23 @@ class AfterStep(Callback):
         self._seen_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Call `after_step` where the step has changed."""
+        """Call `after_step` if the step has changed."""
         if trainer.global_step != self._seen_step:
             self._seen_step = trainer.global_step
             self.after_step(trainer, pl_module, self._seen_step)
 
 
 class StepProgress(Callback):
-    """Counts the micro-batches of a checkpoint's optimizer steps anew, as this start divides them.
+    """Recounts the micro-batches of a checkpoint's optimizer steps for this start's division of the batch.
 
-    Lightning counts micro-batches and steps at the multiples of those of one step, so that a count made with other
-    micro-batches or devices, or within a step, would shift every step that follows, and end the run early.
+    Lightning counts micro-batches and steps at multiples of a step's count, so that a count made with other
+    micro-batches or devices, or within a step, would shift every later step, and end the run early.
     """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the progress of whole steps into what Lightning is about to restore."""
+        """Write the progress of whole steps into the checkpoint that Lightning restores."""
         step = checkpoint["global_step"]
         done = dict.fromkeys(("ready", "started", "processed", "completed"), step * trainer.accumulate_grad_batches)
         loop = checkpoint["loops"]["fit_loop"]
         loop["epoch_loop.batch_progress"] = {"total": done, "current": dict(done), "is_last_batch": False}
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # what loggers count
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # the loggers' count

@@ -1,4 +1,4 @@
-"""How fast a run goes, how much memory it takes, and where the time of a few steps goes, as traces."""
+"""Throughput and memory of a run, and traces of a few steps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class DataClock(Profiler):
 class Throughput(AfterStep):
     """Logs tokens per second, seconds per step and for data, the share of the device's peak, and peak memory.
 
-    Only steps and waits for data count: not the first step of a start, validation, snapshots or saving. So this comes
-    first among the callbacks. MFU is the model's operations over the peak; HFU adds, where activations are
-    checkpointed, the forward that is computed again: a third of forward and backward.
+    Only steps and waits for data count, not the first step of a start, validation, snapshots or saving: so this is the
+    first callback. MFU is the model's operations over the peak; HFU adds the recomputed forward of activation
+    checkpointing, a third of forward and backward.
 
     Args:
         config: the run.
@@ -48,7 +48,7 @@ class Throughput(AfterStep):
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.data_clock = config, DataClock()
-        """The clock is the trainer's profiler."""
+        """Clock of data waits, set as the trainer's profiler."""
         self._steps = -1  # the first is a warm-up
         self._seconds = 0.0
         self._batch_started = 0.0
@@ -93,7 +93,7 @@ class Throughput(AfterStep):
         return measured
 
     def _peak_flops(self, device: torch.device) -> float | None:
-        """Return one device's floating-point operations per second at best; None: unknown."""
+        """Return one device's peak in floating-point operations per second; None: unknown."""
         settings = self.config.trainer
         if settings.peak_teraflops is not None:
             return settings.peak_teraflops * 1e12
@@ -132,14 +132,14 @@ class Profile(Callback):
         self._profile.step()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End a trace that is not full, also after an error."""
+        """End an incomplete trace, also after an error."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes taken so far: allocated on the GPU, or resident of this process on a CPU."""
+    """Return the peak bytes so far: allocated on the GPU, or resident of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10  # KiB on Linux

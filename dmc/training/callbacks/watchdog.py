@@ -1,4 +1,4 @@
-"""A run that hangs says where: stacks of all threads in a file, by themselves after a while, or on demand."""
+"""Watchdog of hanging runs: writes the stacks of all threads to a file, after a timeout or on demand."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 DUMP_SIGNAL = signal.SIGQUIT
-"""Dumps the stacks and lets the run go on."""
+"""Signal that dumps the stacks without stopping the run."""
 SLACK = 5.0
-"""Seconds after which a thread of Python that wants to run is taken to be kept from it for good."""
+"""Seconds after which a waiting Python thread is taken to be blocked forever."""
 logger = logging.getLogger(__name__)
 
 
 class HangWatchdog(Callback):
     """Writes the stacks of all threads to a file when no micro-batch ends for too long, and on `DUMP_SIGNAL`.
 
-    `faulthandler` alone would read stacks while their threads run, which can end the process: a thread dumps them while
-    it holds the interpreter. Only where nothing gives the interpreter back, so that no stack changes either, does the
-    dump that needs no Python follow. Nothing is killed: a slow validation or export costs a dump. Which collectives
-    the ranks were in NCCL's own flight recorder writes to the same folder when one of them times out.
+    `faulthandler` alone would read stacks while their threads run, which can crash the process: a thread dumps them
+    while it holds the interpreter. Only if the interpreter is never released, so that no stack changes either, is the
+    dump without Python used. Nothing is killed: a slow validation or export costs a dump. NCCL's flight recorder writes
+    the ranks' collectives to the same folder when one of them times out.
 
     Args:
         folder: gets `rank0.txt`, one for each rank that dumps.
-        seconds: without a micro-batch, after which at the latest twice as much has passed until a dump; 0: on demand.
+        seconds: time without a micro-batch before a dump, which follows after at most twice as long; 0: on demand.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -43,7 +43,7 @@ class HangWatchdog(Callback):
             os.environ.setdefault(name, value)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch from here: waiting for the first batch counts."""
+        """Start watching: the wait for the first batch counts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = (self.folder / f"rank{trainer.global_rank}.txt").open("a")
         faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)
@@ -52,7 +52,7 @@ class HangWatchdog(Callback):
             self._watch.start()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Start counting anew."""
+        """Reset the timer."""
         self._num_moves += 1
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,7 +67,7 @@ class HangWatchdog(Callback):
         path, self._file = Path(self._file.name), self._file.close()
         if path.stat().st_size == 0:
             path.unlink()
-        with suppress(OSError):  # another rank has dumped, or was faster
+        with suppress(OSError):  # another rank's dump or removal
             self.folder.rmdir()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -103,7 +103,7 @@ class Parallelism:
 
 
 def gradient_norm(module: nn.Module) -> Tensor:
-    """Compute the norm over all gradients, unclipped and synchronised: a scalar, the same on every rank.
+    """Compute the norm over all gradients, unclipped and synchronized: a scalar, the same on every rank.
 
     With sharded gradients all ranks must call this together.
     """
