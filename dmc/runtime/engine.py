@@ -18,7 +18,7 @@ from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
-from dmc.runtime.decode_step import record_on_gpu, why_not_recorded
+from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
 from dmc.runtime.memory import Activations, pool_bytes
@@ -28,7 +28,7 @@ from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
 from dmc.runtime.runner import Runner, fit_policy, layout_of
-from dmc.runtime.sampling import SamplingParams, choose_tokens
+from dmc.runtime.sampling import Sampling, SamplingParams, choose_tokens
 from dmc.runtime.scheduler import Pace, ScheduledChunk, Scheduler
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
@@ -93,9 +93,9 @@ class Engine:
             cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
         prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
             a policy they are computed again: what stays then depends on where a prompt ends.
-        cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each number of sequences, and
-            replayed; with the full cache, or gates alone, on one GPU. The model may not wait for the device, as most
-            mixtures of experts do.
+        cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
+            and replayed, the choice of tokens included; with the full cache, or gates alone, on one GPU. The model may
+            not wait for the device, as most mixtures of experts do.
     Raises:
         ValueError: an option is out of range.
         TypeError: the policy is none.
@@ -141,10 +141,10 @@ class Engine:
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
             raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
-        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks)
+        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, has_scratch_row=cuda_graphs)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
-        self._runner = Runner(model, self.cache, kernels, policy, record_on_gpu if cuda_graphs else None)
+        self._runner = Runner(model, self.cache, kernels, policy, GpuRecorder() if cuda_graphs else None)
         pace = None
         if policy is not None:
             # a token budget would cut prompts anywhere
@@ -555,6 +555,9 @@ class Engine:
             self.abort(request)
 
     def _advance(self, segments: list[ScheduledChunk]) -> list[TokenEvent]:
+        if self._runner.is_recorded(segments) and (askers := self._plain_askers(segments)):
+            params, uniforms = [each.params for each in askers], [each.uniform for each in askers]
+            return self._accept(askers, self._runner.forward(segments, Sampling.of(params, uniforms, self._vocab_size)))
         logits = self._runner.forward(segments)
         asking: list[Request] = []
         rows: list[int] = []
@@ -577,6 +580,12 @@ class Engine:
             begin = end
         return self._sample(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
 
+    def _plain_askers(self, segments: list[ScheduledChunk]) -> list[Request] | None:
+        """Return whose next tokens a step of decoding brings, if nothing but its logits decides about them."""
+        found = [self._requests.get(each.sequence) for each in segments]
+        askers = [each for each in found if each is not None and each.logprobs and not each.params.changes_logits]
+        return askers if len(askers) == len(found) else None
+
     def _branch(self, request: Request) -> None:
         """Begin the other continuations of a prompt that has just been computed."""
         for index in range(1, request.params.n):
@@ -595,6 +604,7 @@ class Engine:
                 alternatives=[],
                 inbox=None,
                 _history=None,
+                _uniform=None,
             )
             self._requests[sequence] = other
             request.alternatives.append(other)
@@ -604,18 +614,41 @@ class Engine:
                 other.stats_of_prompt = GenerationStats.of(request.sequence, self.cache)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
-        choice = choose_tokens(
+        choice, errors = choose_tokens(
             logits,
             [request.params for request in requests],
-            [request.generator for request in requests],
+            [request.uniform for request in requests],
             [request.history(logits.shape[-1], logits.device) for request in requests],
         )
+        return self._accept(requests, self._runner.packed(choice), errors, logits)
+
+    def _accept(
+        self,
+        requests: list[Request],
+        packed: Tensor,
+        errors: dict[int, Exception] | None = None,
+        logits: Tensor | None = None,
+    ) -> list[TokenEvent]:
+        """Read what a step has brought, the one time that the host waits for it, and tell of the tokens.
+
+        Args:
+            requests: whose they are.
+            packed: see `Runner.packed`; rows beyond the requests' are not read.
+            errors: of the requests that have failed already.
+            logits: what requests' own parameters have changed; None: they do not.
+        """
+        ranks = self.cache.layout.ranks
         # ranks may have summed in another order, and a token of their own would part them for good
-        drawn, events = self.cache.layout.ranks.of_first(choice.as_rows()).tolist(), []
-        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=True)):
-            if index in choice.errors or not math.isfinite(logprob):
-                is_number = bool(logits[index].amax().isfinite())  # else it is the model's fault, not the request's
-                self._fail(request.sequence, choice.errors.get(index) or _not_finite(request), sound=is_number)
+        *drawn, (num_free, *_) = ranks.of_first(packed).tolist()
+        if ranks.size == 1:
+            self.cache.note_free(int(num_free))
+        events: list[TokenEvent] = []
+        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=False)):
+            error = None if errors is None else errors.get(index)
+            if error is not None or not math.isfinite(logprob):
+                # else it is the model's fault, not the request's
+                is_sound = logits is not None and bool(logits[index].amax().isfinite())
+                self._fail(request.sequence, error or _not_finite(request), is_sound)
                 continue
             top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
             try:

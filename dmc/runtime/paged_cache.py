@@ -62,18 +62,28 @@ class PagedCache:
     """Pages shared by all layers, heads and sequences; one block table per (layer, sequence, KV head).
 
     Rows are sequences. The pool grows on demand when `num_blocks` is None, else it is fixed. All tensors of a row are
-    allocated whether it is used or not; `bytes_allocated` is one sequence's share.
+    allocated whether it is used or not; `bytes_allocated` is one sequence's share. What fills a batch up writes into a
+    scratch row, of no sequence, whose heads share one block behind the pool.
 
     Raises:
         ValueError: the block size is not one of `BLOCK_SIZES`.
     """
 
-    def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int = 16, num_blocks: int | None = None):
+    def __init__(
+        self,
+        layout: CacheLayout,
+        max_sequences: int,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        has_scratch_row: bool = False,
+    ):
         block_size = check_block_size(block_size)
         self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
         self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
-        size = layout.num_layers, max_sequences, self.allocator.num_blocks, block_size
-        self.fields = FieldStore(layout.fields, *size, layout.device)
+        self.scratch_row = max_sequences if has_scratch_row else None
+        size = layout.num_layers, max_sequences + has_scratch_row
+        num_pages = self.allocator.num_blocks + has_scratch_row
+        self.fields = FieldStore(layout.fields, *size, num_pages, block_size, layout.device)
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
         if layout.offloaded:
@@ -81,10 +91,11 @@ class PagedCache:
             sizes = layout.num_layers, max_sequences, block_size
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, lane)
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        self.tally = Tally((*size[:2], layout.num_kv_heads), block_size, layout.device)
+        self.tally = Tally((*size, layout.num_kv_heads), block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
-        self.place = 0
+        self.place = -1
         """Another number whenever tensors of the cache have moved."""
+        self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer = False
         self._known_free = self.allocator.num_blocks
@@ -330,7 +341,8 @@ class PagedCache:
         fed[rows] += torch.tensor(num_new, dtype=torch.long)
         if (most_taken := self._most_taken(fed) + others) <= self._known_free:
             return most_taken - self._known_free
-        self._count_free()
+        if self._fed_since_known.any():
+            self._count_free()
         return self._blocks_needed(rows, num_new) + others - self._known_free
 
     def _blocks_needed(self, rows: list[int], num_new: list[int]) -> int:
@@ -348,7 +360,11 @@ class PagedCache:
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""
-        self._known_free = self.layout.ranks.minimum(self.allocator.num_free)
+        self.note_free(self.layout.ranks.minimum(self.allocator.num_free))
+
+    def note_free(self, num_blocks: int) -> None:
+        """Learn how many blocks are free, on every rank, after all that has been fed."""
+        self._known_free = num_blocks
         self._fed_since_known.zero_()
 
     def _grow_pool(self, missing: int) -> None:
@@ -358,13 +374,15 @@ class PagedCache:
                 f"{self.allocator.num_blocks} that are free"
             )
         total = max(2 * self.allocator.num_blocks, self.allocator.num_blocks + missing)
-        self.fields.grow(total)
+        self.fields.grow(total + (self.scratch_row is not None))
         self.allocator.grow(total)
         self._move()
 
     def _move(self) -> None:
         self._layers.clear()
         self.place += 1
+        if self.scratch_row is not None:
+            self.block_tables[:, self.scratch_row, :, 0] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64, ascending.

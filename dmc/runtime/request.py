@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats
-from dmc.runtime.sampling import History, SamplingParams
+from dmc.runtime.sampling import History, SamplingParams, next_uniform
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.text_stream import TextStream
 
@@ -65,6 +65,7 @@ class Request:
     stats_of_prompt: GenerationStats | None = None
     """What the prompt held, of a continuation that got no place beside it and may end without one."""
     _history: History | None = None
+    _uniform: float | None = None
 
     def begin(self) -> None:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
@@ -90,6 +91,13 @@ class Request:
             self._history = History(tokens[: len(tokens) - count], self.own_tokens, vocab_size, device)
         return self._history
 
+    @property
+    def uniform(self) -> float:
+        """What the next token is drawn by: the same until it has come, however often its pass fails."""
+        if self._uniform is None:
+            self._uniform = next_uniform(self.params, self.generator)
+        return self._uniform
+
     def take_prompt(self, logits: Tensor) -> int:
         """Note how likely the prompt's tokens were; return how many of the predictions, [n, vocab], these are."""
         begin = self.sequence.wanted
@@ -109,6 +117,7 @@ class Request:
         self.sequence.tokens.append(token)
         self.sequence.wanted += 1
         self.logprobs.append(logprob)
+        self._uniform = None
         if self._history is not None:
             self._history.add(token)
         if self.params.top_logprobs:

@@ -21,6 +21,7 @@ from dmc.ranks import ALONE
 from dmc.runtime.backend_linear import BackendLinear
 from dmc.runtime.decode_step import DecodeSteps, Record
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.sampling import Choice, Sampling, choose
 from dmc.runtime.scheduler import ScheduledChunk
 from dmc.runtime.step import Step
 from dmc.runtime.stock_attention import StockAttention
@@ -158,12 +159,20 @@ class Runner:
         rotary = self._rotary or rotary_of(model)
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
 
-        self._decode_steps = None if record is None else DecodeSteps(self._decode, record, layout.device)
+        self._decode_steps = None
+        if record is not None:
+            assert cache.scratch_row is not None
+            self._decode_steps = DecodeSteps(self._decode, record, cache.scratch_row, layout.device)
 
     @torch.no_grad()
-    def forward(self, segments: list[ScheduledChunk]) -> Tensor:
-        """Feed segments; return the logits that are wanted, segment after segment, [rows, vocab].
+    def forward(self, segments: list[ScheduledChunk], sampling: Sampling | None = None) -> Tensor:
+        """Feed segments.
 
+        Args:
+            segments: the next tokens of some sequences.
+            sampling: how their next tokens are chosen, of a step that is recorded; None: that is not done here.
+        Returns:
+            The logits that are wanted, segment after segment, [rows, vocab]; or the choice as `packed` lays it out.
         Raises:
             OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
             RuntimeError: the model has moved to another device or dtype than the cache's; nothing has changed.
@@ -174,9 +183,11 @@ class Runner:
         begins = [segment.sequence.num_computed_tokens for segment in segments]
         self.cache.reserve(rows, counts)
         self._attention.tokens = {segment.sequence.row or 0: segment.sequence.tokens for segment in segments}
-        if self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments):
+        if self._decode_steps is not None and self.is_recorded(segments):
             self.cache.tally.watch([], [])
-            logits = self._decode_steps([each.tokens[0] for each in segments], rows, begins, self.cache.place)
+            tokens = [each.tokens[0] for each in segments]
+            logits = self._decode_steps(tokens, rows, begins, sampling, self.cache.place)
+            logits = logits[: len(rows)] if sampling is None else logits
         else:
             logits = self._pass_of(segments, rows, begins, counts)
         self.cache.tokens_seen[rows] += torch.tensor(counts)
@@ -207,9 +218,23 @@ class Runner:
         logits_of = torch.tensor(wanted, dtype=torch.long, device=device)
         return self._pass(torch.tensor([tokens], device=device), batch, logits_of, ones, many)
 
-    def _decode(self, tokens: Tensor, batch: ForwardBatch) -> Tensor:
+    def is_recorded(self, segments: list[ScheduledChunk]) -> bool:
+        """Whether a step over these segments is recorded: one that only decodes."""
+        return self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments)
+
+    def packed(self, choice: Choice) -> Tensor:
+        """Lay out all that the host reads of a step at once: the rows of a choice, and one of the free blocks."""
+        rows = choice.as_rows()
+        return torch.cat((rows, self.cache.allocator.height.double().expand(1, rows.shape[1])))
+
+    def _decode(self, tokens: Tensor, batch: ForwardBatch, settings: Tensor, mode: tuple[int, int] | None) -> Tensor:
         """One token of each sequence; the host knows how many there are and nothing else, and waits for nothing."""
-        return self._pass(tokens, batch, 0, batch.row_index, None)
+        self.cache.lengths[:, self.cache.scratch_row].fill_(1)
+        logits = self._pass(tokens, batch, 0, batch.row_index, None)
+        if mode is None:
+            return logits
+        log_probs = logits.float().log_softmax(-1)
+        return self.packed(choose(log_probs, log_probs, settings, *mode))
 
     def _pass(
         self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: SlotIndex, many: SlotIndex

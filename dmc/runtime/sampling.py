@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,8 +146,6 @@ class Choice(NamedTuple):
     """The most likely ones, as many as any row asks for, int64 [R, k]."""
     top_logprobs: Tensor
     """Theirs, float32 [R, k]."""
-    errors: dict[int, Exception]
-    """Of the rows whose processors failed."""
 
     def as_rows(self) -> Tensor:
         """Lay all of it out as one: token, its log-probability, then the most likely tokens and theirs by turns."""
@@ -156,36 +153,86 @@ class Choice(NamedTuple):
         return torch.cat((self.tokens[:, None].double(), self.logprobs[:, None].double(), top), dim=1)
 
 
+def next_uniform(params: SamplingParams, generator: torch.Generator | None) -> float:
+    """Take the number that a row's next token is drawn by; a greedy one takes none.
+
+    Args:
+        params: of the row.
+        generator: on the CPU; None: torch's default generator.
+    """
+    return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
+
+
+class Sampling(NamedTuple):
+    """How the next tokens of all rows are chosen: numbers for the device, and what decides which operations run."""
+
+    settings: Tensor
+    """Temperature (0: greedy), top_k (0: all), top_p, min_p, and the number to draw by, float64 [5, R] on the host."""
+    width: int
+    """-1: all rows are greedy; 0: none has limits; else they lie among so many of the most likely tokens."""
+    num_top: int
+    """How many of the most likely tokens are told."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
+        """Gather what rows ask for."""
+        sampled = [each for each in params if each.temperature > 0]
+        width = max((_width(each, vocab_size) for each in sampled), default=-1)
+        if width > 0:  # so that widths are few
+            width = min(2 ** (width - 1).bit_length(), vocab_size)
+        numbers = [(each.temperature, each.top_k or 0, each.top_p, each.min_p) for each in params]
+        settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
+        num_top = min(max((each.top_logprobs for each in params), default=0), vocab_size)
+        return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
+
+
+def _width(params: SamplingParams, vocab_size: int) -> int:
+    if params.top_k is None and params.top_p == 1:
+        return int(params.min_p > 0)
+    return min(params.top_k or vocab_size, vocab_size)
+
+
 def choose_tokens(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator | None],
+    uniforms: Sequence[float],
     histories: Sequence[History | None] | None = None,
-) -> Choice:
+) -> tuple[Choice, dict[int, Exception]]:
     """Choose the next token of every row; a row's choice does not depend on the others.
 
     Args:
         logits: [R, vocab].
         params: of each row.
-        generators: of each row, on the CPU; a sampled row takes one number. None: torch's default generator.
+        uniforms: what each row is drawn by: see `next_uniform`.
         histories: of each row; None: its params do not change logits, or there is nothing before.
+    Returns:
+        The choice, and errors of the rows whose processors failed.
     """
     log_probs = logits.float().log_softmax(-1)
     scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params))
-    sampled = [row for row, each in enumerate(params) if each.temperature > 0]
-    if len(sampled) < len(params):
-        tokens = scores.argmax(-1)
-    else:
-        tokens = torch.empty(len(params), dtype=torch.long, device=logits.device)
-    if sampled:
-        uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in sampled])
-        rows = scores if len(sampled) == len(params) else scores[sampled]
-        tokens[sampled] = _draw(rows, [params[row] for row in sampled], uniform)
+    sampling = Sampling.of(params, uniforms, logits.shape[-1])
+    settings = sampling.settings if sampling.width < 0 else sampling.settings.to(logits.device, non_blocking=True)
+    return choose(log_probs, scores, settings, sampling.width, sampling.num_top), errors
+
+
+def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_top: int) -> Choice:
+    """Choose from distributions on their device; waits for nothing, and no shape depends on data.
+
+    Args:
+        log_probs: unmodified, float32 [R, vocab].
+        scores: what is drawn from, maybe the same.
+        settings: see `Sampling`, on the same device; not read where all rows are greedy.
+        width: see `Sampling`.
+        num_top: see `Sampling`.
+    """
+    tokens = scores.argmax(-1)
+    if width >= 0:
+        tokens = tokens.where(settings[0] == 0, _draw(scores, settings, width))
     chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
     if scores is not log_probs:
         chosen = chosen.where(scores.amax(-1).isfinite(), torch.nan)
-    top = log_probs.topk(min(max((each.top_logprobs for each in params), default=0), logits.shape[-1]))
-    return Choice(tokens, chosen, top.indices, top.values, errors)
+    top = log_probs.topk(num_top)
+    return Choice(tokens, chosen, top.indices, top.values)
 
 
 def _processed(
@@ -219,28 +266,27 @@ def _processed(
     return scores, errors
 
 
-def _draw(log_probs: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution at `uniform`, float64 [R] in [0, 1)."""
-    temperature = torch.tensor([min(max(each.temperature, 1e-30), 1e30) for each in params], device=log_probs.device)
-    scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature[:, None])
-    for limits in {(each.top_k, each.top_p) for each in params} - {(None, 1)}:
-        rows = [row for row, each in enumerate(params) if (each.top_k, each.top_p) == limits]
-        scores[rows] = _truncate(scores[rows], *limits)
-    if any(each.min_p for each in params):
-        least = torch.tensor([math.log(each.min_p) if each.min_p else -math.inf for each in params])
-        scores = scores.masked_fill(scores < least.to(scores)[:, None], -torch.inf)
+def _draw(log_probs: Tensor, settings: Tensor, width: int) -> Tensor:
+    """Invert the cumulative distributions at the rows' numbers."""
+    temperature, top_k, top_p, min_p, uniform = settings[..., None]
+    scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature.clamp(1e-30, 1e30).float())
+    if width:
+        scores = _truncate(scores, top_k, top_p, width)
+        scores = scores.masked_fill_(scores < min_p.log().float(), -torch.inf)
     # float32 sums over a large vocabulary would misplace unlikely tokens
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    target = uniform.to(log_probs.device)[:, None] * cumulative[:, -1:]
+    target = uniform * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(log_probs.shape[-1] - 1)
 
 
-def _truncate(scores: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Leave the most likely tokens, ties included so that the order of a sort has no say."""
-    best = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1])).values
-    if top_p < 1:
-        probabilities = best.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        # a float32 may be no smaller, and the most likely token stays
-        best = best.where(before < max(top_p, torch.finfo(torch.float32).tiny), torch.inf)
-    return scores.masked_fill(scores < best.amin(-1, keepdim=True), -torch.inf)
+def _truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """Leave the most likely tokens, ties included so that the order of a sort has no say; limits are [R, 1]."""
+    best = scores.topk(width).values
+    stays = (torch.arange(width, device=scores.device) < top_k) | (top_k == 0)
+    probabilities = best.masked_fill(~stays, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # a float32 may be no smaller, and the most likely token stays
+    stays &= (before < top_p.clamp_min(torch.finfo(torch.float32).tiny)) | (top_p == 1)
+    lowest = best.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
+    lowest = lowest.masked_fill((top_k == 0) & (top_p == 1), -torch.inf)
+    return scores.masked_fill(scores < lowest, -torch.inf)

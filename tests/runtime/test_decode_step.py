@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime.decode_step import DecodeSteps, why_not_recorded
+from dmc.runtime.decode_step import bucket_of, why_not_recorded
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "full cache": None,
@@ -56,8 +56,10 @@ class Tape(TorchDispatchMode):
 class Recorder:
     """Records steps on any device; what the recording itself did is taken back."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.num_recorded, self.num_replayed = engine, 0, 0
+    engine: Engine
+
+    def __init__(self) -> None:
+        self.num_recorded, self.num_replayed = 0, 0
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         self.num_recorded += 1
@@ -78,22 +80,41 @@ class Recorder:
         return replay
 
 
+@pytest.fixture
+def make_recording(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, Recorder]]:
+    """Return what makes an engine that records as on a GPU, and its recorder."""
+
+    def make(model: Any, **options: Any) -> tuple[Engine, Recorder]:
+        record = Recorder()
+        monkeypatch.setattr("dmc.runtime.engine.GpuRecorder", lambda: record)
+        monkeypatch.setattr("dmc.runtime.engine.why_not_recorded", lambda *_: None)
+        record.engine = Engine(model, kernels="reference", cuda_graphs=True, **options)
+        return record.engine, record
+
+    return make
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the_eager_tokens(
-    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    make_stock: Any,
+    make_compressed: Any,
+    make_prompts: Any,
+    make_recording: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 40)  # it grows
     gates = METHODS[method]
     model = make_stock() if gates is None else make_compressed(gates=gates)
     eager = Engine(model, kernels="reference")
-    engine = Engine(model, kernels="reference", max_batch_size=3, token_budget=64)
-    record = Recorder(engine)
-    runner = engine._runner
-    runner._decode_steps = DecodeSteps(runner._decode, record, engine.cache.layout.device)
-    prompts = make_prompts(5, 40, 90, 17)
+    engine, record = make_recording(model, max_batch_size=6, token_budget=64)
+    prompts = make_prompts(5, 40, 90, 17, 30)
     params = [
-        SamplingParams(max_new_tokens=count, temperature=0.0 if number % 2 else 0.8, seed=number)
-        for number, count in enumerate((40, 70, 12, 35))
+        SamplingParams(max_new_tokens=40, temperature=0.8, seed=0, top_logprobs=2),
+        SamplingParams(max_new_tokens=70, temperature=0),
+        SamplingParams(max_new_tokens=12, seed=2, top_k=9, min_p=0.01),
+        SamplingParams(max_new_tokens=35, temperature=0, repetition_penalty=1.1),
+        SamplingParams(max_new_tokens=40, seed=3, top_p=0.9, n=2),
     ]
     expected = eager.generate(prompts, params)
     requests = []
@@ -106,13 +127,38 @@ def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the
         assert request.generation is not None
         assert request.generation.token_ids == own.token_ids
         assert request.generation.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+        assert [list(each) for each in request.generation.top_logprobs] == [list(each) for each in own.top_logprobs]
+        assert [each.token_ids for each in request.generation.alternatives] == [
+            each.token_ids for each in own.alternatives
+        ]
         ours, theirs = request.generation.stats, own.stats
         assert torch.equal(ours.slots, theirs.slots)
         torch.testing.assert_close(ours.mean_slots, theirs.mean_slots)
         assert ours.mean_bytes_allocated == theirs.mean_bytes_allocated
-    assert 4 <= record.num_recorded < record.num_replayed / 10  # again when tables or pool have moved
+    assert 4 <= record.num_recorded < record.num_replayed / 5  # again when tables or pool have moved
     assert engine.cache.place > 0
     assert engine.blocks_in_use == 0
+
+
+def test_nothing_is_recorded_anew_while_a_batch_stays_in_its_bucket(
+    make_compressed: Any, make_prompts: Any, make_recording: Any
+) -> None:
+    model, greedy = make_compressed(), SamplingParams(max_new_tokens=200, temperature=0, ignore_eos=True)
+    engine, record = make_recording(model, memory=2**22, max_batch_size=8)
+    requests = [engine.submit(prompt, greedy) for prompt in make_prompts(*range(20, 28))]
+    while min(len(request.logprobs) for request in requests) < 20:  # tables have their width
+        engine.step()
+    before = record.num_recorded
+    for request in requests[:3]:  # 7, 6, 5 in the bucket of 8
+        engine.abort(request)
+        for _ in range(5):
+            engine.step()
+    assert record.num_recorded == before
+    engine.abort(requests[3])
+    for _ in range(3):
+        engine.step()
+    assert record.num_recorded == before + 1
+    assert [bucket_of(count, 12) for count in range(1, 13)] == [1, 2, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12]
 
 
 @pytest.mark.gpu

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.kernels import reference
+from dmc.runtime.runner import layout_of
+from dmc.runtime.step_time import launches_per_layer
 
 SHALLOW, DEEP = 2, 4
 ONE_LENGTH, RAGGED = [40] * 8, [5, 9, 14, 20, 27, 35, 44, 54]
@@ -91,19 +93,24 @@ class CountedBackend:
         return counted
 
 
-def counts_of(model: Any, policy: Any, lengths: list[int], decodes: bool) -> Counter[str]:
-    """Count the first step, which feeds prompts of these lengths, or one of decoding after it."""
-    launches = Launches()
+def counts_of(
+    model: Any, policy: Any, lengths: list[int], decodes: bool, steps: int = 1, memory: int | None = None
+) -> list[Counter[str]]:
+    """Count the first step, which feeds prompts of these lengths, or so many of decoding after it."""
+    launches, counts = Launches(), []
     with claimed_gpu(), pytest.MonkeyPatch.context() as patch:
-        engine = Engine(claim_model(copy.deepcopy(model)), policy=policy, kernels="reference", token_budget=None)
+        engine = Engine(
+            claim_model(copy.deepcopy(model)), policy=policy, kernels="reference", token_budget=None, memory=memory
+        )
         engine._runner._attention.backend = CountedBackend(launches)  # type: ignore[assignment]
         generator = torch.Generator().manual_seed(0)
         for length in lengths:
             prompt = torch.randint(80, (length,), generator=generator).tolist()
-            engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
+            warm = float(steps > 1 and length % 2)
+            params = SamplingParams(max_new_tokens=6 + steps, temperature=warm, top_k=9, ignore_eos=True)
+            engine.submit(prompt, params)
         for _ in range(2 if decodes else 0):
             engine.step()
-        launches.counts.clear()
         read = ClaimedTensor.tolist
 
         def counted_read(tensor: ClaimedTensor) -> Any:
@@ -111,10 +118,13 @@ def counts_of(model: Any, policy: Any, lengths: list[int], decodes: bool) -> Cou
             return read(tensor)
 
         patch.setattr(ClaimedTensor, "tolist", counted_read)
-        with launches:
-            engine.step()
+        for _ in range(steps):
+            launches.counts.clear()
+            with launches:
+                engine.step()
+            counts.append(launches.counts.copy())
         assert engine.cache.key_pages.device == GPU
-    return launches.counts
+    return counts
 
 
 @pytest.fixture
@@ -122,10 +132,10 @@ def per_layer(make_stock: Any, make_compressed: Any) -> Callable[..., tuple[tupl
     """Return what counts (operations, kernels, waits) of one layer of a step, and all waits of the shallow model's."""
 
     def count(gates: dict | None, policy: Any, lengths: list[int], decodes: bool) -> tuple[tuple[float, ...], int]:
-        found = []
+        found: list[Counter[str]] = []
         for layers in (SHALLOW, DEEP):
             model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
-            found.append(counts_of(model, policy, lengths, decodes))
+            found += counts_of(model, policy, lengths, decodes)
         shallow, deep = found
         each = ((deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels", "waits"))
         return tuple(each), shallow["waits"]
@@ -159,9 +169,14 @@ def test_a_decode_step_stays_within_its_budget(
     waits: int,
     waits_in_all: int,
     per_layer: Callable[..., tuple[tuple[float, ...], int]],
+    make_stock: Any,
+    make_compressed: Any,
 ) -> None:
     each, in_all = per_layer(gates, policy, RAGGED, decodes=True)
     assert_within((*each, in_all), (operations, kernels, waits, waits_in_all))
+    if policy is None:
+        layout = layout_of(make_stock() if gates is None else make_compressed(gates=gates))
+        assert launches_per_layer(layout) == operations + kernels
 
 
 @pytest.mark.parametrize(
@@ -179,3 +194,12 @@ def test_prompts_of_any_lengths_stay_within_one_budget(
 ) -> None:
     for lengths in (ONE_LENGTH, RAGGED):
         assert_within(per_layer(gates, policy, lengths, decodes=False)[0], (operations, kernels, waits))
+
+
+@pytest.mark.parametrize(("gates", "steps"), [(None, 36), ({"action": "drop", "delay": 4}, 60)], ids=str)
+def test_the_host_waits_once_a_step_through_new_blocks_and_draws(
+    gates: dict | None, steps: int, make_stock: Any, make_compressed: Any
+) -> None:
+    model = make_stock() if gates is None else make_compressed(gates=gates)
+    counts = counts_of(model, None, RAGGED, decodes=True, steps=steps, memory=185 * 2048)
+    assert [each["waits"] for each in counts] == [1] * steps

@@ -1,24 +1,41 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import History, choose_tokens
+from dmc.runtime.sampling import Choice, History, choose_tokens, next_uniform
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
+
+
+def choose_or_fail(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    generators: list[torch.Generator | None],
+    histories: list[History] | None = None,
+) -> tuple[Choice, dict[int, Exception]]:
+    uniforms = [next_uniform(each, generator) for each, generator in zip(params, generators, strict=True)]
+    return choose_tokens(logits, params, uniforms, histories)
+
+
+def choose(*arguments: Any) -> Choice:
+    choice, errors = choose_or_fail(*arguments)
+    assert errors == {}
+    return choice
 
 
 def frequencies(count: int = 5_000, **settings: object) -> list[float]:
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
-    drawn, *_ = choose_tokens(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
+    drawn, *_ = choose(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
     return (drawn.bincount(minlength=5) / count).tolist()
 
 
 def test_zero_temperature_is_greedy() -> None:
-    tokens, log_probs, *_ = choose_tokens(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
+    tokens, log_probs, *_ = choose(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
     assert tokens.tolist() == [1]
     assert log_probs.tolist() == pytest.approx([LOG_PROBS[1].item()])
 
@@ -65,6 +82,7 @@ def choose_naively(logits: list[float], params: SamplingParams, uniform: float) 
         if kept < params.top_p * sum(weights):
             kept, lowest = kept + weight, weight
     weights = [weight if weight >= lowest else 0.0 for weight in weights]
+    weights = [weight if weight >= params.min_p * max(weights) else 0.0 for weight in weights]
     reached = 0.0
     for token, weight in enumerate(weights):
         reached += weight
@@ -75,6 +93,8 @@ def choose_naively(logits: list[float], params: SamplingParams, uniform: float) 
 
 SETTINGS = [
     SamplingParams(temperature=0),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=2.0, top_p=0.8, min_p=0.05),
     SamplingParams(),
     SamplingParams(temperature=1e-40),
     SamplingParams(temperature=3.0, top_k=7),
@@ -90,10 +110,10 @@ def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
     logits = 3 * torch.randn(40, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
     for trial, rows in enumerate(logits):
         seeds = [100 * trial + row for row in range(len(SETTINGS))]
-        tokens, log_probs, *_ = choose_tokens(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])
+        tokens, log_probs, *_ = choose(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])
         for row, params in enumerate(SETTINGS):
             generator = torch.Generator().manual_seed(seeds[row])
-            alone, *_ = choose_tokens(rows[row : row + 1], [params], [generator])
+            alone, *_ = choose(rows[row : row + 1], [params], [generator])
             assert tokens[row] == alone
             uniform = torch.rand(1, dtype=torch.float64, generator=torch.Generator().manual_seed(seeds[row])).item()
             assert int(tokens[row]) == choose_naively(rows[row].tolist(), params, uniform)
@@ -105,14 +125,14 @@ def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.tensor([0.0, -math.inf, 1.0]).expand(300, 3)
     for temperature in (1e-45, 1.0, 1e39, 1e300):
         params = [SamplingParams(temperature=temperature, top_p=0.99)] * 300
-        tokens, *_ = choose_tokens(logits, params, [torch.Generator().manual_seed(0)] * 300)
+        tokens, *_ = choose(logits, params, [torch.Generator().manual_seed(0)] * 300)
         assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
 def test_greedy_rows_take_nothing_from_a_generator() -> None:
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     before = generators[0].get_state()
-    choose_tokens(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
+    choose(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
     assert torch.equal(generators[0].get_state(), before)
     assert not torch.equal(generators[1].get_state(), before)
 
@@ -122,21 +142,21 @@ def test_unseeded_rows_follow_the_default_generator() -> None:
 
     def draw(seed: int) -> list[int]:
         torch.manual_seed(seed)
-        return choose_tokens(logits, [SamplingParams()] * 6, [None] * 6)[0].tolist()
+        return choose(logits, [SamplingParams()] * 6, [None] * 6)[0].tolist()
 
     assert draw(3) == draw(3) != draw(4)
 
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
     logits = torch.tensor([2.0, 1.0, 2.0, 1.0, 1.0, 0.0]).expand(600, 6)
-    tokens, *_ = choose_tokens(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
+    tokens, *_ = choose(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
     assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tokens, log_probs, *_ = choose_tokens(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
+    tokens, log_probs, *_ = choose(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
     assert log_probs.dtype == torch.float32
     torch.testing.assert_close(log_probs, logits.float().log_softmax(-1).amax(-1))
     assert torch.equal(tokens, logits.argmax(-1))
@@ -186,7 +206,7 @@ def test_distributions_are_those_of_transformers(settings: dict) -> None:
             [generator] * uniforms,
             [History(*history, 40)] * uniforms,
         ]
-        choice = choose_tokens(*rows)
+        choice = choose(*rows)
         generator.manual_seed(trial)
         uniform = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for _ in range(uniforms)])
         cumulative = expected.double().cumsum(0).expand(uniforms, -1)
@@ -205,9 +225,9 @@ def test_penalties_and_processors_act_on_their_own_rows() -> None:
         SamplingParams(temperature=0, logits_processor=lambda tokens, scores: -scores, top_logprobs=3),
     ]
     histories = [History(*each, 30) for each in (([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8]))]
-    choice = choose_tokens(logits, params, [None] * 4, histories)
+    choice = choose(logits, params, [None] * 4, histories)
     for row in range(4):
-        alone = choose_tokens(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
+        alone = choose(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
         assert alone.tokens[0] == choice.tokens[row]
     expected = logits[2].clone()
     expected[[5, 6]] -= 1.25  # once, and not the prompt's
@@ -215,7 +235,6 @@ def test_penalties_and_processors_act_on_their_own_rows() -> None:
     assert choice.tokens[3] == logits[3].argmin()
     best = logits.log_softmax(-1).topk(3)
     assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
-    assert choice.errors == {}
 
 
 def test_a_history_that_has_grown_is_one_made_of_all_its_tokens() -> None:
@@ -233,10 +252,10 @@ def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone() -> None:
 
     processors = [fail, lambda tokens, scores: scores[0], lambda tokens, scores: scores - torch.inf, None]
     params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]  # type: ignore[arg-type]
-    choice = choose_tokens(torch.zeros(4, 9), params, [None] * 4)
-    assert [type(choice.errors.get(row)) for row in range(4)] == [RuntimeError, RuntimeError, type(None), type(None)]
-    assert isinstance(choice.errors[0].__cause__, KeyError)
-    assert "gave (9,): expected (1, 9)" in str(choice.errors[1])
+    choice, errors = choose_or_fail(torch.zeros(4, 9), params, [None] * 4)
+    assert [type(errors.get(row)) for row in range(4)] == [RuntimeError, RuntimeError, type(None), type(None)]
+    assert isinstance(errors[0].__cause__, KeyError)
+    assert "gave (9,): expected (1, 9)" in str(errors[1])
     assert choice.logprobs.isfinite().tolist() == [True, True, False, True]
 
 
