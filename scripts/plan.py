@@ -14,6 +14,7 @@ from dmc.compression import CompressionConfig
 from dmc.models.weights import read_model_config
 from dmc.runtime.capacity import capacities
 from dmc.runtime.runner import layout_of
+from dmc.runtime.step_time import DEVICES, decode_step
 
 GIB = 2**30
 
@@ -34,15 +35,25 @@ def main(settings: DictConfig) -> None:
             gates = CompressionConfig(action=settings.action, delay=settings.delay)
             model = retrofit(model, gates)
     weights = sum({id(each): each.numel() * each.element_size() for each in model.parameters()}.values())
-    found = capacities(config, layout_of(model), weights, int(settings.gpu * GIB), settings.context, [*settings.ratios])
+    layout = layout_of(model)
+    found = capacities(config, layout, weights, int(settings.gpu * GIB), settings.context, [*settings.ratios])
     print(f"{name}: weights {weights / GIB:.2f} GiB in {settings.dtype}, one GPU of {settings.gpu} GiB\n")
     print(f"| CR | bytes of {settings.context:,} tokens (MiB) | requests held at once | longest request (tokens) |")
     print("|---|---|---|---|")
     for each in found:
         print(f"| {each.ratio:g} | {each.request_bytes / 2**20:,.1f} | {each.requests:,} | {each.longest:,} |")
-    print(
-        "\nEvery head is taken to hold as much; heads that differ need up to half a block more. No claim about speed."
-    )
+    print("\nEvery head is taken to hold as much; heads that differ need up to half a block more.\n")
+    print("A decode step, eager / recorded as a CUDA graph: predicted from launches and bytes, not measured.\n")
+    print("| CR | requests | reads (GiB) | " + " | ".join(f"{device.name} (ms)" for device in DEVICES) + " |")
+    print("|---" * (3 + len(DEVICES)) + "|")
+    for each in found:
+        for requests in sorted({found[0].requests, each.requests} - {0}):
+            step = decode_step(config, layout, weights, requests, settings.context, each.ratio)
+            times = [
+                [f"{1e3 * step.seconds(device, recorded):,.1f}" for recorded in (False, True)] for device in DEVICES
+            ]
+            reads = (step.weight_bytes + step.cache_bytes) / GIB
+            print(f"| {each.ratio:g} | {requests:,} | {reads:,.1f} | " + " | ".join(map(" / ".join, times)) + " |")
 
 
 if __name__ == "__main__":

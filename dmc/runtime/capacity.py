@@ -27,6 +27,15 @@ class Capacity:
     """Tokens of the longest request that fits alone; 0: none."""
 
 
+def slots_after(layout: CacheLayout, num_tokens: int, ratio: float) -> int:
+    """Entries in the pages of each head of a request at a compression ratio: floor(n / CR), delayed tokens included.
+
+    Raises:
+        ValueError: the ratio is below 1.
+    """
+    return max(1, max(1, whole(num_tokens / check_ratio(ratio))) - min(layout.delay, num_tokens))
+
+
 def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size: int = 16) -> int:
     """Bytes that the cache of one request takes on one rank: what `GenerationStats.bytes_allocated` says of it.
 
@@ -41,7 +50,7 @@ def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size
     Raises:
         ValueError: the ratio is below 1.
     """
-    slots = max(1, max(1, whole(num_tokens / check_ratio(ratio))) - min(layout.delay, num_tokens))
+    slots = slots_after(layout, num_tokens, ratio)
     heads, width = layout.num_layers * layout.num_kv_heads, FIRST_TABLE_BLOCKS
     for fed in (*range(PASS_TOKENS, num_tokens, PASS_TOKENS), num_tokens):  # a table has room for a head that keeps all
         wanted = -(-fed // block_size)
