@@ -644,11 +644,11 @@ class Engine:
             self.cache.note_free(int(num_free))
         events: list[TokenEvent] = []
         for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=False)):
-            error = None if errors is None else errors.get(index)
-            if error is not None or not math.isfinite(logprob):
+            own_error = None if errors is None else errors.get(index)
+            if own_error is not None or not math.isfinite(logprob):
                 # else it is the model's fault, not the request's
                 is_sound = logits is not None and bool(logits[index].amax().isfinite())
-                self._fail(request.sequence, error or _not_finite(request), is_sound)
+                self._fail(request.sequence, own_error or _not_finite(request), is_sound)
                 continue
             top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
             try:

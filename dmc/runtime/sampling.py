@@ -225,9 +225,7 @@ def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_
         width: see `Sampling`.
         num_top: see `Sampling`.
     """
-    tokens = scores.argmax(-1)
-    if width >= 0:
-        tokens = tokens.where(settings[0] == 0, _draw(scores, settings, width))
+    tokens = scores.argmax(-1) if width < 0 else _draw(scores, settings, width)
     chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
     if scores is not log_probs:
         chosen = chosen.where(scores.amax(-1).isfinite(), torch.nan)
@@ -267,20 +265,20 @@ def _processed(
 
 
 def _draw(log_probs: Tensor, settings: Tensor, width: int) -> Tensor:
-    """Invert the cumulative distributions at the rows' numbers."""
+    """Invert the cumulative distributions at the rows' numbers: a greedy row's is a step, at its first best token."""
     temperature, top_k, top_p, min_p, uniform = settings[..., None]
     scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature.clamp(1e-30, 1e30).float())
     if width:
-        scores = _truncate(scores, top_k, top_p, width)
-        scores = scores.masked_fill_(scores < min_p.log().float(), -torch.inf)
+        lowest = _lowest(scores, top_k, top_p, width).maximum(min_p.log().float())
+        scores = scores.masked_fill_(scores < lowest, -torch.inf)
     # float32 sums over a large vocabulary would misplace unlikely tokens
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     target = uniform * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(log_probs.shape[-1] - 1)
 
 
-def _truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """Leave the most likely tokens, ties included so that the order of a sort has no say; limits are [R, 1]."""
+def _lowest(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """Find what the most likely tokens reach, ties included so that the order of a sort has no say; all are [R, 1]."""
     best = scores.topk(width).values
     stays = (torch.arange(width, device=scores.device) < top_k) | (top_k == 0)
     probabilities = best.masked_fill(~stays, -torch.inf).softmax(-1)
@@ -288,5 +286,4 @@ def _truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tenso
     # a float32 may be no smaller, and the most likely token stays
     stays &= (before < top_p.clamp_min(torch.finfo(torch.float32).tiny)) | (top_p == 1)
     lowest = best.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
-    lowest = lowest.masked_fill((top_k == 0) & (top_p == 1), -torch.inf)
-    return scores.masked_fill(scores < lowest, -torch.inf)
+    return lowest.masked_fill((top_k == 0) & (top_p == 1), -torch.inf)
