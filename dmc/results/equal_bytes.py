@@ -1,7 +1,7 @@
-"""The compression ratio at which a method takes as many bytes as another, found by measuring: nothing is interpolated.
+"""Find the compression ratio at which a method takes as many bytes as another, by measuring without interpolation.
 
-A budget `bytes:NAME` asks for the bytes of the grid's compressed model NAME (or of the model of a variant's same seed),
-`bytes:0.25` for that share of the full cache's; `bytes` alone for those of every compressed model of the grid.
+A budget `bytes:NAME` requests the bytes of the grid's compressed model NAME (or of the model of a variant's same seed),
+`bytes:0.25` that share of the full cache's; `bytes` alone those of every compressed model of the grid.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dmc.results.measurement import Row
 
 SAME_BYTES = 1.02
-"""Methods whose mean bytes per token differ by no more than this factor take as many."""
+"""Largest factor between mean bytes per token that count as equal."""
 WHOLE_PAGES = 1.15
-"""Where pages leave no budget so near, the next larger one stands for it, up to this factor: the method gains by it."""
+"""If whole pages allow no budget so near, the next larger one is used, up to this factor: this favors the method."""
 TRIES, FINE = 8, 0.005
-"""Measurements at most, and ratios that are not worth telling apart."""
+"""Maximum number of measurements, and relative resolution of ratios."""
 KIND = "bytes"
 
 
 def bytes_budget(budget: object) -> str | None:
-    """Read whose bytes a budget asks for: a name, a share, "" for every compressed model; None: it is no such budget.
+    """Parse a budget in bytes: a name, a share, or "" for every compressed model; None: another kind of budget.
 
     Raises:
         ValueError: a share is not between 0 and 1.
@@ -35,7 +35,7 @@ def bytes_budget(budget: object) -> str | None:
 
 
 def share_of(whose: str) -> float | None:
-    """Read a share of the full cache's bytes; None: it is a name."""
+    """Parse a share of the full cache's bytes; None: it is a name."""
     try:
         return float(whose)
     except ValueError:
@@ -43,15 +43,15 @@ def share_of(whose: str) -> float | None:
 
 
 def at_bytes(measure: Callable[[float], Row], wanted: float, first: float) -> Row:
-    """Measure at one compression ratio after the other until the bytes are those that are wanted.
+    """Measure at successive compression ratios until the bytes match `wanted`.
 
     Args:
-        measure: gives a finished row at a ratio, with `mean_bytes_allocated_per_token`: over what is scored.
+        measure: returns a finished row at a ratio, with `mean_bytes_allocated_per_token` over the scored positions.
         wanted: bytes per token.
         first: ratio of the first try.
     Returns:
         A row with its ratio as `requested_ratio`: within `SAME_BYTES` of the wanted bytes if there is such a ratio, or
-        else with the fewest above them, which favours the method.
+        else with the fewest above them, which favors the method.
     """
     found: dict[float, Row] = {}
     share = 1 / max(1.0, first)
@@ -71,7 +71,7 @@ def at_bytes(measure: Callable[[float], Row], wanted: float, first: float) -> Ro
 
 
 def _next(sizes: dict[float, float]) -> float:
-    """Choose the next share that is kept; `sizes` are bytes over the wanted ones, by share, in the order of tries.
+    """Choose the next share to keep; `sizes` are bytes over the wanted ones, by share, in the order of tries.
 
     They grow with the share, nearly as a power of it, in steps of whole pages.
     """

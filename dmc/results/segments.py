@@ -1,4 +1,4 @@
-"""A text cut into the segments that one head makes of it, as a page."""
+"""HTML page of a text in the segments that one head's decisions make of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def segment_page(model: Any, tokenizer: Any, text: str, layer: int, head: int, n
         head: KV head of the layer.
         num_tokens: number of first tokens to use.
     Returns:
-        A self-contained HTML page, every segment in a color unlike its neighbours'.
+        A self-contained HTML page, every segment in a color unlike its neighbors'.
     Raises:
         ValueError: there is no such layer or head, the text is empty, or the tokenizer is not a fast one.
     """

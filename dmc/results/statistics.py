@@ -1,4 +1,4 @@
-"""What measurements show, and how sure that is: the one place where methods are compared.
+"""Statistical comparison of methods: the only code that compares measurements.
 
 * Methods are paired sample by sample: only measurements with one `samples_key` are compared.
 * Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
@@ -28,18 +28,18 @@ from scipy.special import stdtrit
 from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, share_of
 
 CONFIDENCE = 0.95
-"""Of each bound, one-sided."""
+"""Confidence of each bound, one-sided."""
 MARGIN = 0.02
-"""What may be lost and still count as as good: nats per token, or of the answers; of figures above 1 this share."""
+"""Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
 FLOOR = 5 * MARGIN
-"""What the full cache must answer, or a cache that answers nothing would lose no more than the margin."""
+"""Share that the full cache must answer; otherwise a cache without any answer would lose hardly the margin."""
 RATIO_TOLERANCE = 0.9
-"""Share of the requested ratio from which on a target counts as met."""
+"""Share of the requested ratio from which a target counts as met."""
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
-"""Metrics of how fast a cell was, beside those of its task."""
+"""Speed metrics of a cell, beside those of its task."""
 Standing = Literal["as good", "worse", "unknown", ""]
 Seeds = Sequence[Sequence[float]] | numpy.ndarray
-"""Values of samples, seed by seed; the samples of all seeds are the same."""
+"""Values of samples by seed; all seeds have the same samples."""
 
 
 @dataclass(frozen=True)
@@ -50,36 +50,36 @@ class Estimate:
     error: float | None
     """Standard error; None: unknown, nothing can be claimed."""
     reach: float = math.inf
-    """Distance of the bounds from the value."""
+    """Distance between the value and its bounds."""
     num_contexts: int = 0
     by_seed: tuple[float, ...] = ()
     of_contexts: tuple[float, float] | None = None
-    """Variance of the contexts alone, and its degrees of freedom: what several tasks of the same seeds do not share."""
+    """Variance over contexts, and its degrees of freedom: the part that tasks of the same seeds do not share."""
     floor: float = 0.0
-    """No bound is nearer than this, whatever the spread."""
+    """Minimum distance of the bounds, whatever the spread."""
 
     @property
     def lower(self) -> float:
-        """With 95 % confidence it is not below."""
+        """Lower bound with 95 % confidence."""
         return self.value - self.reach
 
     @property
     def upper(self) -> float:
-        """With 95 % confidence it is not above."""
+        """Upper bound with 95 % confidence."""
         return self.value + self.reach
 
     @property
     def num_seeds_above(self) -> int:
-        """Seeds whose own mean is above 0."""
+        """Number of seeds whose mean is above 0."""
         return sum(each > 0 for each in self.by_seed)
 
     def contexts_needed(self, margin: float) -> int | None:
-        """Tell how many would do where none shows a loss, and there are too few for "as good"."""
+        """Return the contexts needed for "as good" if no context shows a loss and there are too few."""
         too_few = self.error is not None and self.value <= 0 and self.floor > margin
         return math.ceil(3 / margin) if too_few and self.standing(margin) == "unknown" else None
 
     def standing(self, margin: float) -> Standing:
-        """Tell what a loss shows: "as good" up to the margin, "worse", or not enough."""
+        """Return what a loss shows: "as good" up to the margin, "worse", or "unknown"."""
         if self.error is None:
             return "unknown"
         if self.upper <= margin:
@@ -90,12 +90,12 @@ class Estimate:
 def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool = False) -> Estimate:
     """Estimate a mean, its error clustered by context and by seed.
 
-    The two variances are added, which counts what is left within a context and seed twice: with few seeds a claim had
-    better be late than wrong.
+    The two variances are added, which counts the variance within a context and seed twice: with few seeds this is
+    conservative.
 
     Args:
         values: see `Seeds`.
-        contexts: of each sample; empty: each sample has its own.
+        contexts: context of each sample; empty: each sample has its own.
         are_answers: whether they are (differences of) scores from 0 to 1, such as right or wrong answers. Where all of
             n agree, 3 in n may still differ, at 95 %: the bound is never nearer.
     """
@@ -118,7 +118,7 @@ def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool
 def _with_seeds(
     value: float, contexts: tuple[float, float], floor: float, num: int, by_seed: tuple[float, ...]
 ) -> Estimate:
-    """Add the variance of seeds to that of `num` contexts, which has degrees of freedom and a bound beside it.
+    """Add the variance of seeds to that of `num` contexts, each with its own degrees of freedom.
 
     Each is stretched by its own quantile: one of their sum is too small where two seeds happen to be alike.
     """
@@ -138,7 +138,7 @@ def _codes(contexts: Iterable[Hashable]) -> list[int]:
 def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = (), higher_is_better: bool = False) -> Estimate:
     """Estimate how much worse `own` is than `other`, paired by sample and seed.
 
-    Scores from 0 to 1 of which more is better are answers: see `estimate`.
+    Scores from 0 to 1 for which higher is better are answers: see `estimate`.
     """
     first, second = numpy.asarray(own, dtype=float), numpy.asarray(other, dtype=float)
     if not higher_is_better:
@@ -147,12 +147,12 @@ def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = (), high
 
 
 def are_scores(values: Any) -> bool:
-    """Whether all are from 0 to 1."""
+    """Return whether all values are from 0 to 1."""
     return bool(((numpy.asarray(values) >= 0) & (numpy.asarray(values) <= 1)).all())
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Average the estimates of several tasks: their contexts have nothing in common, their seeds are the same.
+    """Average the estimates of several tasks, which share seeds but no contexts.
 
     What no context shows may all be in the task with the highest floor.
     """
@@ -175,7 +175,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def margin_of(metric: str, full: float) -> float:
-    """Return what may be lost against a full cache, in its metric."""
+    """Return the largest loss against a full cache that counts as "as good", in its metric."""
     return MARGIN if metric.endswith("loss") else MARGIN * max(1.0, abs(full))
 
 
@@ -186,9 +186,9 @@ def summarize(
 
     Args:
         frame: of `Store.frame`.
-        reference: model or variant with whose full cache compressed models, and other full caches, are compared; None:
-            compressed models with that of the one that a measurement names, or else the only one.
-        metrics: which; None: each task's main one.
+        reference: model or variant whose full cache compressed models, and other full caches, are compared with; None:
+            compressed models with the reference of their measurement, or else the only full cache.
+        metrics: metrics to summarize; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
         tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`; `lost`
@@ -264,7 +264,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
 
 
 def asked_of(row: Any) -> str:
-    """Write what a method was asked for: CR 4, 128 tokens, bytes of retrofit, 25% of the bytes, or the full cache."""
+    """Format a method's budget: CR 4, 128 tokens, bytes of retrofit, 25% of the bytes, or the full cache."""
     if row["is_full"]:
         return "full cache"
     kind, _, number = str(row["budget"]).partition(":")
@@ -277,11 +277,11 @@ def asked_of(row: Any) -> str:
 
 @dataclass(frozen=True)
 class _Seeds:
-    """One method at one budget on one task, over the seeds, and the full caches that belong to them."""
+    """One method at one budget on one task, over seeds, with each seed's full cache."""
 
     rows: pandas.DataFrame
     full: list[pandas.Series | None]
-    """Of each seed; None: there is none on the same samples."""
+    """Full cache of each seed; None: there is none on the same samples."""
 
     @property
     def values(self) -> list[float]:
@@ -302,7 +302,7 @@ class _Seeds:
 
     @property
     def lost(self) -> Estimate | None:
-        """How much worse than the full cache; None without one, or for the yardstick itself."""
+        """Loss against the full cache; None without one, or for the baseline itself."""
         full = [each for each in self.full if each is not None]
         if len(full) < len(self.full) or all(
             each["key"] == key for each, key in zip(full, self.rows["key"], strict=True)
@@ -317,7 +317,7 @@ class _Seeds:
 
     @property
     def value(self) -> Estimate:
-        """The figure that the task gives; where no samples are kept, with the error that it gives itself."""
+        """The task's metric, with the task's own error if no samples are kept."""
         value = math.fsum(self.values) / len(self.values)
         if self.samples:
             return replace(estimate(self.samples, self.contexts), value=value, by_seed=tuple(self.values))
@@ -327,7 +327,7 @@ class _Seeds:
 
 
 class _Cells:
-    """A frame, looked up by what is compared with what."""
+    """A frame with lookups of the cells to compare."""
 
     def __init__(self, frame: pandas.DataFrame, reference: str | None) -> None:
         self.frame, self.reference = frame, reference
@@ -338,13 +338,13 @@ class _Cells:
         self._speeds = dict(zip(zip(speeds["key"], speeds["metric"], strict=True), speeds["value"], strict=True))
 
     def seeds(self, rows: pandas.DataFrame) -> _Seeds:
-        """Put the seeds of one task together: the newest row of each model, those on the samples of the newest."""
+        """Group the seeds of one task: the newest row of each model, if on the same samples as the newest row."""
         rows = rows.drop_duplicates("model", keep="last")
         rows = rows[rows["samples_key"].eq(rows["samples_key"].iloc[-1]) | rows["samples_key"].isna()]
         return _Seeds(rows, [self.full_of(row) for _, row in rows.iterrows()])
 
     def full_of(self, row: pandas.Series) -> pandas.Series | None:
-        """Find the full cache of a row's model; of the reference for compressed models, if given for others' too."""
+        """Find the full cache of a row's model, or of the reference for compressed models (if given, for all)."""
         same = self._full_of_task.get((row["task"], row["metric"], row["task_key"]), self.full[:0])
         same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
         if not row["own_gates"] and not (row["is_full"] and self.reference):
@@ -375,7 +375,7 @@ class _Cells:
 
 
 def _in_bytes(points: Sequence[tuple[float, list[float]]], wanted: float) -> tuple[float, list[float]] | None:
-    """Choose the budget whose bytes come nearest to those wanted; None where none was measured in as many."""
+    """Choose the budget whose bytes are nearest to `wanted`; None if none was measured in as many."""
     near = [point for point in points if 1 / SAME_BYTES <= point[0] / wanted <= SAME_BYTES]
     if near:
         return min(near, key=lambda point: abs(math.log(point[0] / wanted)))
@@ -385,14 +385,14 @@ def _in_bytes(points: Sequence[tuple[float, list[float]]], wanted: float) -> tup
 def beside_rivals(
     frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
 ) -> pandas.DataFrame:
-    """Put every compressed model beside every training-free method in as many bytes, seed by seed.
+    """Compare every compressed model with every training-free method in as many bytes, seed by seed.
 
     Returns:
         Columns: `variant`, `task`, `metric`, `rival`, `rival_lost` (how much worse than the full cache it is in these
         bytes), `rival_bytes` (over the model's), `gap` (how much worse the rival is than the model: positive is for the
         model), `gap_error`, `gap_lower`, `gap_upper`, `standing` of the model beside the rival, `seeds`, `seeds_ahead`
         (in which the model is better), `is_best` (of all rivals the one that loses least; chosen on these data, which
-        favours the rival).
+        favors the rival).
     """
     cells = _Cells(frame, reference)
     whole = cells.whole[cells.whole["own_gates"] & cells.whole["budget"].isna()]
@@ -426,12 +426,12 @@ def beside_rivals(
 
 
 def meets_target(row: Any) -> bool:
-    """Whether a line of a summary achieved the ratio that was asked for, or nearly so."""
+    """Return whether a line of a summary achieved its requested ratio, within the tolerance."""
     return bool(max(row["achieved_ratio"], row["end_ratio"]) >= RATIO_TOLERANCE * row["requested_ratio"])
 
 
 def pareto_front(summary: pandas.DataFrame) -> list[int]:
-    """Return the labels of a task's lines than which no other is both cheaper and as good; the cheapest first."""
+    """Return the labels of a task's lines on the Pareto front of bytes and quality, the cheapest first."""
     worse = summary["value"].where(~summary["higher_is_better"].astype(bool), -summary["value"])
     front: list[Any] = []
     for label in summary.assign(worse=worse).sort_values(["bytes_per_token", "worse"]).index:

@@ -1,4 +1,4 @@
-"""Models of a run on their way out: calibrated, measured on held-out text, exported."""
+"""Export of a run's models: calibration, measurement on held-out text, and writing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class Exporter(AfterStep):
-    """Calibrates, measures and exports the model of a run: at its end, and where its ramp reaches chosen ratios.
+    """Calibrates, measures and exports the model of a run at its end, and where its ramp reaches chosen ratios.
 
     Args:
         config: the run.
         data: its text.
         tokenizer: exported beside the weights.
-        strategy: how the weights lie over the ranks.
-        snapshots: folders by ratio.
+        strategy: parallelism of the weights.
+        snapshots: folders of snapshots by ratio.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Exporter(AfterStep):
         self._num_written = 0
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Export a snapshot after a step that reached its ratio; all ranks wait for it."""
+        """Export a snapshot if the step reached its ratio; all ranks wait for it."""
         for ratio, at in self.plan.snapshot_steps([*self.snapshots]).items():
             if at == step:
                 self.write(pl_module.model, self.snapshots[ratio], ratio)
@@ -66,7 +66,7 @@ class Exporter(AfterStep):
     def write(
         self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True, *, step: int | None = None
     ) -> None:
-        """Export `model` with its figures on held-out text; the training model keeps its own offset.
+        """Export `model` with its metrics on held-out text; the training model keeps its own offset.
 
         Called by all ranks: each reads its share of the text where the model's weights lie, and rank 0 writes.
         """
@@ -118,10 +118,10 @@ class Exporter(AfterStep):
 
 
 def check_device(device: str) -> None:
-    """Check that a device is there.
+    """Check that a device exists.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
     try:
         torch.empty(0, device=device)
@@ -130,7 +130,7 @@ def check_device(device: str) -> None:
 
 
 def roomy_device(model: Any) -> str:
-    """Choose the GPU where it has room for a model twice, which is compared with what was written, else the CPU."""
+    """Choose the GPU if it has room for two copies of a model, which are compared after writing, else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     needed = 2.2 * sum(parameter.nbytes for parameter in model.parameters())
@@ -143,7 +143,7 @@ def roomy_device(model: Any) -> str:
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """Compute with as many threads as this rank may use cores: launchers of several ranks leave each with one."""
+    """Use as many threads as this rank has cores: launchers of several ranks set each to one."""
     before = torch.get_num_threads()
     torch.set_num_threads(available_cores())
     try:

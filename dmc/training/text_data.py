@@ -53,10 +53,10 @@ def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizer
 
 
 def text_digests(config: RunConfig) -> dict[str, str]:
-    """Tell the text that a run reads while it trains from other text, by its settings' names; reads samples of it.
+    """Return hashes of the training text by setting's name, from samples of each source.
 
     Raises:
-        ValueError, OSError: a source is not there, or holds no text.
+        ValueError, OSError: a source is missing, or has no text.
     """
     data = config.data
     found = {
@@ -125,7 +125,7 @@ class TextData(LightningDataModule):
         self._train: Any = None
 
     def check(self) -> None:
-        """Open every source, so that a wrong name is told before the run is recorded; nothing is written.
+        """Open every source, so that errors come before the run is recorded; nothing is written.
 
         Raises:
             ValueError, OSError: a source is not there, or holds no text.
@@ -186,7 +186,7 @@ class TextData(LightningDataModule):
         return held_out_batches(sequences, count, training.micro_batch_size)
 
     def report(self) -> list[SourceReport]:
-        """Say what each source holds and how often the run reads it."""
+        """Return the size of each source and how often the run reads it."""
         reports = report_sources("train", self._sources("train")) if self.config.data.streaming else []
         for split in self._cached_splits():
             num_draws = self.num_draws if split == "train" else None

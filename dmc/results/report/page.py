@@ -66,13 +66,13 @@ class Findings:
 def read_folders(
     folders: Sequence[Path], reference: str | None = None, keys: Collection[str] | None = None
 ) -> Findings:
-    """Read what folders of results hold.
+    """Read folders of results.
 
     Args:
-        folders: each with a store.
-        reference: stock model with whose full cache compressed models are compared; None: the one that compare.py was
-            told, or else the only one.
-        keys: of the rows that are shown; None: all.
+        folders: folders with a store each.
+        reference: stock model whose full cache compressed models are compared with; None: compare.py's reference, or
+            else the only one.
+        keys: keys of the rows to show; None: all.
     Raises:
         ValueError: none is given, or one is no folder, is empty or is of something else.
     """
@@ -113,7 +113,7 @@ def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys
 
 
 def _source(row: Row, sources: list[dict[str, Any]]) -> int:
-    """Return the number of a row's command and environment, a new one where it is new."""
+    """Return the number of a row's command and environment, adding a new one if needed."""
     provenance = row["provenance"]
     source = {"folder": row["folder"], "command": provenance.get("command") or "unknown"}
     source |= {"commit": provenance.get("git_commit"), "versions": dict(provenance.get("versions") or {})}
@@ -134,9 +134,9 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     """Write `report.html`, `plots/*.png`, `results.csv` and `report.json`; earlier ones are replaced.
 
     Args:
-        findings: what to show.
-        folder: where to; made if need be.
-        title: of the page.
+        findings: content of the page.
+        folder: output folder, made if missing.
+        title: title of the page.
     Returns:
         The page's path.
     """
@@ -173,7 +173,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
 
 
 def write_plots(findings: Findings, folder: Path) -> Iterator[tuple[str, plots.Plot, Path]]:
-    """Write every plot as a PNG; gives its section, itself and the file."""
+    """Write every plot as a PNG; yield its section, the plot and the file."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (section, plot) in enumerate(tqdm(_draw_all(findings), "plots", disable=None), start=1):
         slug = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in plot.title.lower())
@@ -197,7 +197,7 @@ def _plots_of(data: Path) -> list[str]:
 
 
 def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
-    """Draw whatever there is, with the section it belongs to."""
+    """Draw all plots, each with its section."""
     summary, quality, costs = findings.summary, "Quality against memory", "Budgets held, and speed"
     for _, lines in summary.groupby("task", sort=False) if len(summary) else ():
         if lines["bytes_per_token"].notna().all():
@@ -214,7 +214,7 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
 
 
 def headline_of(findings: Findings) -> dict[str, Any]:
-    """Say what `dmc.results.statistics` states: a headline, points (subject, words) and caveats."""
+    """Return the results of `dmc.results.statistics` in words: a headline, points (subject, words) and caveats."""
     summary, headline, points = findings.summary, "No methods are compared on a task: see what follows.", []
     caveats = [f"Failed cells: {len(findings.failures)}, see below."] if len(findings.failures) else []
     if len(summary):
@@ -253,7 +253,7 @@ def _count(lines: pandas.DataFrame) -> str:
 
 
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
-    """Give title, caption and texts of every table."""
+    """Yield title, caption and texts of every table."""
     summary, rivals = findings.summary, findings.rivals
     if len(summary):
         yield "All results", "", result_table(summary, rivals[:0])  # rivals have a table of their own
@@ -269,7 +269,7 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
             "seeds": lambda each: f"{each['seeds_ahead']} of {each['seeds']} for the model",
         }  # fmt: skip
         lines = rivals.assign(method=rivals["variant"])
-        caption += " ★: the best, chosen on these data, which favours it."
+        caption += " ★: the best, chosen on these data, which favors it."
         yield "Beside training-free methods in the same bytes", caption, texts_of(lines, columns)
     if len(findings.speeds):
         yield "Speed and memory", "Medians; contestants of one batch size took turns.", speed_table(findings.speeds)
@@ -279,12 +279,12 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
 
 
 def _kinds(texts: pandas.DataFrame) -> list[str]:
-    """Tell which columns sort as numbers: all that stands in them begins with one."""
+    """Return which columns sort as numbers: all their texts begin with one."""
     return ["number" if texts[name].str.match(r"[+-]?\d|-?$").all() else "" for name in texts]
 
 
 def _contents(findings: Findings) -> str:
-    """Count what the page shows."""
+    """Describe the page's contents by number."""
     analyses = findings.places[findings.places["task"].str.startswith("inside")]["key"].unique()
     kinds = (
         *((findings.summary, "result"), (findings.speeds, "speed measurement"), (findings.failures, "failed cell")),

@@ -1,4 +1,4 @@
-"""Held-out text along a run, and pictures of layers and KV heads: their ratios, and what compressing each costs."""
+"""Validation on held-out text during a run, and heatmaps of layers and KV heads: ratios and compression costs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Validation(AfterStep):
     Logs loss and achieved ratio; ratios of heads and layers go into a file and pictures (the paper's figures 6 and 7).
 
     Args:
-        open_batches: called once the text is there; returns held-out text, see `score_text`.
+        open_batches: returns held-out text, see `score_text`; called once the text is prepared.
         folder: where heatmaps go as PNG, and the ratios they show.
         every_steps: optimizer steps between two.
     """
@@ -44,7 +44,7 @@ class Validation(AfterStep):
         self._batches = self.open_batches()
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Validate after a step whose turn it is."""
+        """Validate after every `every_steps`-th step."""
         if step % self.every_steps == 0 or step == trainer.max_steps:
             module: Any = pl_module
             with trainer.precision_plugin.forward_context():
@@ -74,13 +74,13 @@ class Validation(AfterStep):
 
 
 def append_ratios(path: Path, step: int, held: Tensor) -> None:
-    """Add the shares held after a step, [L, H], to a file that outlives restarts."""
+    """Append the shares held after a step, [L, H], to a file that persists over restarts."""
     with path.open("ab", buffering=0) as file:  # in one piece, whenever the run is killed
         file.write((json.dumps({"step": step, "held": held.tolist()}) + "\n").encode())
 
 
 def read_ratios(path: Path) -> tuple[list[int], Tensor]:
-    """Return the steps in order and the shares held after each, [S, L, H]: of a step validated again the later ones."""
+    """Return the steps in order and the shares held after each, [S, L, H]; for repeated steps the later values."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     held = {row["step"]: torch.tensor(row["held"]) for row in rows}
     steps = sorted(held)
@@ -101,11 +101,11 @@ def draw_heatmap(
     Args:
         values: at least `lowest`.
         path: the picture.
-        title: above it.
-        xlabel: what the columns are.
-        columns: their numbers.
-        label: what the values are.
-        lowest: where the colors begin.
+        title: title of the plot.
+        xlabel: meaning of the columns.
+        columns: numbers of the columns.
+        label: meaning of the values.
+        lowest: lower end of the color scale.
     """
     num_layers, num_columns = values.shape
     size = min(24.0, max(3.0, 0.45 * num_columns + 1.8)), max(2.6, 0.32 * num_layers + 1.4)

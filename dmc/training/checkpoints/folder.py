@@ -1,6 +1,6 @@
-"""One checkpoint: a folder of every rank's files, with a header that says what they hold and how to tell damage.
+"""One checkpoint: a folder of every rank's files, with a header that describes them and detects damage.
 
-What its files may name are the classes that torch and DeepSpeed write: no code, no way out.
+Its files may name only the classes that torch and DeepSpeed write: no code, and no paths outside the folder.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ CLASSES_OF_DEEPSPEED = (
 
 @dataclass(frozen=True)
 class Header:
-    """What can be known of a checkpoint without reading its weights."""
+    """Description of a checkpoint, readable without its weights."""
 
     format: str
     """`SHARDED`, or the name of a DeepSpeed strategy."""
     num_ranks: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote it."""
     global_step: int
     model_config: dict[str, Any]
     shapes: dict[str, list[int]]
@@ -72,7 +72,7 @@ class Header:
 
     @classmethod
     def of(cls, format: str, checkpoint: dict[str, Any], model: Any) -> Header:
-        """Describe what Lightning has collected, before any file of it is written."""
+        """Describe Lightning's checkpoint before its files are written."""
         names: dict[int, str] = {}
         shapes, tied = {}, {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -93,7 +93,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def write_header(folder: Path, header: Header, group: Any = None) -> None:
-    """Complete a folder whose other files are written: called by all ranks, each reads back its own files.
+    """Complete a folder whose other files are written; called by all ranks, each of which reads back its own files.
 
     Raises:
         OSError: on all ranks, where one could not.
@@ -113,10 +113,10 @@ def write_header(folder: Path, header: Header, group: Any = None) -> None:
 
 
 def read_header(folder: Path) -> Header:
-    """Read what a checkpoint holds, not its weights, and check that its files have their sizes and no code.
+    """Read a checkpoint's header, and check that its files have their sizes and contain no code.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
         ValueError: it is no checkpoint, holds code, or a file is missing or cut off.
     """
     if not folder.exists():
@@ -156,7 +156,7 @@ def check_whole(folder: Path, group: Any = None) -> Header:
 
 
 def check_fits(folder: Path, model: Any, format: str = SHARDED) -> Header:
-    """Return the header of a checkpoint that a model can go on from.
+    """Return the header of a checkpoint after checking that it fits a model.
 
     Raises:
         FileNotFoundError, ValueError: see `read_header`; or it was written by another strategy, or a weight is missing,
@@ -187,14 +187,14 @@ def check_fits(folder: Path, model: Any, format: str = SHARDED) -> Header:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of a weight over all ranks: DeepSpeed's ZeRO-3 leaves an empty tensor in its place."""
+    """Return the shape of a weight over all ranks: DeepSpeed's ZeRO-3 leaves an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _each_its_own(
     names: list[str], folder: Path, group: Any, flush: bool = False
 ) -> tuple[dict[str, tuple[int, int]], str | None]:
-    """Let each rank read the files that it wrote, and tell all of them their bytes and CRC-32, and what failed."""
+    """Let each rank read its own files, and share their bytes, CRC-32 and any error with all ranks."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     writers = [WRITER.search(Path(name).name) for name in names]
     places = [int(writer[1]) if writer else place for place, writer in enumerate(writers)]

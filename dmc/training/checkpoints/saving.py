@@ -64,14 +64,14 @@ def saved_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None, format: str = SHARDED) -> Path | None:
-    """Choose the checkpoint to go on from, or to export: the last one.
+    """Choose the checkpoint to resume from, or to export: the last one.
 
     Args:
         folder: holds the checkpoints.
-        use_previous: take the one before where the last is damaged.
+        use_previous: take the previous one if the last is damaged.
         model: goes on from it, and must fit it; its ranks read all of the checkpoint when they load it. None: any
             model; all is read here, as it is with `use_previous`.
-        format: what the model's strategy writes and reads.
+        format: format of the model's strategy.
     Returns:
         None: there is none.
     Raises:
@@ -103,7 +103,7 @@ def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None,
 
 
 def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) -> str:
-    """Say, where there is one that passes a check, how to take the checkpoint before `folder`."""
+    """Return a hint how to take the previous checkpoint, if there is one that passes a check."""
     before = [path for path in saved_checkpoints(folder.parent) if path.name < folder.name]
     try:
         step = check(before[0]).global_step
@@ -113,7 +113,7 @@ def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) 
 
 
 class CheckpointRotation:
-    """Gives finished checkpoints their names and removes the ones that they replace.
+    """Renames finished checkpoints and removes the ones that they replace.
 
     The one before stays, unless this process has neither written nor read it: then it may be damaged, and a good one
     before it stays instead, if there is one. What is whole is never replaced by the same step again: between two names
@@ -140,17 +140,17 @@ class CheckpointRotation:
                 remove(path)
 
     def mark_valid(self, folder: Path) -> None:
-        """Take note that a checkpoint could be read."""
+        """Record that a checkpoint could be read."""
         self._valid.add(folder)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, if it is there."""
+    """Delete a folder if it exists."""
     shutil.rmtree(path, ignore_errors=True)  # what cannot be removed is no error of what has been written
 
 
 class CheckpointSaver:
-    """Writes checkpoints one after the other; whoever wants to know that the last one is there waits for it."""
+    """Writes checkpoints in the background, one after the other; `wait` waits for the last one."""
 
     def __init__(self) -> None:
         self.rotation = CheckpointRotation()
@@ -162,9 +162,9 @@ class CheckpointSaver:
 
         Args:
             target: a folder that all ranks can see.
-            header: what it will hold.
-            write: called with the folder to write into; what it returns, if anything, is done when all is written.
-            group: process group in which nobody else talks meanwhile.
+            header: header of the checkpoint.
+            write: called with the folder to write into; its future, if any, is done when all is written.
+            group: process group without other communication meanwhile.
         Raises:
             OSError: this one, or the one before, could not be written; what was there still is.
         """
@@ -242,7 +242,7 @@ def write_aside(content: Any, path: Path) -> None:
 
 
 class SaveLast(AfterStep):
-    """Saves every so many optimizer steps and at the last one, and what is kept for good.
+    """Saves a checkpoint every `every_steps` optimizer steps and at the last one, and milestones.
 
     Args:
         folder: of the last checkpoints; milestones lie beside it.
@@ -263,13 +263,13 @@ class SaveLast(AfterStep):
         self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take note of the step that the run goes on from, which is saved."""
+        """Record the step that the run resumes from, which is saved already."""
         super().on_train_start(trainer, pl_module)
         if trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == self.folder.resolve():
             self._saved_step = trainer.global_step
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Begin to save after a step whose turn it is."""
+        """Start saving if the step is due."""
         names = [name for name, at in self.milestones.items() if at == step]
         names += [step_name(step)] if self.milestones_every and step % self.milestones_every == 0 else []
         for name in names:
@@ -280,7 +280,7 @@ class SaveLast(AfterStep):
             self._begin(trainer, step)
 
     def save(self, trainer: Trainer, step: int) -> None:
-        """Save now, unless this step is saved, and wait until it is on the disk."""
+        """Save now, unless this step is saved, and wait until it is on disk."""
         strategy: Any = trainer.strategy
         self._begin(trainer, step)
         strategy.saver.wait()

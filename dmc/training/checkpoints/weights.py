@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint of any number of ranks, in one process."""
+"""Read weights from a checkpoint of any number of ranks in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dmc.training.checkpoints.folder import SHARDED, TAG, read_header, read_meta
 from dmc.training.checkpoints.saving import FOLDER_NAME, find_checkpoint
 
 WEIGHTS, OPTIMIZER = "model.", "optimizer."
-"""Of names in a checkpoint: the model's weights, and optimizer states, which stay on the disk here."""
+"""Prefixes of names in a checkpoint: the model's weights, and optimizer states, which are not read here."""
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def load_checkpoint_model(folder: Path) -> Any:
 
 
 def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, int]:
-    """Rebuild the model of a run's last checkpoint, and tell how many optimizer steps it has seen.
+    """Rebuild the model of a run's last checkpoint; also return its number of optimizer steps.
 
     Raises:
         FileNotFoundError, ValueError: there is no checkpoint, or a damaged one, see `find_checkpoint`.

@@ -1,6 +1,6 @@
-"""Memory of one rank at the moment of a step when it needs most: torch's trackers on a step without data.
+"""Peak memory of one rank in a step, by torch's trackers on a step with fake tensors.
 
-Formulas stand only where no tracker reaches: DeepSpeed's states and buffers, and what it keeps on the host. Validation
+Formulas are used only where no tracker works: DeepSpeed's states and buffers, and its memory on the host. Validation
 needs less than the step's own forward.
 """
 
@@ -20,7 +20,7 @@ from dmc.config import RunConfig
 from dmc.training.planning.fake_step import fake_step
 
 DEPTHS, SHARDED_DEPTHS = (2, 3), (4, 5)
-"""Layers that are traced; the first and the last ones have neighbours that are gathered or reduced meanwhile."""
+"""Numbers of layers that are traced; the neighbors of the first and last ones are gathered or reduced meanwhile."""
 NAMES = {
     "Parameter": "weights", "Sharded Param": "weights", "Buffer": "weights",
     "Gradient": "gradients", "Sharded Grad": "gradients",
@@ -33,29 +33,29 @@ NAMES = {
 """What the trackers count, in words of a plan. Made in a backward are temporaries, and what is summed until a step
 ends: whole gradients with `accumulate_locally`, those of a copy with HSDP."""
 DEEPSPEED_BUCKET = 200_000_000
-"""Weights in one of DeepSpeed's buffers: what Lightning sets for reduce_bucket_size and allgather_bucket_size."""
+"""Weights in one of DeepSpeed's buffers: Lightning's reduce_bucket_size and allgather_bucket_size."""
 DEEPSPEED_LIVE = 1_000_000_000
-"""Weights that ZeRO-3 keeps gathered at most: DeepSpeed's stage3_max_live_parameters."""
+"""Maximum weights that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters."""
 CONTEXT_BYTES = int(1.5 * 2**30)
-"""CUDA context, cuBLAS workspaces and NCCL's buffers: 1 to 2 GiB on the GPUs of today."""
+"""CUDA context, cuBLAS workspaces and NCCL's buffers: 1 to 2 GiB on current GPUs."""
 FRAGMENTED = 0.05
-"""Share of what PyTorch's allocator has reserved that no tensor uses."""
+"""Share of the memory reserved by PyTorch's allocator that no tensor uses."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the moment when it needs most."""
+    """Memory of one rank at its peak, in bytes."""
 
     components: dict[str, int]
-    """On the device."""
+    """Bytes on the device, by component."""
     peak: str
-    """When it is."""
+    """Moment of the peak."""
     num_weights: int
-    """Of the model, over all ranks."""
+    """Weights of the model, over all ranks."""
     formulas: tuple[str, ...] = ()
-    """Components that were not traced."""
+    """Components by formula, which were not traced."""
     cpu: int = 0
-    """In CPU memory: offloaded states."""
+    """Bytes of offloaded states in CPU memory."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ class Memory:
 
 
 def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool) -> Memory:
-    """Find the moment of a step when a rank needs most, and what is there then.
+    """Find the moment of peak memory in a step, and its components.
 
     Args:
         config: the run.
@@ -102,7 +102,7 @@ def without_deepspeed(config: RunConfig) -> RunConfig:
 
 
 def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int]:
-    """Count what is there at each moment of a step, and the model's weights.
+    """Count the memory at each moment of a step, and the model's weights.
 
     Layers are alike: each moment's peak, and each of its components, is linear in their number.
 

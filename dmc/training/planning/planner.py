@@ -22,17 +22,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What the plan counts on."""
+    """Devices that a plan assumes."""
 
     name: str
     memory_gib: float
     is_gpu: bool
     source: str
-    """Where name and memory come from."""
+    """Source of name and memory."""
 
     @classmethod
     def of(cls, config: RunConfig, planner: PlannerConfig) -> Device:
-        """Look at this machine, or assume."""
+        """Return this machine's device, or an assumed one."""
         if config.trainer.accelerator == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / devices_per_node(config)
             return cls("CPU", planner.device_memory_gib or memory, False, "this machine, shared by its ranks")
@@ -61,7 +61,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a run needs and takes."""
+    """Requirements of a run."""
 
     model: str
     num_weights: int
@@ -75,7 +75,7 @@ class TrainingPlan:
     """Whether each rank sums whole gradients over a step."""
     device: Device
     memory: Memory
-    """Of each rank."""
+    """Memory of each rank."""
     host_bytes: int
     """CPU memory of the first node: offloaded states, and whole copies of the weights: one for each rank while they are
     loaded, or, where each rank reads its own part of a base, two when the first rank exports and checks."""
@@ -89,7 +89,7 @@ class TrainingPlan:
     gpu_hours: float | None
     """FLOPs of all tokens / (peak * utilisation); None: the device's peak is not known."""
     checkpoint_bytes: int
-    """Weights and both states of Adam on the disk; as much again for the one before, which is kept."""
+    """Bytes on disk of weights and both states of Adam; the previous checkpoint, which is kept, takes as many."""
 
     @property
     def steps(self) -> int:
@@ -102,7 +102,7 @@ class TrainingPlan:
         return None if self.gpu_hours is None else self.gpu_hours / self.num_devices / 24
 
     def refuse_what_does_not_fit(self) -> None:
-        """Raise ValueError where a device has not enough memory: the largest component, and what to change."""
+        """Raise ValueError, with the largest component and advice, if a device has not enough memory."""
         if self.memory.total <= self.device.memory_gib * GIB:
             return
         name, size = max(self.memory.components.items(), key=lambda item: item[1])
@@ -125,7 +125,7 @@ class TrainingPlan:
         return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values; memory as components in bytes."""
+        """Return plain values, with memory as components in bytes."""
         memory = {
             **self.memory.components,
             "total": self.memory.total,
@@ -196,7 +196,7 @@ def print_plan(config: RunConfig, planner: PlannerConfig, as_json: bool = False)
 
 
 def plan_table(plan: TrainingPlan) -> str:
-    """Lay a plan out in lines."""
+    """Format a plan as text."""
     device, memory = plan.device, plan.memory
     spread = f"{plan.data_parallel_size} data parallel x {plan.tensor_parallel_size} tensor parallel"
     lines = [

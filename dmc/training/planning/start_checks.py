@@ -1,4 +1,4 @@
-"""What the start of a run refuses on any machine, before it reads a weight or writes; a plan asks the same."""
+"""Machine-independent checks of a start, before it reads a weight or writes; a plan runs the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def check_start(config: RunConfig, num_local: int) -> None:
     """Refuse a run that could not start on so many devices of each node.
 
-    What depends on the machine is left to the start: GPUs that are there, installed libraries, a login, the text.
+    Checks that depend on the machine are left to the start: its GPUs, installed libraries, a login, the text.
 
     Raises:
         ValueError, NotImplementedError: batch, lanes, heads or devices cannot be divided so, the model is not known or

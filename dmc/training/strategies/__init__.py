@@ -1,4 +1,4 @@
-"""How the weights of a run lie over its ranks: `mesh.py` (one device, ddp, fsdp2, hsdp), `zero.py` (DeepSpeed)."""
+"""Parallelism of a run's weights over its ranks: `mesh.py` (one device, ddp, fsdp2, hsdp), `zero.py` (DeepSpeed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One mesh of devices, (replicate, shard, tensor), for one device, data parallelism, FSDP2, HSDP and cut heads."""
+"""One mesh of devices, (replicate, shard, tensor): one device, data parallelism, FSDP2, HSDP, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from dmc.training.strategies.parallelism import Parallelism
 
 MESH_NAMES = ("replicate", "shard", "tensor")
 TRAINER_STATE = "trainer.pt"
-"""File of a checkpoint with all that is no tensor: counters, callbacks, the place in the text."""
+"""File of a checkpoint's other state: counters, callbacks, the position in the text."""
 HEADS = 2
 """Dimension of the heads in projected queries and keys, [B, T, H, D]."""
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -82,7 +82,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Let the ranks meet and make the mesh; one device stays alone."""
+        """Initialize the process group and make the mesh; a single device needs none."""
         if self.num_nodes * self.num_processes == 1:
             self.set_world_ranks()
             ParallelStrategy.setup_environment(self)
@@ -92,7 +92,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap copies, where each rank has one."""
+        """Wrap the model in DistributedDataParallel if each rank has a copy."""
         super().setup(trainer)
         if not self.holds_parts and self.num_copies > 1:
             on_gpu = self.root_device.type == "cuda"
@@ -105,7 +105,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Communicate no more than has to be for a micro-batch that is not the last of its step."""
+        """Minimize communication for micro-batches that are not the last of their step."""
         model: Any = getattr(self.lightning_module, "model", None)
         if not isinstance(model, FSDPModule):
             with super().block_backward_sync():
@@ -123,7 +123,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         model.set_is_last_backward(True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the checkpoint that is being written be finished, if it can be."""
+        """Finish the checkpoint that is being written, if possible."""
         with suppress(OSError, RuntimeError):  # RuntimeError: another rank is gone
             self.saver.wait()
 
@@ -195,7 +195,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Begin to write a checkpoint: tensors are copied now, and written while the run goes on."""
+        """Start writing a checkpoint: tensors are copied now, and written in the background."""
         assert self.lightning_module is not None
         header = Header.of(self.format, checkpoint, self.lightning_module.model)
 
@@ -254,14 +254,14 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
 
 
 def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a sharded parameter a value that every rank has whole."""
+    """Set a sharded parameter to a value that every rank has whole."""
     holder = nn.Module()
     holder.weight = parameter
     set_model_state_dict(holder, {"weight": value}, options=WHOLE)
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the heads and the MLP's neurons among the ranks of `mesh`, as transformers' own plan for the model says.
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model.
 
     Raises:
         ValueError: they cannot be divided evenly.

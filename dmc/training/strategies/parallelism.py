@@ -1,4 +1,4 @@
-"""What a run asks of the way its weights lie over the ranks, and gradients, wherever these keep them."""
+"""Interface of the parallelism of a run's weights and gradients over its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
 
 
 class Parallelism:
-    """The answers for a model that is whole on each rank; strategies of Lightning inherit and change them.
+    """Defaults for a model that is replicated on each rank; Lightning strategies inherit and override them.
 
     Args:
         config: the run.
@@ -32,13 +32,13 @@ class Parallelism:
     format = SHARDED
     """How a checkpoint is written and read: `SHARDED`, or the name of a DeepSpeed strategy."""
     precision: Precision
-    """What Lightning does about precision."""
+    """Lightning's precision setting."""
     clips_in_optimizer = False
     """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
     holds_parts = False
     """Whether no rank ever holds the whole model."""
     root_device: Any
-    """Where this rank computes; Lightning knows."""
+    """Device of this rank, set by Lightning."""
 
     def __init__(self, config: RunConfig) -> None:
         self.run_config = config
@@ -47,7 +47,7 @@ class Parallelism:
 
     @cached_property
     def hosts(self) -> Ranks:
-        """The ranks by their CPUs, for what need not wait for a device; all of them ask for it together."""
+        """Return a CPU group of the ranks, whose collectives wait for no device; all ranks call this together."""
         return Ranks.on_hosts()
 
     def load(self) -> Any:
@@ -83,7 +83,7 @@ class Parallelism:
         parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
-        """Norm over all gradients before clipping, a scalar; with `clips_in_optimizer` that of the step just done."""
+        """Return the gradient norm before clipping, a scalar; with `clips_in_optimizer` that of the last step."""
         return gradient_norm(module)
 
     def check_saved(self, folder: Path, group: Any = None) -> Header:

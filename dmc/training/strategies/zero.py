@@ -57,7 +57,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         return self._load(path, whole=True)
 
     def parallelize(self, model: Any, path: str) -> None:
-        """Read and divide one layer after the other; what has its weights already is divided by the engine."""
+        """Read and shard one layer after the other; a model with weights is sharded by the engine."""
         if not next(model.parameters()).is_meta:
             return
         folder = local_folder(path, self.revision_of(path))
