@@ -1,4 +1,4 @@
-"""A study that anyone can rerun: bases, retrofits and controls over seeds, all methods at equal bytes, one table.
+"""A reproducible study: bases, retrofits and controls over seeds, all methods at equal bytes, one table.
 
 Trainings run in processes of their own; what they cost is one grid of `dmc.results.compare`. What trainings say of
 themselves, `collect` puts into a store of results too.
@@ -28,35 +28,35 @@ from dmc.results.measurement import FULL, Row, new_row
 from dmc.target import build_target
 
 CONTROL = "control"
-"""The run that every other is compared with, of the same seed."""
+"""Name of the run that every other run of the same seed is compared with."""
 METRICS = ("loss", "far_repeat_loss", "exact_match")
-"""Of all tokens, and of those that repeat something far back; and what is answered right."""
+"""Loss of all tokens, loss of long-range repeats, and share of right answers."""
 
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """A study as the user writes it.
+    """Settings of a study.
 
     Raises:
         ValueError: a value is missing or out of range.
     """
 
     bases: dict[str, list[str]]
-    """Name: arguments of `scripts/train.py`. Trained one after the other, before all runs."""
+    """Arguments of `scripts/train.py` by name; bases are trained one after the other, before all runs."""
     runs: dict[str, list[str]]
-    """Name: arguments of `scripts/train.py`; `control` is one of them."""
+    """Arguments of `scripts/train.py` by name; `control` is one of them."""
     policies: list[Any]
     """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
     budgets: list[Any]
-    """Those of runs that are not finished, `bytes:best_cr4`, wait for them."""
+    """Budgets of the policies; a budget in a run's bytes, `bytes:best_cr4`, waits for that run."""
     tasks: list[Any]
     arguments: list[str] = field(default_factory=list)
     """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
     seeds: list[int] = field(default_factory=lambda: [0])
     processes: int = 1
-    """Runs that train at the same time, each with its share of the cores."""
+    """Number of runs that train at the same time, each with its share of the cores."""
     only: list[str] | None = None
-    """Names of the runs to do now; None: all."""
+    """Names of the runs to train now; None: all."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     output: str = "outputs/study"
 
@@ -79,10 +79,10 @@ class StudyRun:
 
     name: str
     seed: int | None
-    """None: a base."""
+    """Seed of the run; None: a base."""
     folder: Path
     arguments: tuple[str, ...]
-    """Of `scripts/train.py`."""
+    """Arguments of `scripts/train.py`."""
 
     @property
     def label(self) -> str:
@@ -125,14 +125,14 @@ def _run(folder: Path, name: str, seed: int | None, arguments: Sequence[str]) ->
 
 
 def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[StudyRun]:
-    """Train what is not finished; a run that was stopped goes on where it stood.
+    """Train unfinished runs; a stopped run resumes.
 
     Args:
-        runs: in the order in which they begin.
+        runs: runs in the order of their start.
         script: `scripts/train.py`.
-        processes: runs at the same time.
+        processes: number of runs at the same time.
     Returns:
-        The runs that failed; what they printed is in `FOLDER.log` beside their folder.
+        The runs that failed; their output is in `FOLDER.log` beside their folder.
     """
     waiting = [run for run in runs if not run.is_finished]
     threads = max(1, available_cores() // processes)
@@ -148,7 +148,7 @@ def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[S
 
 
 def log_of(run: StudyRun) -> Path:
-    """Return where a run's output is kept."""
+    """Return the log file of a run."""
     return run.folder.with_name(f"{run.folder.name}.log")
 
 
@@ -162,7 +162,7 @@ def _train(run: StudyRun, script: Path, threads: int) -> bool:
 
 
 def check_measurements(config: StudyConfig, configs: Path) -> None:
-    """Look up all policies, budgets and tasks, so that hours of training do not end in a word that is spelled wrong.
+    """Look up all policies, budgets and tasks, so that misspelled names fail before hours of training.
 
     Raises:
         ValueError, FileNotFoundError: see `plan_grid`.
@@ -173,7 +173,7 @@ def check_measurements(config: StudyConfig, configs: Path) -> None:
 
 
 def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> str:
-    """Run all policies on the controls, and every other model as it is, beside the control of its seed.
+    """Run all policies on the controls, and compare every other model with the control of its seed.
 
     Args:
         config: policies, budgets, tasks.
@@ -204,12 +204,12 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
 
 
 def collect(folder: Path) -> tuple[list[Row], list[str]]:
-    """Read what the exported models of all runs in a folder were measured at, the last of each run and its snapshots.
+    """Read the metrics of all exported models of the runs in a folder, final ones and snapshots.
 
-    Of a retrofit also the ratio of every layer at each of its validations, the paper's figure 7.
+    For a retrofit also read every layer's ratio at each validation, the paper's figure 7.
 
     Args:
-        folder: of one run, or of several at any depth.
+        folder: folder of one run, or of several at any depth.
     Returns:
         Rows for a `Store`, by target ratio, and the names of runs that have not finished.
     Raises:

@@ -24,7 +24,7 @@ from dmc.results.tables import replace_file, speeds_of, write_tables
 
 
 def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
-    """Give every contestant its model, all over the same weights."""
+    """Return the model of every decoder, all sharing the same weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.model.path is not None:
         stock = load_model(config.model.path, dtype=config.model.dtype).to(device)

@@ -1,6 +1,6 @@
 """Compare methods: python scripts/compare.py 'models={base: DIR, cr4: DIR}' policies=full,h2o budgets=2,4.
 
-Start it again and it goes on; several processes and sweeps (-m) may share one output folder.
+A restart continues it; several processes and sweeps (-m) may share one output folder.
 """
 
 from __future__ import annotations

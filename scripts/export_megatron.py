@@ -1,4 +1,4 @@
-"""Make a Megatron checkpoint of a Llama: python scripts/export_megatron.py model=DIR output=DIR tensor_size=4."""
+"""Write a Llama as a Megatron checkpoint: python scripts/export_megatron.py model=DIR output=DIR tensor_size=4."""
 
 from __future__ import annotations
 

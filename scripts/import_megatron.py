@@ -1,4 +1,4 @@
-"""Make a Hugging Face folder of a Megatron checkpoint: python scripts/import_megatron.py checkpoint=DIR output=DIR."""
+"""Write a Megatron checkpoint as a Hugging Face folder: python scripts/import_megatron.py checkpoint=DIR output=DIR."""
 
 from __future__ import annotations
 

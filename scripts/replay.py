@@ -1,4 +1,4 @@
-"""Run a batch that a run has skipped: python scripts/replay.py run=DIR file=DIR/nonfinite/step_0000010_rank0.pt."""
+"""Replay a batch that a run has skipped: python scripts/replay.py run=DIR file=DIR/nonfinite/step_0000010_rank0.pt."""
 
 from __future__ import annotations
 

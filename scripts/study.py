@@ -1,4 +1,4 @@
-"""Rerun the study: python scripts/study.py (see configs/study.yaml). Start it again and it goes on."""
+"""Rerun the study: python scripts/study.py (see configs/study.yaml). A restart continues it."""
 
 from __future__ import annotations
 

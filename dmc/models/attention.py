@@ -56,7 +56,7 @@ class CompressedAttentionMixin(nn.Module):
     v_proj: nn.Module
     o_proj: nn.Module
 
-    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize projected queries and keys; the identity but for families with q_norm and k_norm."""
         return query, key
 
@@ -66,7 +66,7 @@ class CompressedAttentionMixin(nn.Module):
         query = self.q_proj(hidden_states).view(shape)
         key = self.k_proj(hidden_states).view(shape)
         value = self.v_proj(hidden_states).view(shape)
-        query, key = self.normalise(query, key)
+        query, key = self.normalize(query, key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(

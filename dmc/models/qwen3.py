@@ -22,7 +22,7 @@ class DMCQwen3Attention(CompressedAttentionMixin, Qwen3Attention):
     q_norm: nn.Module
     k_norm: nn.Module
 
-    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the per-head RMS norms of queries and keys, [B, T, heads, D]."""
         return self.q_norm(query), self.k_norm(key)
 

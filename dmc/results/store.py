@@ -145,7 +145,7 @@ def _column(kind: str, row: Row) -> str:
 
 
 def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Write for each key the settings in which it differs from others: `recent=4, normalise=True`."""
+    """Write for each key the settings in which it differs from others: `recent=4, sinks=8`."""
     told = {}
     for key, own in known.items():
         others = [other for each, other in known.items() if each != key]

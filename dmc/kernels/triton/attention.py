@@ -15,7 +15,7 @@ from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, load_slots, 
 SHORTEST_SPLIT = 128
 """Slots below which a head is not split further."""
 MOST_SPLITS = 64
-SLOTS_NORMALISED = 1024
+SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
 
@@ -96,8 +96,8 @@ def paged_attention(
         )
         if scores is None:
             return out
-        _normalise_kernel[(batch * query_heads, triton.cdiv(scores.shape[-1], SLOTS_NORMALISED))](
-            scores, lse, lengths, rows, scores.shape[-1], KV_HEADS=kv_heads, GROUP=group, SLOTS=SLOTS_NORMALISED
+        _normalize_kernel[(batch * query_heads, triton.cdiv(scores.shape[-1], SLOTS_NORMALIZED))](
+            scores, lse, lengths, rows, scores.shape[-1], KV_HEADS=kv_heads, GROUP=group, SLOTS=SLOTS_NORMALIZED
         )
         return out, scores
 
@@ -217,7 +217,7 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _normalise_kernel(
+def _normalize_kernel(
     scores, lse, lengths, rows, capacity, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr
 ):
     """Turn one query head's scores into probabilities, 0 beyond its length."""

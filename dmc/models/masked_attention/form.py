@@ -31,7 +31,7 @@ class Operands:
     bias, and the gradient of the keys includes its gradient. It is `free_channel`, or the first one behind the head.
 
     Attributes:
-        query: [heads, time, group, width]; the query heads of one KV head are neighbours, so keys are never repeated.
+        query: [heads, time, group, width]; the query heads of one KV head are adjacent, so keys are never repeated.
         recent_key, stream_key: [heads, time, width]; recent_key is None where nothing is delayed.
         recent_value, stream_value: [heads, time, channels].
         top: score of row i and stream entry i - delay without its bias, [heads, time - delay, group], in the
