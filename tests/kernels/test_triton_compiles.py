@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,10 @@ from dmc.kernels.triton import append, attention, compaction, prefill  # noqa: E
 
 SHARED_MEMORY = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability."""
+REGISTERS, THREADS, PROGRAMS = 64 * 1024, {86: 1536, 90: 2048}, {86: 16, 90: 32}
+"""Of a multiprocessor."""
+SPILLED = {(86, "_prefill_kernel"): 6424}
+"""Bytes of stack that are known of: prompts in float32 spill; those in bfloat16 do not."""
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -31,11 +38,30 @@ POINTERS = {
 }
 
 
+def resources_of(cubin: bytes) -> dict[str, int]:
+    """Read what NVIDIA's tool says of a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
+
+
+def blocks_per_multiprocessor(capability: int, registers: int, threads: int, shared: int) -> int:
+    """Programs that one multiprocessor holds at once: registers come by 8 a thread, 1 KiB of memory is the system's."""
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    by_memory = (SHARED_MEMORY[capability] + 1024) // (shared + 1024)
+    return min(by_registers, by_memory, THREADS[capability] // threads, PROGRAMS[capability])
+
+
 class Compiled:
     """Stands for a kernel: compiles it for what it is launched with, and launches nothing."""
 
     def __init__(self, kernel: Any, target: Any) -> None:
         self.kernel, self.target, self.shared_memory = kernel, target, []
+        self.used: list[dict[str, int]] = []
+        """Of each binary: registers of a thread, bytes of its stack, to which registers spill, and threads."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
@@ -54,6 +80,7 @@ class Compiled:
             source = ASTSource(self.kernel, signature=signature, constexprs=fixed, attrs=aligned)
             binary = triton.compile(source, target=self.target, options={"num_warps": num_warps})
             self.shared_memory.append(binary.metadata.shared)
+            self.used.append({**resources_of(binary.asm["cubin"]), "THREADS": 32 * num_warps})
 
         return launch
 
@@ -97,3 +124,9 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     for each in compiled:
         assert each.shared_memory, each.kernel.__name__
         assert max(each.shared_memory) <= SHARED_MEMORY[capability], each.kernel.__name__
+        for used, shared in zip(each.used, each.shared_memory, strict=True):
+            blocks = blocks_per_multiprocessor(capability, used["REG"], used["THREADS"], shared)
+            row = (each.kernel.__name__, used["REG"], used["STACK"], shared, blocks)
+            print(f"| sm_{capability} | {' | '.join(map(str, row))} |")  # pytest -s
+            assert used["STACK"] <= SPILLED.get((capability, each.kernel.__name__), 8), row
+            assert blocks >= 1, row
