@@ -17,7 +17,7 @@ from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
-from dmc.results.load import LoadConfig, run_load, table_of
+from dmc.results.load import LoadConfig, report_load
 from dmc.results.plots import draw_speed
 from dmc.results.store import Store
 from dmc.results.tables import replace_file, speeds_of, write_tables
@@ -43,7 +43,7 @@ def main(settings: DictConfig) -> None:
     server, load = values.pop("server"), values.pop("load")
     if server is not None:
         measured = build_config(LoadConfig, {"server": server, "output": values["output"], **load})
-        print(table_of(run_load(measured, Store(Path(measured.output) / "cells.jsonl").append)))
+        print(report_load(measured))
         return
     config = build_config(BenchmarkConfig, values)
     folder = Path(config.output)

@@ -10,13 +10,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import pandas
 
-from dmc.bounds import Count, check_fields
+from dmc.bounds import Bounds, Count, check_fields
 from dmc.results.measurement import Row, new_row
+from dmc.results.plots import draw_load
+from dmc.results.store import Store
+from dmc.results.tables import replace_file
 
 POLL_SECONDS = 0.1
 
@@ -32,7 +36,7 @@ class LoadConfig:
     server: str
     """Address of the server, with or without /v1."""
     model: str | None = None
-    """Name of the model on the server; None: its first."""
+    """Name of the model on the server; None: its first, and all of them for a crowd."""
     rates: list[float | None] = field(default_factory=lambda: [None])
     """Rates of requests per second, as a Poisson process; None: all at once, up to `concurrency`."""
     num_requests: Count = 64
@@ -51,6 +55,8 @@ class LoadConfig:
     fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
     """Further fields of a request's body; `ignore_eos` is an extension of this server and vLLM."""
     seed: int = 0
+    crowd_seconds: Annotated[float, Bounds(above=0)] | None = None
+    """`concurrency` clients that also break off, drop and send nonsense, for so long; None: requests at `rates`."""
     output: str = "outputs/load"
 
     def __post_init__(self) -> None:
@@ -86,6 +92,11 @@ class Visit:
         return self.times[0] - self.sent
 
     @property
+    def whole(self) -> float:
+        """Seconds to the end."""
+        return self.end - self.sent
+
+    @property
     def each(self) -> float:
         """Mean seconds per token after the first."""
         return (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
@@ -102,11 +113,18 @@ def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
     """
     rows = []
     try:
-        name = config.model or httpx.get(f"{config.root}/v1/models", headers=_headers(config)).json()["data"][0]["id"]
+        known = [config.model] if config.model else _names(config)
+        name = known[0]
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise OSError(
             f"{config.root}/v1/models tells no models ({error}): give server=, and model= if it must"
         ) from error
+    if config.crowd_seconds is not None:
+        from dmc.results.crowd import run_crowd  # which builds on this module
+
+        rows.append(run_crowd(config, known))
+        on_row(rows[0])
+        return rows
     for rate in config.rates:
         begin = time.monotonic()
         visits, held = asyncio.run(_load(config, name, rate))
@@ -131,7 +149,12 @@ def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[s
     """Summarize requests: percentiles of seconds, tokens per second and requests in time per second."""
     good = [visit for visit in visits if visit.error is None and visit.times]
     found: dict[str, float] = {"failed": len(visits) - len(good)}
-    for name, values in (("first_token", [visit.first for visit in good]), ("token", [visit.each for visit in good])):
+    seconds_of = {
+        "first_token": [visit.first for visit in good],
+        "token": [visit.each for visit in good],
+        "request": [visit.whole for visit in good],
+    }
+    for name, values in seconds_of.items():
         for percent in (50, 95, 99):
             found[f"{name}_seconds_p{percent}"] = percentile(values, percent)
     in_time = [v for v in good if v.first <= config.first_seconds and v.each <= config.token_seconds]
@@ -141,6 +164,15 @@ def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[s
     return found
 
 
+def report_load(config: LoadConfig) -> str:
+    """Load the server, keep the rows beside those of earlier loads, draw all of these, and return a table."""
+    store = Store(Path(config.output) / "cells.jsonl")
+    rows = run_load(config, store.append)
+    if len(loads := loads_of(store.rows())):
+        replace_file(store.path.with_name("load.png"), draw_load(loads, full="full").png())
+    return table_of(rows)
+
+
 def table_of(rows: list[Row]) -> str:
     """Write rows side by side, one line for each metric."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
@@ -148,12 +180,33 @@ def table_of(rows: list[Row]) -> str:
     return str(pandas.DataFrame(table, index=names).to_string(float_format=lambda value: f"{value:.4g}"))
 
 
+def loads_of(rows: list[Row]) -> pandas.DataFrame:
+    """Turn rows at rates and at saturation into what `plots.draw_load` draws; crowds are left out."""
+    found = [
+        {
+            "name": row["model"],
+            "rate": row.get("coordinates", {}).get("rate", math.nan),
+            "tokens_per_second": row["metrics"]["tokens_per_second"],
+            "seconds": row["metrics"]["request_seconds_p95"],
+        }
+        for row in rows
+        if row["task"] == "load" and "request_seconds_p95" in row["metrics"]
+    ]
+    return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"])
+
+
 def percentile(values: list[float], percent: int) -> float:
     """Return a percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else sum(values)
 
 
-def _headers(config: LoadConfig) -> dict[str, str]:
+def _names(config: LoadConfig) -> list[str]:
+    answer = httpx.get(f"{config.root}/v1/models", headers=headers_of(config))
+    return [each["id"] for each in answer.json()["data"]]
+
+
+def headers_of(config: LoadConfig) -> dict[str, str]:
+    """Write the key as servers read it."""
     return {"Authorization": f"Bearer {config.api_key}"}
 
 
@@ -161,7 +214,7 @@ async def _load(config: LoadConfig, name: str, rate: float | None) -> tuple[list
     draw, tasks = random.Random(config.seed), []
     room, begin = asyncio.Semaphore(config.concurrency), time.monotonic()
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=config.root, headers=_headers(config), limits=limits, timeout=None) as web:
+    async with httpx.AsyncClient(base_url=config.root, headers=headers_of(config), limits=limits, timeout=None) as web:
         held: dict[str, float] = {}
         watching = asyncio.create_task(_watch(web, name, held))
         for _ in range(config.num_requests):

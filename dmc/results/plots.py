@@ -289,6 +289,33 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     return plot
 
 
+def draw_load(loads: pandas.DataFrame, full: str | None = None) -> Plot:
+    """Draw throughput over latency of servers under load; the points of a line are rates at which requests came.
+
+    Args:
+        loads: `name`, `rate` (missing: saturated), `tokens_per_second`, `seconds`; the median of each rate is drawn.
+        full: the name whose cache is full.
+    """
+    found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median().sort_values("rate")
+    with _plot("Throughput over latency under load", "Up and to the left is better. Numbers: requests/s.") as plot:
+        axes, labels, points = plot.panels[0], [], []
+        for name, own in found.groupby("name", sort=False):
+            color = FULL if name == full else GATES
+            spots = list(zip(own["seconds"], own["tokens_per_second"], strict=True))
+            points += [*spots, *_along(spots)]
+            axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
+            for rate, spot in zip(own["rate"], spots, strict=True):
+                shown = "saturated" if pandas.isna(rate) else f"{rate:g}"
+                words = f"{name}, {shown}: {spot[1]:,.1f} tokens/s, {spot[0]:,.2f} s"
+                (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
+                plot.tip(mark, str(name), words)
+                labels.append((*spot, shown, MUTED))
+            labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
+        axes.margins(0.14)
+        _finish_plane(axes, "95 % of requests end within (s)", "throughput (tokens/s)", labels, points, from_zero=True)
+    return plot
+
+
 def draw_places(lines: pandas.DataFrame) -> list[Plot]:
     """Draw a metric of one task by its coordinates.
 

@@ -15,6 +15,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from openai.types import Model
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from dmc.policies.from_config import budget_name
 from dmc.runtime import Engine
@@ -204,6 +205,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         await asyncio.wait_for(read(), limits.body_seconds)
     except TimeoutError as error:
         raise APIError(408, f"the body has not come within {limits.body_seconds:g} seconds") from error
+    except ClientDisconnect as error:
+        raise APIError(499, "the client has gone") from error
     return bytes(found)
 
 

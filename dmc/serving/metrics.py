@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from dmc.runtime import Engine, Request
 
@@ -35,6 +36,8 @@ class Metrics:
 
     def __init__(self, engines: Iterable[str]) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._tasks = Gauge("dmc_tasks", "Tasks of the event loop.", registry=self.registry)
         own: dict[str, Any] = {"labelnames": ["model"], "registry": self.registry}
         self._requests = Counter(
             "dmc_requests", "Prompts that have ended.", ["model", "finish_reason"], registry=self.registry
@@ -81,5 +84,6 @@ class Metrics:
             self._bytes.labels(name).observe(stats.bytes_used)
 
     def text(self) -> bytes:
-        """Write all of it."""
+        """Write all of it, in the event loop."""
+        self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)

@@ -73,6 +73,12 @@ class ServeConfig:
     api_key_file: str | None = None
     max_waiting: int = 256
     grace_seconds: int = 30
+    replicas: int | None = None
+    """Processes of Ray Serve, each with engines of its own; None: this process."""
+    max_replicas: int | None = None
+    """As many are started when requests wait; None: no more than `replicas`."""
+    target_ongoing_requests: float = 32.0
+    """Requests under way for each replica, beyond which one more is started."""
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -80,6 +86,13 @@ class ServeConfig:
         for name, least in (("port", 0), ("max_waiting", 0), ("grace_seconds", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= {least}")
+        number, most = self.replicas, self.max_replicas
+        if (number is None and most is not None) or (number is not None and not 1 <= number <= (most or number)):
+            raise ValueError(f"replicas={number} max_replicas={most}: expected 1 <= replicas <= max_replicas")
+        if not self.target_ongoing_requests > 0:
+            raise ValueError(f"target_ongoing_requests={self.target_ongoing_requests}: expected a number > 0")
+        if self.replicas is not None and torch.distributed.is_torchelastic_launched():
+            raise ValueError("replicas= starts processes itself, each with a whole model: leave torchrun out")
         if self.port > 65535:
             raise ValueError(f"port={self.port}: expected at most 65535")
         if self.limits.max_body_bytes < 1 or not self.limits.body_seconds > 0:
@@ -137,11 +150,8 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
     }
     built = {}  # before anything is loaded
     for name, each in served.items():
-        entry = (
-            {"name": each.policy, "like": each.policy}
-            if isinstance(each.policy, str)
-            else {"name": name, **each.policy}
-        )
+        is_name = isinstance(each.policy, str)
+        entry = {"name": each.policy, "like": each.policy} if is_name else {"name": name, **each.policy}
         ((_, settings),) = named_settings([entry], policies, f"models.{name}.policy").items()
         built[name] = policy_from_config(settings, each.budget)
     loaded: dict[Any, Any] = {}
@@ -174,11 +184,7 @@ def _share(memory: int | float | str | None, num_names: int, model: Any) -> int 
     fraction = AUTO_FRACTION if memory == "auto" else memory
     if not isinstance(fraction, float):
         return memory  # which the engine refuses
-    return (
-        fraction / num_names
-        if num_names == 1
-        else int(fraction * free_bytes(next(model.parameters()).device)) // num_names
-    )
+    return int(fraction * free_bytes(next(model.parameters()).device)) // num_names
 
 
 def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = lambda port: None) -> None:
@@ -190,18 +196,24 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
         started: is told the port when it listens.
     """
     keys = config.keys()
-    worker = make_worker(config, policies)
-    for each in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # uvicorn raises them again when it is done; the first rank ends others
+    worker = None
+    if config.replicas is None:
+        worker = make_worker(config, policies)
+        app, stop = make_app(worker, keys, config.limits), worker.stop
+    else:
+        try:
+            from dmc.serving import ray_app
+        except ImportError as error:
+            raise ImportError(f"replicas= needs Ray ({error}): pip install 'dmc-retrofit[ray]'") from error
+        app, stop = ray_app.start(config, policies, keys)
+    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end; the first rank ends others
         signal.signal(each, lambda *_: None)
-    if worker.ranks.rank:
+    if worker is not None and worker.ranks.rank:
         worker.run()
         return
     server = Server(
         uvicorn.Config(
-            make_app(worker, keys, config.limits),
+            app,
             host=config.host,
             port=config.port,
             log_level=logging.WARNING,
@@ -211,11 +223,12 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
         )
     )
     server.started_at = started
-    worker.start()
+    if worker is not None:
+        worker.start()
     try:
         server.run()
     finally:
-        worker.stop()
+        stop()
     if not server.started:
         raise OSError(f"cannot listen on {config.host}:{config.port}: give another port=")
 

@@ -131,8 +131,9 @@ class Worker:
                 for name, engine in self.engines.items():
                     if any(mine == name for mine, _ in self._requests.values()):
                         self._tell(name, self._step(engine))
-                    self.metrics.look_at(name, engine, is_idle=not self._requests)
                 self._end_finished()
+                for name, engine in self.engines.items():
+                    self.metrics.look_at(name, engine, is_idle=not self._requests)
         except BaseException as error:
             logger.exception("the engines have stopped")
             end = error

@@ -157,7 +157,7 @@ def test_too_long_says_both_numbers(served: Any) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
-def test_connections_that_send_little_or_read_nothing_hold_nobody_up(make_server: Any, served: Any) -> None:
+def test_connections_that_send_little_or_read_nothing_hold_nobody_up(served: Any, caplog: Any) -> None:
     theirs = served.worker
     host, port = "127.0.0.1", int(served.url.rsplit(":", 1)[1])
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -175,6 +175,7 @@ def test_connections_that_send_little_or_read_nothing_hold_nobody_up(make_server
         each.close()
     slow.close()
     served.wait_until_idle()
+    assert not [record for record in caplog.records if record.exc_info], "a client that goes is no error"
     assert time.monotonic() - begin < 30
     assert theirs.failure is None
 

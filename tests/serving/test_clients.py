@@ -271,6 +271,15 @@ def _counter(served: Any, name: str, model: str = "full") -> str:
     return next((line.split()[-1] for line in text.splitlines() if line.startswith(f'{name}{{model="{model}"')), "0")
 
 
+def test_gauges_are_right_when_nothing_runs_any_more(served: Any) -> None:
+    for _ in range(3):
+        served.client().completions.create(model="full", prompt="line", max_tokens=2)
+        served.wait_until_idle()
+        end = time.monotonic() + 10
+        while any(float(_counter(served, name)) for name in ("dmc_requests_running", "dmc_pool_blocks_in_use")):
+            assert time.monotonic() < end
+
+
 def test_a_full_queue_says_come_again(make_server: Any, served: Any) -> None:
     theirs = served.worker.engines["full"]
     busy = make_server({"one": Engine(theirs.model, theirs.tokenizer, max_batch_size=1)}, max_waiting=1)

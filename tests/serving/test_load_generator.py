@@ -9,7 +9,8 @@ import numpy
 import pytest
 from scripts_here import run_script
 
-from dmc.results.load import LoadConfig, Visit, percentile, run_load, summarize
+from dmc.results.load import LoadConfig, Visit, loads_of, percentile, run_load, summarize
+from dmc.results.plots import draw_load
 from dmc.results.store import Store
 
 
@@ -45,6 +46,27 @@ def test_every_request_and_token_is_counted(served: Any, tmp_path: Path) -> None
     served.wait_until_idle()
 
 
+def test_a_curve_takes_the_median_of_each_rate() -> None:
+    def row(name: str, rate: float | None, speed: float, seconds: float) -> dict[str, Any]:
+        metrics = {"tokens_per_second": speed, "request_seconds_p95": seconds}
+        return {
+            "model": name,
+            "task": "load",
+            "metrics": metrics,
+            "coordinates": {} if rate is None else {"rate": rate},
+        }
+
+    rows = [row("own", 2.0, 20.0, 1.0), row("own", 2.0, 22.0, 3.0), row("own", None, 90.0, 9.0)]
+    rows += [row("full", 2.0, 18.0, 2.0), {"model": "own", "task": "load", "metrics": {"wrong": 0}}]
+    plot = draw_load(loads_of(rows), full="full")
+    told = [words for _, words in plot.tips.values()]
+    assert told == [
+        "full, 2: 18.0 tokens/s, 2.00 s",
+        "own, 2: 21.0 tokens/s, 2.00 s",
+        "own, saturated: 90.0 tokens/s, 9.00 s",
+    ]
+
+
 def test_percentiles_and_goodput_are_those_of_a_naive_count() -> None:
     config = LoadConfig("http://x", first_seconds=1.0, token_seconds=0.1)
     visits = [Visit(1.0, [1.5, 1.6, 1.7]), Visit(2.0, [4.0, 4.1]), Visit(0.0, [0.5, 0.9]), Visit(3.0, error="503")]
@@ -68,10 +90,12 @@ def test_the_script_prints_a_table_and_keeps_the_rows(
     shown = capsys.readouterr().out
     assert "30 requests/s" in shown and "token_seconds_p99" in shown
     assert len(Store(Path("out/cells.jsonl")).rows()) == 2
+    assert Path("out/load.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in (
         ("server=localhost:8000", "expected an address such as http"),
         ("server=http://127.0.0.1:9", "tells no models"),
         (f"server={served.url} load.model=none", "answers no request: 404"),
+        (f"server={served.url} load.crowd_seconds=0", "crowd_seconds=0.0: expected seconds > 0"),
         (f"server={served.url} load.rates=[0]", "expected requests a second > 0"),
         (f"server={served.url} load.new_tokens=[5,3]", "expected the least and the most"),
     ):

@@ -40,6 +40,10 @@ REFUSED = [
     ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
     ("model={stock} limits.max_body_bytes=0", "limits: expected max_body_bytes and body_seconds > 0"),
     ("model={stock} max_waiting=-1", "max_waiting=-1"),
+    ("model={stock} replicas=0", "replicas=0 max_replicas=None: expected 1 <= replicas <= max_replicas"),
+    ("model={stock} replicas=3 max_replicas=2", "expected 1 <= replicas <= max_replicas"),
+    ("model={stock} max_replicas=2", "replicas=None max_replicas=2"),
+    ("model={stock} target_ongoing_requests=0", "target_ongoing_requests=0.0: expected a number > 0"),
 ]
 
 

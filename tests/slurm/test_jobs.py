@@ -5,11 +5,13 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from hydra import compose, initialize_config_dir
 from launching import logged_losses, logged_parts, train_ranks
@@ -141,6 +143,20 @@ def test_one_command_trains_a_ramp_and_every_branch_of_it(slurm, settings, tmp_p
     ]  # fmt: skip
     first = [starts(Path(place))[0]["step"] for place in jobs.values()]
     assert first[0] == 0 < first[1] < first[2]
+
+
+def test_replicas_on_two_nodes_answer_behind_one_address(slurm, folders, tmp_path):
+    pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
+    log, settings = tmp_path / "job.log", ["name=own", "port=0", "memory=20000000", "replicas=2"]
+    job = slurm.submit("--nodes=2", f"--output={log}", "slurm/serve.sbatch", f"model={folders.compressed}", *settings)
+    slurm.wait_until(lambda: log.exists() and (" http://" in log.read_text() or slurm.state(job) != "RUNNING"), "start")
+    assert slurm.state(job) == "RUNNING", log.read_text()
+    url = re.search(r"own: (http://127.0.0.1:\d+)", log.read_text())[1]
+    assert httpx.get(f"{url}/health", timeout=60).json()["replicas"] == 2
+    asked = {"model": "own", "prompt": "line", "max_tokens": 5}
+    assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["usage"]["completion_tokens"] == 5
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    assert slurm.wait(job) == "COMPLETED", log.read_text()
 
 
 CONTAINED = """\
