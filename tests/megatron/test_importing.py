@@ -260,7 +260,7 @@ def take_a_rank_of_another_run(source: Path) -> None:
     ("spoil", "message"),
     [
         (cut_off, "model_optim_rng.pt is cut off"),
-        (add_a_bias, r"holds decoder.layers.0.self_attention.linear_qkv.bias .*a Llama has not"),
+        (add_a_bias, r"holds decoder.layers.0.self_attention.linear_qkv.bias .*no Llama has"),
         (take_a_rank_of_another_run, r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"),
     ],
 )
