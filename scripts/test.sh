@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
-setup_environment train,slurm,deepspeed,eval,serve,dev
+setup_environment train,slurm,deepspeed,eval,serve,ray,dev
 exec .venv/bin/python -m pytest --numprocesses="${TEST_PROCESSES:-2}" --dist=worksteal "$@"
