@@ -4,7 +4,7 @@ activate_environment
 # srun does not take --cpus-per-task over from the job; where it was not given, a step has all CPUs of its nodes.
 [ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # Of an array one task has the number of the whole array, which would stand for all its tasks.
-THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-${SLURM_JOB_ID-}}
 
 # run_once PROGRAM ARGUMENT...: one process on the first node.
 run_once() {

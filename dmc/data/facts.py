@@ -217,6 +217,8 @@ class FactSequences(Dataset[dict[str, Any]]):
         """Write facts and their questions into text; all is learned, and answers more than the rest."""
         if not self.has_questions:
             said = [self._fact(key, value, draw) for key, value in self._drawn(lesson, draw)]
+            while sum(map(len, said)) > lesson.length:
+                said.pop()
             return weave(said, text, lesson.length, draw)[0]
         events: list[tuple[float, list[Weighted]]] = []
         delay = float(draw.random() < self.facts.asked_last)
