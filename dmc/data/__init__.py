@@ -15,7 +15,6 @@ from dmc.data.packing import PackedTokens
 from dmc.data.report import SourceReport, format_report, report_sources, write_report
 from dmc.data.sources import DocumentSource
 from dmc.data.streaming import StreamLoader
-from dmc.data.synthetic import RecallSequences
 from dmc.data.text import TextSource
 from dmc.data.tokenizer import Framing, framing_of, train_tokenizer
 
@@ -29,7 +28,6 @@ __all__ = [
     "OrderedDataset",
     "PackageSource",
     "PackedTokens",
-    "RecallSequences",
     "ResumableOrder",
     "SourceReport",
     "StandardLibrarySource",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -310,6 +311,25 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
         assert result.stats.achieved_ratio > 1.1
 
 
+@pytest.mark.parametrize("name", ["copy", "needle", "key_value"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_random_answer_stands_once_behind_a_mark(name: Any, length: int) -> None:
+    task = Recall(name, num_samples=50, sequence_length=64, answer_length=length, question="hidden", seed=1)
+    samples, depths = task.samples(None, 100), set()
+    for sample in samples:
+        tokens = [*sample.prompt, *sample.after, *sample.continuation]
+        marks = [place for place, token in enumerate(tokens) if token == 1]
+        assert len(tokens) == 64 and tokens.count(0) == 1 and sample.after[0] == 0 and min(sample.continuation) > 1
+        keys = [tokens[place + 1 : place + len(sample.after)] for place in marks]
+        source = marks[keys.index(sample.after[1:])] + len(sample.after)
+        assert tokens[source : source + length] == sample.continuation and source + length <= len(sample.prompt)
+        assert len(marks) == (64 // (2 + length) - 1 if name == "key_value" else 1)
+        assert len({*map(tuple, keys)}) == len(keys)
+        depths.add(source)
+    assert depths == {1} if name == "copy" else len(depths) > 5
+    assert task.samples(None, 100) == samples != dataclasses.replace(task, seed=2).samples(None, 100)
+
+
 @pytest.mark.parametrize("question", ["known", "hidden"])
 @pytest.mark.parametrize("kind", ["copy", "needle", "key_value"])
 def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, question: Any, make_stock: Any) -> None:
@@ -364,6 +384,31 @@ def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, wo
     twice = sum(2 * (len(each.prompt) + len(each.after)) for each in samples)  # to answer, and for the loss
     once = sum(contexts.values()) + sum(2 * len(each.after) for each in samples)
     assert sum(fed) == twice + (once if question == "hidden" else twice)
+    assert engine.blocks_in_use == 0
+
+
+def test_questions_in_turn_follow_each_other_on_one_cache(model: Any, word_tokenizer: Any) -> None:
+    task = dataclasses.replace(FACTS, question="in_turn")
+    chats = task.samples(word_tokenizer, 300)
+    forks = itertools.groupby(FACTS.samples(word_tokenizer, 300), lambda each: each.prompt)
+    for chat, (context, samples) in zip(chats, forks, strict=True):
+        asked = [*zip(chat.turns[1:], chat.answers.values(), strict=True)]
+        assert chat.turns[0] == context
+        assert sorted(asked) == sorted((each.after, each.continuation) for each in samples)
+    assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
+    tires = run(task, lambda text: find_fact(text) if text.count("\nget") < 2 else " the", model, word_tokenizer)
+    table = by_coordinates(tires)["by_turn"]
+    assert {each.metrics["exact_match"] for each in tires} == {0.5}
+    assert (table["turn"], table["exact_match"]) == ([2, 3], [1.0, 0.0])
+    engine = Engine(model, word_tokenizer, policy=StreamingLLM(budget=Budget(tokens=32)))
+    for chat in chats:
+        with engine.session() as session:
+            session.feed(chat.turns[0])
+            first, second = (session.generate(turn, task.params()) for turn in chat.turns[1:])
+        right = dataclasses.replace(chat, answers={1: first.token_ids, 2: [second.token_ids[0] + 1]})
+        (result,) = task.evaluate(engine, [right])
+        assert [part.metrics["exact_match"] for part in result.parts] == [1.0, 0.0]
+        assert torch.equal(result.stats.slots, second.stats.slots)
     assert engine.blocks_in_use == 0
 
 
@@ -435,7 +480,7 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
             (scoring,) = own.score_with_stats([sample.prompt], [sample.continuation], after=[sample.after])
             rows = zip(scoring.logprobs, sample.continuation, strict=True)
             assert result.metrics["loss"] == pytest.approx(-fmean(float(row[token]) for row, token in rows), abs=1e-4)
-            assert result.metrics.items() >= task.grade(own, sample, alone).items()
+            assert result.metrics.items() >= task.grade(own, sample.continuation, alone).items()
 
 
 def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
@@ -615,27 +660,29 @@ def test_figures_are_averaged_place_by_place() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths=[2]: expected numbers from 0 to 1"),
+        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths[0]=2: expected a number >= 0 and <= 1"),
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
-        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected whole numbers >= 1"),
+        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected a list, each a whole number >= 1"),
+        (lambda _: Needle(haystack=FILLER, lengths=512), "lengths=512: expected a list"),
         (lambda _: Needle(haystack=" ").identity(), "haystack is empty"),
         (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected a whole number"),
-        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected known"),
-        (lambda _: Needle(haystack=FILLER, question="\nWhat is it? It is"), "its wording is question_text"),
+        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected one of known, hidden"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
         (lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300), "lengths: 20 tokens have no"),
         (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
-        (lambda _: KeyValuePairs(lengths=[0]), "lengths=[0]"),
+        (lambda _: KeyValuePairs(lengths=[0]), "lengths[0]=0"),
         (lambda _: TwoStageRetrieval(entries=[]), "entries=[]"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns=[1]: expected whole numbers >= 2"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected hidden"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns[0]=1: expected a whole number >= 2"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected one of hidden"),
         (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected a whole number <= 5"),
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected a whole number <= 8"),
         (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected one of seen, unseen"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
-        (lambda _: Recall("copy", sequence_length=4), "sequence_length=4 has no room"),
+        (lambda _: FactRecall(haystack=" ").identity(), "haystack is empty"),
+        (lambda _: Recall("copy", sequence_length=9), "sequence_length=9 has no room"),
+        (lambda _: Recall("key_value", vocab_size=5), "vocab_size=5 is too small for 'key_value'; it needs at least"),
         (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows 300"),
         (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected a whole number >= 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),

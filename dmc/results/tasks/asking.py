@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
 
-from dmc.bounds import Count, check_fields
-from dmc.data import RecallSequences
-from dmc.data.synthetic import RecallTask
-from dmc.results.tasks.base import Part, Sample, SampleResult
+from dmc.bounds import check_fields
+from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
 from dmc.runtime.generation import Scoring
@@ -20,31 +19,56 @@ Question = Literal["known", "hidden"]
 """Whether the cache is compressed with the question in the prompt, or with the context alone."""
 
 
+@dataclass(frozen=True)
+class Turns(Sample):
+    """A conversation, one session of the engine: each turn sees the cache that the one before has compressed.
+
+    `prompt` is all of its messages to the model.
+    """
+
+    turns: list[list[int]] = field(default_factory=list)
+    """The prompt of each turn."""
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    """Right answers by the index of their turn; the last turn has one."""
+    reply: SamplingParams | None = None
+    """Sampling parameters of the turns without an answer; None: they are only fed."""
+
+
 class Asking:
     """A task with greedy answers, no token of which is predicted by the prompt's own pass."""
 
     main_metric = "exact_match"
     higher_is_better = True
-    question: Question
+    question: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def identity(self) -> Any:
+        """See `Task.identity`: the text or the files of `haystack`, if the task has one."""
+        if not hasattr(self, "haystack"):
+            return None
+        if not isinstance(self.haystack, str):
+            return describe_text(self.haystack, "haystack")
+        if not self.haystack.strip():
+            raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
+        return self.haystack
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters of answers."""
         raise NotImplementedError
 
-    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
-        """Compare a generated answer with a sample's: 1 or 0 for each metric."""
-        raise NotImplementedError
-
-    def check_question(self) -> None:
-        """Raise a ValueError unless `question` is a `Question`."""
-        if self.question not in get_args(Question):
-            raise ValueError(
-                f"question={self.question!r}: expected known (the cache is compressed with the question in sight) or "
-                "hidden (before it comes); its wording is question_text"
-            )
+    def grade(self, engine: Engine, answer: list[int], generation: Generation) -> dict[str, float]:
+        """Compare a generated answer with the right one, 1 or 0 for each metric; default: every token must be right."""
+        return {"exact_match": float(generation.token_ids == answer)}
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; `loss` is the right answer's. A prompt shared by several samples is compressed once."""
+        """See `Task.evaluate`; `loss` is the right answer's, which conversations do not have.
+
+        A prompt shared by several samples is compressed once.
+        """
+        if conversations := [sample for sample in samples if isinstance(sample, Turns)]:
+            return self._converse(engine, conversations)
         groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.prompt)]
         if len(groups) < len(samples):
             return [result for group in groups for result in self._ask_forks(engine, group)]
@@ -75,62 +99,34 @@ class Asking:
     ) -> list[SampleResult]:
         results = []
         for sample, generation, scoring in zip(samples, generations, scorings, strict=True):
-            metrics = self.grade(engine, sample, generation) | {"loss": -float(scoring.logprobs.double().mean())}
+            metrics = self.grade(engine, sample.continuation, generation)
+            metrics |= {"loss": -float(scoring.logprobs.double().mean())}
             results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
         return results
 
-
-@dataclass(frozen=True)
-class Recall(Asking):
-    """Asks to repeat tokens from far back among random tokens, see `RecallSequences`; no tokenizer is needed.
-
-    The query is fed after the cache has compressed the tokens before it. For `key_value` the query is also part of the
-    compressed prompt, unless `question="hidden"`. The query of the other tasks is the same for every sample.
-
-    A row has the grid `by_length_and_depth`; the depth is the position of the answer, to a tenth of the prompt.
-
-    Raises:
-        ValueError: see `RecallSequences`.
-    """
-
-    task: RecallTask
-    num_samples: Count = 32
-    sequence_length: int = 1024
-    """Number of tokens of prompt and answer."""
-    answer_length: int = 4
-    vocab_size: int | None = None
-    """Tokens are drawn below it; None: from the model's whole vocabulary."""
-    question: Question = "known"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_question()
-        check_fields(self)
-        self._sequences(2**31 - 1 if self.vocab_size is None else self.vocab_size)
-
-    def identity(self) -> Any:
-        """See `Task.identity`: only the settings matter."""
-
-    def params(self) -> SamplingParams:
-        """See `Asking.params`."""
-        return SamplingParams(max_new_tokens=self.answer_length, temperature=0.0, ignore_eos=True)
-
-    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
-        """See `Asking.grade`: every token must be right."""
-        return {"exact_match": float(generation.token_ids == sample.continuation)}
-
-    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """See `Task.samples`."""
-        if self.vocab_size is not None and self.vocab_size > vocab_size:
-            raise ValueError(f"{self.task}: vocab_size={self.vocab_size}, the model knows {vocab_size} tokens")
-        samples, sequences = [], self._sequences(self.vocab_size or vocab_size)
-        for index in range(self.num_samples):
-            tokens, start, source = sequences[index]
-            place = {"length": self.sequence_length, "depth": round(source / start, 1)}
-            asked = start - (2 if self.task == "key_value" else 1)
-            end = start if self.task == "key_value" and self.question == "known" else asked
-            samples.append(Sample(tokens[:end], tokens[start:], place, after=tokens[asked:start]))
-        return samples
-
-    def _sequences(self, vocab_size: int) -> RecallSequences:
-        return RecallSequences(self.task, self.sequence_length, vocab_size, self.answer_length, self.seed)
+    def _converse(self, engine: Engine, chats: Sequence[Turns]) -> list[SampleResult]:
+        """Hold conversations, the same turn of all of them together; the first turn is 1."""
+        parts: list[list[Part]] = [[] for _ in chats]
+        stats = {}
+        with ExitStack() as stack:
+            sessions = [stack.enter_context(engine.session()) for _ in chats]
+            for turn in range(max(len(chat.turns) for chat in chats)):
+                requests = {}
+                for index, chat in enumerate(chats):
+                    params = self.params() if turn in chat.answers else chat.reply
+                    if turn < len(chat.turns) and params is None:
+                        sessions[index].feed(chat.turns[turn])
+                    elif turn < len(chat.turns):
+                        requests[index] = engine.submit(chat.turns[turn], params, sessions[index])
+                engine.run(list(requests.values()), progress=False)
+                for index, request in requests.items():
+                    generation, chat = request.generation, chats[index]
+                    assert generation is not None
+                    if turn in chat.answers:
+                        metrics = self.grade(engine, chat.answers[turn], generation)
+                        parts[index].append(Part({"turn": turn + 1}, metrics))
+                    if turn + 1 == len(chat.turns):
+                        stats[index] = generation.stats
+                        sessions[index].close()
+        means = [{name: fmean(each.metrics[name] for each in own) for name in own[0].metrics} for own in parts]
+        return [SampleResult(each, stats[index], parts[index]) for index, each in enumerate(means)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import pandas
 
+from dmc.bounds import Bounds
 from dmc.runtime import Engine, GenerationStats
 
 
@@ -43,6 +44,25 @@ class SampleResult:
     """Memory at the sample's last step."""
     parts: list[Part] = field(default_factory=list)
     """Metrics by coordinate: one for a sample with coordinates, several if it covers several places."""
+
+
+@dataclass(frozen=True)
+class Each:
+    """Bounds of every number of a list with at least one."""
+
+    bounds: Bounds
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse another list: see `Bounds.check`."""
+        if not isinstance(value, Sequence) or not value:
+            raise ValueError(f"{name}={value!r}: expected a list, each {self.bounds}")
+        for index, each in enumerate(value):
+            self.bounds.check(f"{name}[{index}]", each)
+
+
+Counts = Annotated[Sequence[int], Each(Bounds(least=1, whole=True))]
+Depths = Annotated[Sequence[float], Each(Bounds(least=0, most=1))]
+"""Positions in a text: 0 is the beginning, 1 the end."""
 
 
 class Task(Protocol):
@@ -114,14 +134,6 @@ def describe_text(source: Any, name: str) -> Any:
         raise ValueError(f"{name}={source!r}: {expected}")
     source.check()
     return source.description()
-
-
-def check_range(task: Any, name: str, least: float, most: float | None = None) -> None:
-    """Raise a ValueError unless a setting is a list of numbers in a range, or without `most`, of whole numbers."""
-    values = getattr(task, name)
-    if not values or not all(least <= each <= (each if most is None else most) for each in values):
-        expected = f"whole numbers >= {least}" if most is None else f"numbers from {least} to {most}"
-        raise ValueError(f"{name}={list(values)}: expected {expected}")
 
 
 def spread(count: int, length: int) -> list[int]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from dmc.bounds import Bounds, Count, Share, check_fields
+from dmc.bounds import Bounds, Count, Share
 from dmc.config.data import Words
 from dmc.data import DocumentSource, FactWriter
 from dmc.data.facts import half, weave
-from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Sample, check_range, describe_text
+from dmc.results.tasks.asking import Asking, Turns
+from dmc.results.tasks.base import Counts, Sample
 from dmc.results.tasks.prompts import Encoder
-from dmc.runtime import Engine, Generation, SamplingParams
+from dmc.runtime import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,11 @@ class FactRecall(Asking):
 
     Contexts are windows spread over the text, repeated if there are too few; each has its own facts, so intervals are
     over other facts in the same text. Facts are spread evenly. Each hidden question continues from a fork of the same
-    compressed cache. Known questions are compressed together with the context, then fed again.
+    compressed cache. Known questions are compressed together with the context, then fed again. Questions in turn are
+    hidden and follow each other in one conversation, in random order, the model's own answers between them.
 
-    A row has the grid `by_length_and_depth`; the depth is the position of the value, to a tenth of the context.
+    A row has the grid `by_length_and_depth`; the depth is the position of the value, to a tenth of the context. In turn
+    a context is one sample, and a row has metrics `by_turn`; turn 1 is the context.
 
     Raises:
         ValueError: a value is out of range.
@@ -34,7 +35,7 @@ class FactRecall(Asking):
 
     haystack: DocumentSource | str
     """Text between the facts: a source of documents, or a text that is repeated."""
-    lengths: Sequence[int] = (1024,)
+    lengths: Counts = (1024,)
     """Tokens of contexts with a question."""
     keys: Count = 40
     """Number of keys with a value in a context."""
@@ -51,22 +52,16 @@ class FactRecall(Asking):
     """Number of contexts of each length."""
     questions: Count = 8
     """Number of questions about each context, on keys drawn from it."""
-    question: Question = "hidden"
+    question: Literal["known", "hidden", "in_turn"] = "hidden"
     seed: int = 0
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
-        self.check_question()
-        check_fields(self)
-        check_range(self, "lengths", 1)
+        super().__post_init__()
         Bounds(most=self.keys, whole=True, note="the keys of a context").check("questions", self.questions)
         there = len(range(self.num_keys)[half(self.num_keys, self.words)])
         Bounds(most=there, whole=True, note=f"num_keys={self.num_keys}, words={self.words}").check("keys", self.keys)
-
-    def identity(self) -> Any:
-        """See `Task.identity`."""
-        return self.haystack if isinstance(self.haystack, str) else describe_text(self.haystack, "haystack")
 
     def params(self) -> SamplingParams:
         """See `Asking.params`."""
@@ -107,8 +102,10 @@ class FactRecall(Asking):
             question = writer.question(key)
             prompt = [*context, *question] if self.question == "known" else context
             samples.append(Sample(prompt, [value], place, after=question, context=number))
-        return samples
-
-    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
-        """See `Asking.grade`."""
-        return {"exact_match": float(generation.token_ids == sample.continuation)}
+        if self.question != "in_turn":
+            return samples
+        asked_in_turn = [samples[index] for index in draw.permutation(len(samples))]
+        turns = [context, *(each.after for each in asked_in_turn)]
+        answers = {turn: each.continuation for turn, each in enumerate(asked_in_turn, 1)}
+        whole = [token for turn in turns for token in turn]
+        return [Turns(whole, asked_in_turn[-1].continuation, context=number, turns=turns, answers=answers)]

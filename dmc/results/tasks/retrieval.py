@@ -6,13 +6,13 @@ import random
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from dmc.bounds import Count, check_fields
+from dmc.bounds import Bounds, Count
 from dmc.data import DocumentSource
-from dmc.results.tasks.asking import Asking, Question
-from dmc.results.tasks.base import Part, Sample, SampleResult, check_range, describe_text
+from dmc.results.tasks.asking import Asking, Question, Turns
+from dmc.results.tasks.base import Counts, Depths, Each, Sample
 from dmc.results.tasks.prompts import Encoder, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -45,32 +45,19 @@ class TextRecall(Asking):
     stop: ClassVar[tuple[str, ...]] = ("\n",)
     """Strings that end an answer."""
 
-    def __post_init__(self) -> None:
-        self.check_question()
-        check_fields(self)
-
-    def identity(self) -> Any:
-        """See `Task.identity`: the settings, and the files of a haystack."""
-        haystack = getattr(self, "haystack", "none")
-        if not isinstance(haystack, str):
-            return describe_text(haystack, "haystack")
-        if not haystack.strip():
-            raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
-        return haystack if hasattr(self, "haystack") else None
-
     def extract(self, text: str) -> dict[str, str | None]:
         """Extract from an answer the text that each metric compares, or None; default: the first number."""
         return {"exact_match": first_number(text)}
 
-    def grade(self, engine: Engine, sample: Sample, generation: Generation) -> dict[str, float]:
-        """See `Asking.grade`."""
-        wanted = self.extract(engine.tokenizer.decode(sample.continuation))
+    def grade(self, engine: Engine, answer: list[int], generation: Generation) -> dict[str, float]:
+        """See `Asking.grade`: texts are compared."""
+        wanted = self.extract(engine.tokenizer.decode(answer))
         found = self.extract(generation.text or "")
         return {name: float(found[name] is not None and found[name] == wanted[name]) for name in wanted}
 
-    def params(self) -> SamplingParams:
+    def params(self, max_new_tokens: int | None = None) -> SamplingParams:
         """See `Asking.params`."""
-        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0, stop=self.stop)
+        return SamplingParams(max_new_tokens=max_new_tokens or self.max_new_tokens, temperature=0.0, stop=self.stop)
 
     def sample(
         self,
@@ -109,10 +96,10 @@ class Needle(TextRecall):
 
     haystack: DocumentSource | str
     """A source of documents, or a text that is repeated."""
-    lengths: Sequence[int] = (512, 1024)
+    lengths: Counts = (512, 1024)
     """Tokens of prompts, the question included."""
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Position of the fact in the text: 0 is the beginning, 1 the end."""
+    depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Position of the fact in the text."""
     fact: str = "\nThe magic number of {name} is {number}.\n"
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
@@ -133,8 +120,6 @@ class Needle(TextRecall):
             )
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
-        check_range(self, "lengths", 1)
-        check_range(self, "depths", 0, 1)
         if self.shares_context and ("{name}" not in self.fact or len(self.depths) > len(NAMES)):
             raise ValueError(f"shares_context=true: expected {{name}} in fact, and at most {len(NAMES)} depths")
 
@@ -187,9 +172,9 @@ class KeyValuePairs(TextRecall):
         ValueError: a value is out of range.
     """
 
-    lengths: Sequence[int] = (1024, 2048)
+    lengths: Counts = (1024, 2048)
     """Maximum tokens of prompts, which hold as many pairs as fit."""
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Position of the requested pair: 0 is the first, 1 the last."""
     max_new_tokens: Count = 64
     stop: ClassVar[tuple[str, ...]] = ('"', "\n")
@@ -197,11 +182,6 @@ class KeyValuePairs(TextRecall):
         "The JSON object below maps keys to values. Answer with the value of the key that is asked for.\n\n{"
     )
     asks: ClassVar[str] = '}}\n\nKey: "{key}"\nValue: "'
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "lengths", 1)
-        check_range(self, "depths", 0, 1)
 
     def extract(self, text: str) -> dict[str, str | None]:
         """See `TextRecall.extract`: the text before the closing quote."""
@@ -250,16 +230,12 @@ class TwoStageRetrieval(TextRecall):
         ValueError: a value is out of range.
     """
 
-    entries: Sequence[int] = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
+    entries: Counts = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
     """Entries of the dictionary; the authors' sizes."""
     chain_of_thought: bool = True
     samples_per_place: Count = 15
     max_new_tokens: Count = 48
     stop: ClassVar[tuple[str, ...]] = ("\n\n",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "entries", 1)
 
     def extract(self, text: str) -> dict[str, str | None]:
         """See `TextRecall.extract`: the first color named, and the first number."""
@@ -291,20 +267,11 @@ class TwoStageRetrieval(TextRecall):
         return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), {"entries": size})
 
 
-@dataclass(frozen=True)
-class Turns(Sample):
-    """A conversation; `prompt` is all of its messages to the model."""
-
-    turns: list[list[int]] = field(default_factory=list)
-    """The prompt of each turn."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnRecall(TextRecall):
     """States a number in turn 1 and asks for it in turn k, with text and the model's replies in between.
 
-    Each conversation is a session of the engine: each turn sees the cache that the one before has compressed. A row has
-    metrics `by_turn`.
+    Each turn sees the cache that the one before has compressed, see `Turns`. A row has metrics `by_turn`.
 
     Raises:
         ValueError: a value is out of range.
@@ -312,7 +279,7 @@ class MultiTurnRecall(TextRecall):
 
     haystack: DocumentSource | str
     """Text in between: a source of documents, or a text that is repeated."""
-    turns: Sequence[int] = (2, 4, 8)
+    turns: Annotated[Sequence[int], Each(Bounds(least=2, whole=True, note="the fact is told in turn 1"))] = (2, 4, 8)
     """Turns in which the question is asked; the first turn is 1."""
     turn_tokens: Count = 128
     """Tokens of filler in each turn before."""
@@ -320,15 +287,9 @@ class MultiTurnRecall(TextRecall):
     """Tokens of each reply before the answer."""
     fact: str = "The door code of {name} is {number}. Remember it.\n"
     question_text: str = "\nWhat is the door code of {name}? The door code of {name} is"
-    question: Question = "hidden"
+    question: Literal["hidden"] = "hidden"
     """Always hidden: the earlier turns are compressed before the question."""
     cache_folder: str = "outputs/cache"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "turns", 2)  # the fact is told in turn 1
-        if self.question != "hidden":
-            raise ValueError(f"question={self.question!r}: expected hidden, a conversation is compressed before it")
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
@@ -344,35 +305,7 @@ class MultiTurnRecall(TextRecall):
         fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
         turns = encoder.converse(fillers[: turn - 1], self.question_text.format(**values))
         prompt = [token for each in turns for token in each]
+        answer, reply = encoder.encode(f" {values['number']}"), self.params(self.reply_tokens)
         context = None if isinstance(self.haystack, str) else index
-        return Turns(prompt, encoder.encode(f" {values['number']}"), {"turn": turn}, context=context, turns=turns)
-
-    def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; all conversations run the same turn together."""
-        chats = [sample for sample in samples if isinstance(sample, Turns)]
-        sessions = [engine.session() for _ in chats]
-        reply = SamplingParams(max_new_tokens=self.reply_tokens, temperature=0.0, stop=self.stop)
-        answers: dict[int, Generation | None] = {}
-        try:
-            for turn in range(max(len(chat.turns) for chat in chats)):
-                requests = {
-                    index: engine.submit(
-                        chat.turns[turn], self.params() if turn + 1 == len(chat.turns) else reply, sessions[index]
-                    )
-                    for index, chat in enumerate(chats)
-                    if turn < len(chat.turns)
-                }
-                engine.run(list(requests.values()), progress=False)
-                for index, request in requests.items():
-                    answers[index] = request.generation
-                    if turn + 1 == len(chats[index].turns):
-                        sessions[index].close()
-        finally:
-            for session in sessions:
-                session.close()
-        results = []
-        for chat, (_, generation) in zip(chats, sorted(answers.items()), strict=True):
-            assert generation is not None
-            metrics = self.grade(engine, chat, generation)
-            results.append(SampleResult(metrics, generation.stats, [Part(chat.place, metrics)]))
-        return results
+        answers = {turn - 1: answer}
+        return Turns(prompt, answer, {"turn": turn}, context=context, turns=turns, answers=answers, reply=reply)
