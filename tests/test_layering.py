@@ -48,7 +48,7 @@ ALLOWED = {
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
-    "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention"},
+    "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention", "bounds"},
     "study": {"results", "training", "data", "loading", "export", "target", "json_file"},
     "demo": {"budget", "policies", "results", "runtime"},
     "quickstart": {"training", "loading", "models", "runtime", "results", "config"},

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -17,12 +19,13 @@ from openai.types import Model
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from dmc.bounds import Bounds, Count
 from dmc.policies.from_config import budget_name
 from dmc.runtime import Engine
 from dmc.serving import requests
 from dmc.serving.answers import Answer
-from dmc.serving.requests import APIError, Asked, ChatAsked, CompletionAsked, ToDetokenize, ToTokenize
-from dmc.serving.worker import Busy, Job, Worker
+from dmc.serving.requests import APIError, ChatAsked, CompletionAsked, ToDetokenize, ToTokenize
+from dmc.serving.worker import Job, Worker
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
@@ -37,10 +40,19 @@ Value = TypeVar("Value")
 class Limits:
     """What clients may ask for."""
 
-    max_body_bytes: int = 4 * 2**20
-    body_seconds: float = 30.0
+    max_body_bytes: Count = 4 * 2**20
+    body_seconds: Annotated[float, Bounds(above=0)] = 30.0
     """A body that has not come by then never comes."""
     log_prompts: bool = False
+
+
+async def _end() -> AsyncIterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+End = Annotated[contextlib.ExitStack, Depends(_end)]
+"""What is done when an answer has been sent, or nobody waits for it any more."""
 
 
 def bare_app(keys: tuple[str, ...]) -> FastAPI:
@@ -63,7 +75,7 @@ def bare_app(keys: tuple[str, ...]) -> FastAPI:
             error = APIError(error.status_code, message, **(error.headers or {}))
         elif not isinstance(error, APIError):
             error = APIError(500, f"the server has failed: {type(error).__name__}")
-        return JSONResponse(error.body(), error.status, error.headers)
+        return JSONResponse(error.body, error.status, error.headers)
 
     return FastAPI(
         title="dmc",
@@ -71,7 +83,7 @@ def bare_app(keys: tuple[str, ...]) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         dependencies=[Depends(check_key)],
-        exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), tell),
+        exception_handlers=dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), tell),
     )
 
 
@@ -95,44 +107,31 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
     async def read(request: Request, kind: type[requests.Kind]) -> requests.Kind:
         return await asyncio.to_thread(requests.read, await read_body(request, bounds), kind)
 
-    async def answer(request: Request, kind: type[Asked]) -> Response:
-        asked = await read(request, kind)
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request, end: End) -> Response:
+        is_chat = request.scope["path"].endswith("/chat/completions")
+        asked = await read(request, ChatAsked if is_chat else CompletionAsked)
         engine = engine_of(asked.model)
         prompts = await asyncio.to_thread(requests.prompts_of, asked, engine)
         if bounds.log_prompts:
             logger.info("%s: %s", asked.model, asked.model_dump_json(include={"prompt", "messages"}))
         longest, loop = worker.longest[asked.model], asyncio.get_running_loop()
         params = [requests.sampling_of(asked, len(prompt), engine, longest) for prompt in prompts]
-        news: asyncio.Queue[tuple[Job, Any]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[Job, Any]] = asyncio.Queue()
         watched = asked.stream and asked.stream_options.continuous_usage_stats
         jobs = [
-            Job(asked.model, prompt, each, index, news, loop, asked.question_tokens, watched)
+            Job(asked.model, prompt, each, index, events, loop, asked.question_tokens, watched)
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
-        try:
-            worker.submit(jobs)
-        except Busy as error:
-            raise APIError(429, str(error), None, "rate_limit_exceeded", Retry_After="1") from error
-        except RuntimeError as error:
-            raise APIError(503, str(error), None, "engine_stopped", Retry_After="1") from error
-        told = Answer(asked, jobs, engine, news)
-
-        def leave() -> None:
-            worker.abort(jobs)
-
+        end.callback(worker.abort, jobs)
+        worker.submit(jobs)
+        answer = Answer(asked, jobs, engine, events)
         if not asked.stream:
-            return Response(await while_connected(request, told.whole(), leave), media_type="application/json")
-        pieces = told.pieces()  # what is refused has a status of its own
-        first = await while_connected(request, anext(pieces), leave)  # type: ignore[arg-type]
-        return Stream(_events(first, pieces), leave, media_type="text/event-stream")
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await answer(request, CompletionAsked)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, ChatAsked)
+            return Response(await while_connected(request, answer.whole()), media_type="application/json")
+        pieces = answer.pieces()  # what is refused has a status of its own
+        first = await while_connected(request, anext(pieces))  # type: ignore[arg-type]
+        return StreamingResponse(_sent(first, pieces), media_type="text/event-stream")
 
     def about(name: str) -> dict[str, Any]:
         engine = engine_of(name)
@@ -154,17 +153,16 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         asked = await read(request, ToTokenize)
-        engine, text = engine_of(asked.model), asked.prompt
-        tokens = await asyncio.to_thread(requests.encoded, lambda: text, engine, "prompt", asked.add_special_tokens)
+        engine = engine_of(asked.model)
+        tokens = await asyncio.to_thread(requests.encoded, asked.prompt, engine, "prompt", asked.add_special_tokens)
         longest = worker.longest[asked.model or next(iter(worker.engines))]
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = await read(request, ToDetokenize)
-        engine, tokens = engine_of(asked.model), asked.tokens
-        if tokens:
-            tokens = await asyncio.to_thread(requests.encoded, lambda: asked.tokens, engine, "tokens")
+        engine = engine_of(asked.model)
+        tokens = asked.tokens and await asyncio.to_thread(requests.encoded, asked.tokens, engine, "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
 
     @app.get("/health")
@@ -203,58 +201,41 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     try:
         await asyncio.wait_for(read(), limits.body_seconds)
-    except TimeoutError as error:
+    except asyncio.TimeoutError as error:
         raise APIError(408, f"the body has not come within {limits.body_seconds:g} seconds") from error
-    except ClientDisconnect as error:
-        raise APIError(499, "the client has gone") from error
     return bytes(found)
 
 
-async def while_connected(request: Request, work: Awaitable[Value], leave: Callable[[], None]) -> Value:
-    """Wait for work, and call `leave` if the client goes away or the work fails."""
+async def while_connected(request: Request, work: Awaitable[Value]) -> Value:
+    """Wait for work, unless the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    is_done = False
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise APIError(499, "the client has gone")
-        result = task.result()
-        is_done = True
-        return result
+            raise ClientDisconnect
+        return task.result()
     finally:
         leaving.cancel()
         task.cancel()
-        if not is_done:
-            leave()
 
 
-class Stream(StreamingResponse):
-    """A body that comes in pieces; `leave` is called when it has been read, or nobody reads it any more."""
-
-    def __init__(self, pieces: AsyncIterator[Any], leave: Callable[[], None], **options: Any) -> None:
-        super().__init__(pieces, **options)
-        self._leave = leave
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See starlette."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._leave()
+def event(body: dict[str, Any]) -> str:
+    """Write a server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"
 
 
-async def _events(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _sent(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
     """Write server-sent events."""
     yield f"data: {first}\n\n"
     try:
         async for piece in pieces:
             yield f"data: {piece}\n\n"
     except APIError as error:  # the status has been sent
-        yield error.event()
+        yield event(error.body)
     else:
         yield "data: [DONE]\n\n"

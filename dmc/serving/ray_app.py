@@ -15,15 +15,14 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
-from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from dmc.serving.app import Limits, Stream, bare_app, make_app, read_body, while_connected
+from dmc.serving.app import End, Limits, bare_app, event, make_app, read_body, while_connected
 from dmc.serving.requests import APIError
 from dmc.serving.server import ServeConfig, make_worker
 
@@ -32,8 +31,6 @@ MOST_AHEAD = 4
 """Requests that a replica may have more than the idlest one, and still gets those whose beginning it knows."""
 JOIN_SECONDS = 60.0
 """Machines of a cluster may join it so much later than its first."""
-Start = tuple[int, list[tuple[str, str]]]
-"""Status and headers."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,13 @@ class Forwarded:
             asked = json.dumps([body.get("model"), body.get("messages") or body.get("prompt")])
         except (ValueError, AttributeError, RecursionError):  # the replica says what is wrong
             return []
-        lengths = [2**power for power in range(6, 22) if 2**power <= len(asked)]
-        return [hash(asked[:length]) for length in reversed(lengths)]
+        return [hash(asked[: 2**power]) for power in range(21, 5, -1) if 2**power <= len(asked)]
 
 
 class PrefixRouter(RequestRouter):
     """Sends a request where its beginning has been computed, unless others are much idler there.
 
-    Ray's own router of this kind lives behind an import of vLLM and asks an actor before each request.
+    Ray's own routers of this kind need vLLM and ask an actor before each request, or heed no queue.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -70,13 +66,11 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Rank the replicas."""
         loads = {each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
-        ranked = sorted(candidate_replicas, key=lambda each: loads[each.replica_id])
-        for beginning in pending_request.args[0].beginnings() if pending_request else []:
-            if (home := self._homes.get(beginning)) in loads:
-                if loads[home] <= min(loads.values()) + MOST_AHEAD:
-                    ranked.sort(key=lambda each: each.replica_id != home)
-                break
-        return [[each] for each in ranked]
+        known = [self._homes.get(each) for each in pending_request.args[0].beginnings()] if pending_request else []
+        home = next((each for each in known if each in loads), None)
+        if home is not None and loads[home] <= min(loads.values()) + MOST_AHEAD:
+            loads[home] = -1
+        return [[each] for each in sorted(candidate_replicas, key=lambda each: loads[each.replica_id])]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note whose cache begins so."""
@@ -95,7 +89,7 @@ class Replica:
         self._worker.start()
         self._app = make_app(self._worker, limits=config.limits)
 
-    async def answer(self, asked: Forwarded) -> AsyncIterator[Start | bytes]:
+    async def answer(self, asked: Forwarded) -> AsyncIterator[Any]:
         """Yield status and headers, then the body as it comes."""
         sent: asyncio.Queue[Any] = asyncio.Queue()
         body = [{"type": "http.request", "body": asked.body}]
@@ -112,7 +106,7 @@ class Replica:
         try:
             while (message := await sent.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], [(name.decode(), value.decode()) for name, value in message["headers"]]
+                    yield message["status"], {name.decode(): value.decode() for name, value in message["headers"]}
                 elif message.get("body"):
                     yield message["body"]
         finally:
@@ -122,15 +116,11 @@ class Replica:
         """See `Metrics`."""
         return self._worker.metrics.text().decode()
 
-    def is_healthy(self) -> bool:
-        """Answer, unless the engines have stopped."""
-        self.check_health()
-        return True
-
-    def check_health(self) -> None:
+    def check_health(self) -> bool:
         """Let Ray start another replica in place of one whose engines have stopped."""
         if self._worker.failure is not None:
             raise RuntimeError(f"the engines have stopped: {self._worker.failure}")
+        return True
 
     def __del__(self) -> None:
         self._worker.stop()
@@ -146,27 +136,27 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
         RuntimeError: a replica cannot start.
     """
     assert config.replicas is not None
-    options: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "include_dashboard": False}
+    joins = "RAY_ADDRESS" in os.environ
+    options: dict[str, Any] = {} if joins else {"address": "local", "include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    end = time.monotonic() + (JOIN_SECONDS if "RAY_ADDRESS" in os.environ else 0)
-    while (number := _devices()[1]) < config.replicas and time.monotonic() < end:
+    end = time.monotonic() + (JOIN_SECONDS if joins else 0)
+    while True:
+        found = ray.cluster_resources()
+        kind = "GPU" if found.get("GPU") else "CPU"
+        if (number := int(found[kind])) >= config.replicas:
+            break
+        if time.monotonic() > end:
+            raise ValueError(f"replicas={config.replicas}: the cluster has {number} {kind}s, and each needs one")
         time.sleep(1)
-    kind, most = _devices()[0], max(config.replicas, config.max_replicas or 0)
-    if number < config.replicas:
-        raise ValueError(f"replicas={config.replicas}: the cluster has {number} {kind}s, and each needs one")
-    each = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)}
-    replicas: dict[str, Any] = {"num_replicas": config.replicas}
-    if most > config.replicas:  # Ray counts those that wait as well as those that run
-        target = config.target_ongoing_requests
-        follow = {"min_replicas": config.replicas, "max_replicas": most, "target_ongoing_requests": target}
-        replicas = {"autoscaling_config": follow}
+    most = config.max_replicas or config.replicas
+    scale = {"min_replicas": config.replicas, "max_replicas": most}
     make: Any = serve.deployment  # whose types say less than it takes
     router: Any = PrefixRouter
     deployment = make(
         Replica,
-        **replicas,
-        ray_actor_options=each,
-        max_ongoing_requests=config.engine.max_batch_size * len(config.models),  # more would wait behind busy ones
+        autoscaling_config={**scale, "target_ongoing_requests": config.target_ongoing_requests},
+        ray_actor_options={"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)},
+        max_ongoing_requests=config.engine.get("max_batch_size", 32) * len(config.models),  # more would wait behind
         max_queued_requests=config.max_waiting,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.grace_seconds,
@@ -179,19 +169,13 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     return make_front(handle, keys, config.limits), stop
 
 
-def _devices() -> tuple[str, int]:
-    """Count what a replica needs one of."""
-    found = ray.cluster_resources()
-    return ("GPU", int(found["GPU"])) if found.get("GPU") else ("CPU", int(found["CPU"]))
-
-
 def stop() -> None:
     """End the replicas, and the cluster if it was started for them."""
     serve.shutdown()
     ray.shutdown()
 
 
-def make_front(handle: DeploymentHandle[Any], keys: tuple[str, ...], limits: Limits) -> FastAPI:
+def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
     """Build the application that hands requests out to replicas.
 
     Args:
@@ -208,7 +192,7 @@ def make_front(handle: DeploymentHandle[Any], keys: tuple[str, ...], limits: Lim
 
     @app.get("/health")
     async def health() -> Response:
-        if not (found := await ask_all("is_healthy")):
+        if not (found := await ask_all("check_health")):
             raise APIError(503, "no replica runs", None, "engine_stopped", Retry_After="1")
         return JSONResponse({"status": "ok", "replicas": len(found)})
 
@@ -217,17 +201,18 @@ def make_front(handle: DeploymentHandle[Any], keys: tuple[str, ...], limits: Lim
         return Response(added(await ask_all("metrics")), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def forward(request: Request) -> Response:
+    async def forward(request: Request, end: End) -> Response:
         body = await read_body(request, limits) if request.method == "POST" else b""
         asked = Forwarded(request.method, request.scope["path"], body)
         pieces: Any = handle.options(method_name="answer", stream=True).remote(asked)
+        end.callback(pieces.cancel)
         try:
-            status, headers = await while_connected(request, anext(pieces), pieces.cancel)
+            status, headers = await while_connected(request, anext(pieces))
         except BackPressureError as error:
             raise APIError(429, "all replicas are busy", None, "rate_limit_exceeded", Retry_After="1") from error
         except (RayError, RayServeException) as error:
             raise lost() from error
-        return Stream(relay(pieces, dict(headers)), pieces.cancel, status_code=status, headers=dict(headers))
+        return StreamingResponse(relay(pieces, headers), status, headers)
 
     return app
 
@@ -238,7 +223,7 @@ def lost() -> APIError:
     return APIError(503, message, None, "replica_lost", Retry_After="1")
 
 
-async def relay(pieces: Any, headers: dict[str, str]) -> AsyncIterator[bytes]:
+async def relay(pieces: Any, headers: dict[str, str]) -> AsyncIterator[bytes | str]:
     """Pass a body on; if its replica dies a stream ends with an error, and all else before its length."""
     try:
         async for piece in pieces:
@@ -246,7 +231,7 @@ async def relay(pieces: Any, headers: dict[str, str]) -> AsyncIterator[bytes]:
     except (RayError, RayServeException):
         if not headers["content-type"].startswith("text/event-stream"):
             raise
-        yield lost().event().encode()
+        yield event(lost().body)
 
 
 def added(texts: list[str]) -> str:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.prompt import encode
 
-MOST_PROMPTS, MOST_CONTINUATIONS, MOST_STOPS, MOST_LOGPROBS, MOST_BIASES = 128, 32, 32, 20, 1024
-Kind = TypeVar("Kind", bound="Body")
+MOST_FIELDS = 1024
+"""Of any mapping; errors of 80,000 would take seconds and gigabytes."""
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """Fields about a request that change nothing of its answer."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -43,8 +32,13 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "verbosity": ("medium",),
     "reasoning_effort": ("none",),
+    "include_obfuscation": (True, False),
 }
 """Fields of OpenAI's that are not served, and the values that ask for what is done anyway."""
+SAME_NAMES = {
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty", "repetition_penalty", "ignore_eos"),
+}
+"""Fields that are named as in `SamplingParams`."""
 
 
 class APIError(Exception):
@@ -62,70 +56,44 @@ class APIError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-    def body(self) -> dict[str, Any]:
-        """Write it as OpenAI does."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-    def event(self) -> str:
-        """Write it into a stream whose status has been sent."""
-        return f"data: {json.dumps(self.body())}\n\n"
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _wrong(expected: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", "expected {expected}", {"expected": expected})
+def _few(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MOST_FIELDS:
+        raise ValueError(f"expected at most {MOST_FIELDS} names")
+    return given
+
+
+def _listed(given: Any) -> Any:
+    return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+
+
+def _parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
 class Body(BaseModel):
     """A JSON object; a field that is not served is refused, unless it is null, or asks for what is done anyway."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _know_fields(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+    def _drop_what_changes_nothing(cls, values: Any) -> Any:
+        def changes(name: str, value: Any) -> bool:
+            usual = NOT_SERVED.get(name, ())
+            return name not in METADATA and not any(type(value) is type(each) and value == each for each in usual)
+
+        if not isinstance(_few(values), dict):
             return values
-        values = {name: value for name, value in values.items() if value is not None and name not in METADATA}
-        for name in [name for name in values if name not in cls.model_fields]:
-            value, usual = values.pop(name), NOT_SERVED.get(name, ())
-            if not any(type(value) is type(each) and value == each for each in usual):
-                allowed = f"; leave it out, or give {usual[0]!r}" if usual else ""
-                told = {"name": name[:100], "allowed": allowed}
-                raise PydanticCustomError("not_served", "{name} is not served here{allowed}", told)
-        return values
+        return {name: value for name, value in values.items() if value is not None and changes(name, value)}
 
 
-def _prompt(value: Any) -> Any:
-    def is_tokens(each: Any) -> bool:
-        return isinstance(each, list) and all(type(token) is int for token in each)
-
-    # a wrong one is told at once: errors of 80,000 items and of each alternative would take seconds
-    texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    if isinstance(value, str) or texts or is_tokens(value) or (isinstance(value, list) and all(map(is_tokens, value))):
-        return value
-    raise _wrong("a text, a list of texts, token ids, or a list of lists of them")
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not all(isinstance(text, str) and 0 < len(text) <= 1000 for text in given):
-        raise _wrong("a text or a list of texts of 1 to 1000 characters")
-    if len(given) > MOST_STOPS:
-        raise _wrong(f"at most {MOST_STOPS} texts")
-    return tuple(given)
-
-
-def _bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise _wrong(f"at most {MOST_BIASES} token ids, each with a number")
-    for token, bias in value.items():
-        if not (token.isdecimal() and len(token) < 20 and type(bias) in (int, float) and -100 <= bias <= 100):
-            raise _wrong("token ids, each with a number from -100 to 100")
-    return {int(token): float(bias) for token, bias in value.items()}
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(Body):
@@ -134,7 +102,6 @@ class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Usage, and with it what the cache holds, with every piece, as vLLM has it."""
-    include_obfuscation: bool = False
 
 
 class Asked(Body):
@@ -144,21 +111,24 @@ class Asked(Body):
     max_tokens: int | None = Field(None, ge=0)
     temperature: float = 1.0
     top_p: float = 1.0
-    n: int = Field(1, ge=1, le=MOST_CONTINUATIONS)
+    n: int = Field(1, ge=1, le=32)
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stop: Annotated[list[Stop], Field(fail_fast=True, max_length=32), BeforeValidator(_listed)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = 0.0
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] = {}
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(_few),
+    ] = {}
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     question_tokens: int = Field(0, ge=0)
     """Last tokens of each prompt that are fed when a policy has compressed those before."""
-    stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MOST_STOPS)
+    stop_token_ids: Annotated[Tokens, Field(max_length=32)] = []
 
     num_logprobs: ClassVar[property]
     """How many of the most likely tokens are told with each; None: nothing is."""
@@ -167,10 +137,10 @@ class Asked(Body):
 class CompletionAsked(Asked):
     """Body of /v1/completions."""
 
-    prompt: Annotated[Any, PlainValidator(_prompt)]
+    prompt: Annotated[list[str | Tokens], Field(fail_fast=True, min_length=1, max_length=128), BeforeValidator(_listed)]
     max_tokens: int | None = Field(16, ge=0)
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=20)
     num_logprobs = property(lambda self: self.logprobs)
 
 
@@ -185,27 +155,22 @@ class Message(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[Part],
-        FailFast(),
-        BeforeValidator(lambda given: [Part(type="text", text=given)] if isinstance(given, str) else given),
-    ]
+    content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_parts)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
         """Write it as templates read it."""
-        return {"role": self.role, "content": "".join(part.text for part in self.content)} | (
-            {"name": self.name} if self.name else {}
-        )
+        content = "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatAsked(Asked):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=20)
     num_logprobs = property(lambda self: self.top_logprobs if self.logprobs else None)
 
 
@@ -220,8 +185,11 @@ class ToTokenize(Body):
 class ToDetokenize(Body):
     """Body of /detokenize."""
 
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Tokens
     model: str | None = None
+
+
+Kind = TypeVar("Kind", bound=Body)
 
 
 def read(body: bytes, kind: type[Kind]) -> Kind:
@@ -231,31 +199,26 @@ def read(body: bytes, kind: type[Kind]) -> Kind:
         APIError: 422 for what is not served, 400 for all else that is wrong; it names the field.
     """
     try:
-        values = json.loads(body.decode("utf-8"))
-        if not isinstance(values, dict):
-            raise APIError(400, f"the body is a {type(values).__name__}: expected a JSON object")
-        return kind.model_validate(values)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = [str(each) for each in first["loc"]]
-        shown = "" if first["type"] in ("missing", "not_served") else f"={first['input']!r:.80}"
-        is_served = first["type"] != "not_served" and (first["type"] != "literal_error" or place[-1] == "role")
-        name = ".".join([*place, *([first["ctx"]["name"]] if first["type"] == "not_served" else [])])
-        told = f"{name}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
-        raise APIError(*((400, told, name) if is_served else (422, told, name, "unsupported_parameter"))) from error
-    except RecursionError as error:
-        raise APIError(400, "the body is nested too deeply") from error
-    except ValueError as error:
-        raise APIError(400, f"the body is no JSON in UTF-8: {str(error)[:200]}") from error
+        place = [str(each)[:100] for each in first["loc"] if each not in ("str", "list[int]", "[key]")]
+        name, reason = ".".join(place), f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        reason += " or a list of token ids" if "str" in first["loc"] else ""
+        if first["type"] == "extra_forbidden" or (first["type"] == "literal_error" and place[-1] == "type"):
+            told = f"{name}={first['input']!r:.80} is not served here: leave it out"
+            raise APIError(422, told, name, "unsupported_parameter") from error
+        shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
+        raise APIError(400, f"{name or 'the body'}{shown}: {reason}", name or None) from error
 
 
 @dataclass(frozen=True)
 class Adjustment:
     """Changes logits as `logit_bias` and `frequency_penalty` ask; a plain value, which other ranks get too."""
 
-    bias: dict[int, float] = field(default_factory=dict)
-    frequency_penalty: float = 0.0
-    num_prompt_tokens: int = 0
+    bias: dict[int, float]
+    frequency_penalty: float
+    num_prompt_tokens: int
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Do what `SamplingParams.logits_processor` does."""
@@ -267,41 +230,47 @@ class Adjustment:
         return scores.scatter_add(1, generated.to(scores.device), penalties)
 
 
-def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
-    """Turn what is to be continued into tokens.
-
-    Raises:
-        APIError: there is nothing, too much, no chat template, or what the tokenizer or the template refuses.
-    """
-    if isinstance(asked, ChatAsked):
-        if not getattr(engine.tokenizer, "chat_template", None):
-            raise APIError(400, f"{asked.model!r} has no chat template: use /v1/completions", "messages")
-        messages = [message.plain() for message in asked.messages]
-        template = functools.partial(engine.tokenizer.apply_chat_template, messages, return_dict=False)
-        return [encoded(lambda: template(add_generation_prompt=True), engine, "messages")]
-    assert isinstance(asked, CompletionAsked)
-    prompt: Any = asked.prompt
-    given = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    if len(given) > MOST_PROMPTS:
-        raise APIError(400, f"{len(given)} prompts: expected at most {MOST_PROMPTS} in one request", "prompt")
-    return [encoded(functools.partial(lambda each: each, each), engine, "prompt") for each in given]
-
-
-def encoded(make: Callable[[], Any], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
-    """Turn a text, or what a template makes, into tokens that the model knows.
-
-    Raises:
-        APIError: the template or the tokenizer refuses it.
-    """
+@contextlib.contextmanager
+def blamed_on(param: str) -> Iterator[None]:
+    """Tell any error as one of a field: templates raise what they like, and jinja's errors are its own."""
     try:
-        return encode(make(), engine.tokenizer, vocab_size_of(engine), begins_text)
-    except Exception as error:  # a template raises what it likes, and jinja's errors are its own
+        yield
+    except APIError:
+        raise
+    except Exception as error:
         raise APIError(400, " ".join(str(error).split())[:500] or type(error).__name__, param) from error
 
 
 def vocab_size_of(engine: Engine) -> int:
     """Tokens that the model knows."""
     return engine.model.get_input_embeddings().num_embeddings
+
+
+def encoded(given: str | list[int], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
+    """Turn a text into tokens that the model knows.
+
+    Raises:
+        APIError: the tokenizer or the model refuses it.
+    """
+    with blamed_on(param):
+        return encode(given, engine.tokenizer, vocab_size_of(engine), begins_text)
+
+
+def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
+    """Turn what is to be continued into tokens.
+
+    Raises:
+        APIError: there is nothing, too much, no chat template, or what the tokenizer or the template refuses.
+    """
+    if isinstance(asked, CompletionAsked):
+        return [encoded(each, engine, "prompt") for each in asked.prompt]
+    assert isinstance(asked, ChatAsked)
+    if not getattr(engine.tokenizer, "chat_template", None):
+        raise APIError(400, f"{asked.model!r} has no chat template: use /v1/completions", "messages")
+    with blamed_on("messages"):
+        messages = [message.plain() for message in asked.messages]
+        tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return [encoded(tokens, engine, "messages")]
 
 
 def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: int) -> SamplingParams:
@@ -315,32 +284,27 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
     Raises:
         APIError: a value is out of range, or the prompt and its continuation are too long.
     """
-    wanted = asked.max_tokens
+    is_chat, wanted = isinstance(asked, ChatAsked), asked.max_tokens
     if isinstance(asked, ChatAsked) and wanted is None:
         wanted = asked.max_completion_tokens
-    room = longest - num_prompt_tokens
-    if room < (wanted or 1):
-        raise APIError(
-            400,
-            f"a prompt of {num_prompt_tokens} tokens and {wanted or 1} generated ones make "
-            f"{num_prompt_tokens + (wanted or 1)}: at most {longest} are served",
-            "messages" if isinstance(asked, ChatAsked) else "prompt",
-            "context_length_exceeded",
-        )
+    room, least = longest - num_prompt_tokens, wanted or 1
+    if room < least:
+        told = f"a prompt of {num_prompt_tokens} tokens and {least} generated ones make {num_prompt_tokens + least}"
+        place = "messages" if is_chat else "prompt"
+        raise APIError(400, f"{told}: at most {longest} are served", place, "context_length_exceeded")
     if asked.logit_bias and max(asked.logit_bias) >= vocab_size_of(engine):
         raise APIError(400, f"logit_bias: expected token ids below {vocab_size_of(engine)}", "logit_bias")
     tokenizer = engine.tokenizer  # text has no special tokens in it: they stop by themselves
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in asked.stop if text in tokenizer.all_special_tokens}
-    echoes = isinstance(asked, CompletionAsked) and asked.echo
     adjustment = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
     try:
         return SamplingParams(
-            max_new_tokens=room if wanted is None else max(wanted, 1),
-            **{name: getattr(asked, name) for name in _SAME},
+            max_new_tokens=room if wanted is None else least,
+            **asked.model_dump(include=SAME_NAMES),
             stop=tuple(text for text in asked.stop if text not in ends),
             stop_token_ids=(*asked.stop_token_ids, *ends.values()),
             top_logprobs=asked.num_logprobs or 0,
-            prompt_logprobs=asked.num_logprobs if echoes else None,
+            prompt_logprobs=asked.num_logprobs if getattr(asked, "echo", False) else None,
             logits_processor=adjustment if asked.logit_bias or asked.frequency_penalty else None,
         )
     except ValueError as error:
@@ -351,10 +315,3 @@ def out_of_range(error: ValueError) -> APIError:
     """Tell what the engine says of a value, which begins with its name."""
     name = str(error).partition("=")[0]
     return APIError(400, str(error), name if name.isidentifier() else None)
-
-
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty", "repetition_penalty"),
-    "ignore_eos",
-)
-"""Fields that are named as in `SamplingParams`."""

@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import dataclasses
+import collections
+import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch.distributed as dist
 
 from dmc.full_attention import context_length
 from dmc.ranks import Ranks
-from dmc.runtime import Engine, Generation, GenerationStats, Request, SamplingParams, TokenEvent
+from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, TokenEvent
 from dmc.serving.metrics import Metrics
+from dmc.serving.requests import APIError
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 20.0
 """Other ranks hear from the first at least so often, or they would take it for dead."""
+LOOK_SECONDS = 0.5
+"""Engines are looked at no more often than that while they run."""
 SNAPSHOT_SECONDS = 0.1
 """What a running request holds is told no more often than that: each time waits for the device."""
 
 
-class Busy(Exception):
-    """As many requests wait as may."""
-
-
-class Command(NamedTuple):
-    """What every rank does before the next pass; None as parameters takes the request off."""
-
-    number: int
-    name: str = ""
-    prompt: Sequence[int] = ()
-    params: SamplingParams | None = None
-    question_tokens: int = 0
-
-
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Job:
     """One prompt of a client's request, and where its news goes: events, stats, at last its generation or an error."""
 
@@ -49,14 +40,16 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     index: int
-    news: asyncio.Queue[tuple[Job, Any]]
-    loop: asyncio.AbstractEventLoop
+    news: asyncio.Queue[tuple[Job, Any]] | None
+    loop: asyncio.AbstractEventLoop | None
+    """Both None on the ranks that take no requests."""
     question_tokens: int = 0
     watched: bool = False
     """Whether the client wants to know what the cache holds as it grows."""
     number: int = -1
-    request: Request | None = None
-    begin: float = dataclasses.field(default_factory=time.monotonic)
+    request: Any = None
+    """The engine's."""
+    begin: float = field(default_factory=time.monotonic)
     last: float = 0.0
     """When its last token came."""
     told: float = 0.0
@@ -69,14 +62,11 @@ class Worker:
     Args:
         engines: by the names under which clients know them; they may share models.
         max_waiting: requests beyond those that run, of one name.
-        metrics: what is counted.
         group: of the ranks that share the models; the first one takes requests.
     """
 
-    def __init__(
-        self, engines: dict[str, Engine], max_waiting: int, metrics: Metrics, group: Ranks | None = None
-    ) -> None:
-        self.engines, self.metrics, self.ranks = engines, metrics, group or Ranks()
+    def __init__(self, engines: dict[str, Engine], max_waiting: int, group: Ranks | None = None) -> None:
+        self.engines, self.metrics, self.ranks = engines, Metrics(), group or Ranks()
         self.longest = {name: longest_of(engine) for name, engine in engines.items()}
         self.num_unfinished = dict.fromkeys(engines, 0)
         self.failure: BaseException | None = None
@@ -87,8 +77,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Job | int | None] = queue.SimpleQueue()
         """New jobs, numbers of those to take off, or None: the end."""
         self._jobs: dict[int, Job] = {}
-        self._requests: dict[int, tuple[str, Request]] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._looked = itertools.count(), 0.0
         self._thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     def start(self) -> None:
@@ -104,15 +93,15 @@ class Worker:
         """Queue the prompts of one request, all or none.
 
         Raises:
-            Busy: too many wait already.
-            RuntimeError: the thread has ended.
+            APIError: too many wait already, or the thread has ended.
         """
         with self._lock:
             if self.failure is not None:
-                raise RuntimeError(f"the engines have stopped: {self.failure}")
+                raise APIError(503, "the engines have stopped", None, "engine_stopped", Retry_After="1")
             name = jobs[0].name
             if self.num_unfinished[name] + len(jobs) > max(self._most[name], len(jobs)):
-                raise Busy(f"{self.num_unfinished[name]} requests run or wait for {name!r}: try again later")
+                told = f"{self.num_unfinished[name]} requests run or wait for {name!r}: try again later"
+                raise APIError(429, told, None, "rate_limit_exceeded", Retry_After="1")
             self.num_unfinished[name] += len(jobs)
             for job in jobs:
                 job.number = next(self._numbers)
@@ -124,16 +113,17 @@ class Worker:
             self._inbox.put(job.number)
 
     def run(self) -> None:
-        """Obey commands and step while anything runs, until told to stop."""
+        """Obey what comes in and step while anything runs, until told to stop."""
         end: BaseException = RuntimeError("the server stops")
         try:
-            while self._obey(self._next_commands()):
-                for name, engine in self.engines.items():
-                    if any(mine == name for mine, _ in self._requests.values()):
-                        self._tell(name, self._step(engine))
+            while all(self._obey(each) for each in self._next()):
+                for name in {job.name: None for job in self._jobs.values()}:
+                    self._tell(name, self._step(self.engines[name]))
                 self._end_finished()
-                for name, engine in self.engines.items():
-                    self.metrics.look_at(name, engine, is_idle=not self._requests)
+                if not self._jobs or time.monotonic() - self._looked > LOOK_SECONDS:
+                    self._looked = time.monotonic()
+                    for name, engine in self.engines.items():
+                        self.metrics.count(name, "engine", engine)
         except BaseException as error:
             logger.exception("the engines have stopped")
             end = error
@@ -145,54 +135,38 @@ class Worker:
         for job in [*self._jobs.values()]:
             self._close(job, RuntimeError("the engines have stopped"))
 
-    def _next_commands(self) -> list[Command | None]:
-        commands: list[Command | None] = []
+    def _next(self) -> list[Job | int | None]:
+        """Wait for what comes in if nothing runs; all ranks return the same."""
+        found: list[Job | int | None] = []
         if self.ranks.rank == 0:
-            wait = not self._requests
-            timeout = HEARTBEAT_SECONDS if self.ranks.size > 1 else None
-            while True:
-                try:
-                    each = self._inbox.get(block=wait, timeout=timeout)
-                except queue.Empty:
-                    break
-                wait = False
-                if isinstance(each, Job):
-                    self._jobs[each.number] = each
-                    commands.append(Command(each.number, each.name, each.prompt, each.params, each.question_tokens))
-                else:
-                    commands.append(None if each is None else Command(each))
+            wait, timeout = not self._jobs, HEARTBEAT_SECONDS if self.ranks.size > 1 else None
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    found.append(self._inbox.get(block=wait and not found, timeout=timeout))
         if self.ranks.size > 1:
-            told = [commands]
-            dist.broadcast_object_list(told, src=0, group=self.ranks.group)
-            commands = told[0]
-        return commands
+            bare = [replace(each, news=None, loop=None) if isinstance(each, Job) else each for each in found]
+            dist.broadcast_object_list(told := [bare], src=0, group=self.ranks.group)
+            found = found if self.ranks.rank == 0 else told[0]
+        return found
 
-    def _obey(self, commands: list[Command | None]) -> bool:
-        """Submit and abort; False: it is over."""
-        for command in commands:
-            if command is None:
-                for name, request in self._requests.values():
-                    self.engines[name].abort(request)
-                self._end_finished()
-                return False
-            if command.params is None:
-                if command.number in self._requests:
-                    name, request = self._requests[command.number]
-                    self.engines[name].abort(request)
-                continue
-            engine, job, cut = self.engines[command.name], self._jobs.get(command.number), len(command.prompt)
+    def _obey(self, each: Job | int | None) -> bool:
+        """Submit or abort; False: it is over."""
+        if each is None:
+            for job in self._jobs.values():
+                self.engines[job.name].abort(job.request)
+            self._end_finished()
+        elif isinstance(each, Job):
+            self._jobs[each.number] = each
+            engine, cut = self.engines[each.name], len(each.prompt)
             if engine.policy is not None:  # nothing else acts at a prompt's end
-                cut -= min(command.question_tokens, cut - 1)
+                cut -= min(each.question_tokens, cut - 1)
             try:
-                request = engine.submit([*command.prompt[:cut]], command.params, after=[*command.prompt[cut:]])
+                each.request = engine.submit(each.prompt[:cut], each.params, after=each.prompt[cut:])
             except Exception as error:  # every rank refuses it alike
-                if job is not None:
-                    self._close(job, error)
-                continue
-            self._requests[command.number] = command.name, request
-            if job is not None:
-                job.request = request
-        return True
+                self._close(each, error)
+        elif (found := self._jobs.get(each)) is not None:
+            self.engines[found.name].abort(found.request)
+        return each is not None
 
     def _step(self, engine: Engine) -> list[TokenEvent]:
         try:
@@ -202,48 +176,51 @@ class Worker:
             return []
 
     def _tell(self, name: str, events: list[TokenEvent]) -> None:
-        if self.ranks.rank:
-            return
         now, jobs = time.monotonic(), {id(job.request): job for job in self._jobs.values()}
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Job, Any]]] = {}
+        news: list[tuple[Job, Any]] = []
         for event in events:
             if (job := jobs.get(id(event.request))) is None:
                 continue
-            self.metrics.count_token(name, now - (job.last or job.begin), is_first=not job.last)
+            self.metrics.count(name, "token", 1)
+            self.metrics.count(name, "later" if job.last else "first", now - (job.last or job.begin))
             job.last = now
             if job.watched and self.ranks.size == 1 and now - job.told > SNAPSHOT_SECONDS:
                 job.told = now
-                held = GenerationStats.of(event.request.sequence, self.engines[name].cache)
-                news.setdefault(job.loop, []).append((job, held))
-            news.setdefault(job.loop, []).append((job, event))
-        for loop, each in news.items():
-            _put(loop, each)
+                news.append((job, GenerationStats.of(event.request.sequence, self.engines[name].cache)))
+            news.append((job, event))
+        _put(news)
 
     def _end_finished(self) -> None:
-        for number, (name, request) in [*self._requests.items()]:
-            if request.generation is None:
+        for job in [*self._jobs.values()]:
+            request = job.request
+            if request is None or request.generation is None:
                 continue
-            del self._requests[number]
-            if (job := self._jobs.get(number)) is not None:
-                self.metrics.count_request(name, request)
-                self._close(job, request.error or request.generation)
+            self.metrics.ended.labels(job.name, request.generation.finish_reason).inc()
+            self.metrics.count(job.name, "prompt", request.sequence)
+            if request.generation.stats.tokens_seen:
+                self.metrics.count(job.name, "end", request.generation.stats)
+            self._close(job, request.error or request.generation)
 
     def _close(self, job: Job, end: Exception | Generation) -> None:
         del self._jobs[job.number]
         with self._lock:
             self.num_unfinished[job.name] -= 1
-        _put(job.loop, [(job, end)])
+        _put([(job, end)])
 
 
-def _put(loop: asyncio.AbstractEventLoop, news: list[tuple[Job, Any]]) -> None:
-    def hand_out() -> None:
-        for job, each in news:
-            job.news.put_nowait((job, each))
+def _put(news: list[tuple[Job, Any]]) -> None:
+    by_loop = collections.defaultdict(list)
+    for job, each in news:
+        by_loop[job.loop].append((job, each))
+    for loop, mine in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the server has closed it
+            loop is None or loop.call_soon_threadsafe(_hand_out, mine)
 
-    try:
-        loop.call_soon_threadsafe(hand_out)
-    except RuntimeError:  # the server has closed it
-        logger.debug("nobody listens any more")
+
+def _hand_out(news: list[tuple[Job, Any]]) -> None:
+    for job, each in news:
+        assert job.news is not None
+        job.news.put_nowait((job, each))
 
 
 def longest_of(engine: Engine) -> int:

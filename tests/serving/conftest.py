@@ -17,7 +17,6 @@ from dmc import Engine, policies, retrofit
 from dmc.budget import Budget
 from dmc.data import train_tokenizer
 from dmc.serving.app import Limits, make_app
-from dmc.serving.metrics import Metrics
 from dmc.serving.worker import Worker
 
 TEMPLATE = (
@@ -71,7 +70,7 @@ def make_server() -> Iterator[Callable[..., Served]]:
     running: list[tuple[uvicorn.Server, threading.Thread, Served]] = []
 
     def start(engines: dict[str, Engine], max_waiting: int = 256, keys: tuple[str, ...] = (), **limits: Any) -> Served:
-        worker = Worker(engines, max_waiting, Metrics(engines))
+        worker = Worker(engines, max_waiting)
         app = make_app(worker, keys, Limits(**limits))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, daemon=True)

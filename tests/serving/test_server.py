@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ REFUSED = [
     ),
     ("model={stock} host=::", "others can reach it"),
     ("model={stock} host=example.org", "others can reach it"),
-    ("model={stock} port=70000", "port=70000: expected at most 65535"),
+    ("model={stock} port=70000", "port=70000: expected a whole number >= 0 and <= 65535"),
     ("model={stock} port=-1", "port=-1: expected a whole number >= 0"),
     ("model={stock} api_key_file=nowhere", "nowhere"),
     ("model={stock} api_key_file={empty}", "has no key: write one a line"),
@@ -38,9 +39,10 @@ REFUSED = [
     ("model={compressed} policy=h2o budget=4", "decide token by token"),
     ("model={stock} memory=-5", "memory=-5: expected a whole number of bytes > 0"),
     ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
-    ("model={stock} limits.max_body_bytes=0", "limits: expected max_body_bytes and body_seconds > 0"),
+    ("model={stock} limits.max_body_bytes=0", "limits.max_body_bytes=0: expected a whole number >= 1"),
     ("model={stock} max_waiting=-1", "max_waiting=-1"),
-    ("model={stock} replicas=0", "replicas=0 max_replicas=None: expected 1 <= replicas <= max_replicas"),
+    ("model={stock} port={taken}", "cannot listen on 127.0.0.1:{taken} (Address already in use): give another port="),
+    ("model={stock} replicas=0", "replicas=0: expected a whole number >= 1"),
     ("model={stock} replicas=3 max_replicas=2", "expected 1 <= replicas <= max_replicas"),
     ("model={stock} max_replicas=2", "replicas=None max_replicas=2"),
     ("model={stock} target_ongoing_requests=0", "target_ongoing_requests=0.0: expected a number > 0"),
@@ -49,18 +51,20 @@ REFUSED = [
 
 def test_what_cannot_be_served_is_told_in_one_line(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n \n")
-    places = {"stock": folders.stock, "compressed": folders.compressed, "empty": tmp_path / "empty"}
-    for arguments, message in REFUSED:
-        given = arguments.format(**places)
-        error = run_script("serve.py", *([given] if given.startswith("models=") else given.split()))
-        assert message in error
-        assert error.startswith("error: ") and "\n" not in error
+    places: dict[str, Any] = {"stock": folders.stock, "compressed": folders.compressed, "empty": tmp_path / "empty"}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        places["taken"] = other.getsockname()[1]
+        for arguments, message in REFUSED:
+            given = arguments.format(**places)
+            error = run_script("serve.py", *([given] if given.startswith("models=") else given.split()))
+            assert message.replace("{taken}", str(places["taken"])) in error
+            assert error.startswith("error: ") and "\n" not in error
 
 
 def test_a_name_is_the_end_of_its_path() -> None:
     config = read_config({"model": {"path": "outputs/base/final"}, "models": {"other": "x"}})
     assert list(config.models) == ["base-final", "other"]
-    assert config.models["base-final"]["policy"] == "full"
+    assert config.models["base-final"].policy == "full"
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
 
 
