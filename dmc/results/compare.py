@@ -316,7 +316,8 @@ def measure(
         return measure_at(None)
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
-    return at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share)
+    row = at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share)
+    return row | {"requested_bytes_per_token": wanted}
 
 
 def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel) -> Row:

@@ -57,6 +57,8 @@ class Measurement(TypedDict):
     """Whether it is the full cache of a stock model, the baseline."""
     requested_ratio: float
     """Requested compression ratio; for learned gates the one they were trained for."""
+    requested_bytes_per_token: float
+    """Requested bytes; NaN: another kind of budget."""
     task: str
     benchmark: str | None
     """Benchmark that the task is, or is a part of; None: the task itself."""
@@ -108,7 +110,8 @@ class Measurement(TypedDict):
 TYPES: dict[str, type] = {
     **dict.fromkeys(("own_gates", "is_full", "is_main", "higher_is_better"), bool),
     **dict.fromkeys(("value", "error", "requested_ratio", "achieved_ratio", "bytes_per_token", "mean_tokens"), float),
-    **dict.fromkeys(("end_ratio", "end_bytes_per_token", "peak_bytes", *COORDINATES), float),
+    **dict.fromkeys(("requested_bytes_per_token", "end_ratio", "end_bytes_per_token", "peak_bytes"), float),
+    **dict.fromkeys(COORDINATES, float),
 }
 
 
@@ -169,10 +172,11 @@ def _shared(row: Row) -> dict[str, Any]:
     model = (row.get("settings") or {}).get("model") or {}
     model = model if isinstance(model, dict) else {}
     names = ("key", "method", "model", "own_gates", "policy", "budget", "task", "task_key", "requested_ratio")
-    others = ("benchmark", "split", "question", "samples_key", "reference", "settings", "provenance")
+    others = ("benchmark", "split", "question", "samples_key", "reference")
+    own = ("settings", "provenance", "requested_bytes_per_token")
     return {
         **{name: row[name] for name in (*names, "higher_is_better", "main_metric")},
-        **{name: row.get(name) for name in others},
+        **{name: row.get(name) for name in (*others, *own)},
         **{name: row.get(name) or [] for name in ("members", "contexts")},
         "named": row.get("named", row["model"]),
         "variant": model.get("variant") or row["model"],

@@ -236,9 +236,8 @@ def _log_axis(axes: Axes, values: Iterable[float], least: float, share: float = 
     axes.xaxis.set_major_formatter(WORDS)
 
 
-def draw_ratios(lines: pandas.DataFrame) -> Plot:
-    """Draw what each method achieved (a dot) of what was asked for (a stroke), over all tasks."""
-    asked = lines[~lines["is_full"].astype(bool)]
+def draw_ratios(asked: pandas.DataFrame) -> Plot:
+    """Draw the ratio that each method achieved (a dot) of the one it was asked for (a stroke), over all tasks."""
     shortfall = (asked["requested_ratio"] / asked["achieved_ratio"]).groupby(asked["name"]).max()
     names = list(shortfall.reset_index().sort_values([0, "name"])["name"])
     caption = (

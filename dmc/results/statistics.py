@@ -25,7 +25,7 @@ import numpy
 import pandas
 from scipy.special import stdtrit
 
-from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, share_of
+from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, bytes_budget, share_of
 
 CONFIDENCE = 0.95
 """Confidence of each bound, one-sided."""
@@ -191,12 +191,12 @@ def summarize(
         metrics: metrics to summarize; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
-        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`; `lost`
-        (how much worse than the full cache, positive is worse), `lost_error`, `lost_lower`, `lost_upper`, `margin`,
-        `standing`, `contexts_needed` (where too few agree), `seeds`, `seeds_worse`; `requested_ratio`,
-        `achieved_ratio`, `bytes_per_token`, `share` (of the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`,
-        `contexts`, `prefill_tokens_per_second`, `decode_tokens_per_second`, `device`, `tells` (whether the task tells
-        methods apart), `keys`.
+        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`;
+        `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
+        `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
+        `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
+        the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `prefill_tokens_per_second`,
+        `decode_tokens_per_second`, `device`, `tells` (whether the task tells methods apart), `keys`.
     """
     cells = _Cells(frame, reference)
     whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
@@ -226,7 +226,10 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
     full, whole = ([part.of_full(name) for part in parts] for name in ("value", "bytes_per_token"))
     margin = margin_of(first["metric"], math.fsum(each or 0.0 for each in full) / len(full)) if over else math.nan
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
-    size = float((group["bytes_per_token"] * weights).sum(skipna=False) / weights.sum())
+    size, wanted = (
+        float((group[name] * weights).sum(skipna=False) / weights.sum())
+        for name in ("bytes_per_token", "requested_bytes_per_token")
+    )
     names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)
     own = first["own_gates"] and first["budget"] is None
@@ -240,6 +243,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "task": first["benchmark"] or first["task"],
         "value": value.value,
         "value_error": value.error,
+        "against": None if over is None else parts[0].against,
         "lost": over and over.value,
         "lost_error": over and over.error,
         "lost_lower": over and over.lower,
@@ -252,6 +256,7 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "requested_ratio": float(weights.sum() / (weights / group["requested_ratio"]).sum()),
         "achieved_ratio": float(weights.sum() / (weights / group["achieved_ratio"]).sum()),
         "bytes_per_token": size,
+        "requested_bytes_per_token": wanted,
         "share": None if None in whole else size * len(whole) / math.fsum(each or 0.0 for each in whole),
         "end_ratio": float(weights.sum() / (weights / group["end_ratio"]).sum()),
         "peak_bytes": group["peak_bytes"].max(),
@@ -294,6 +299,11 @@ class _Seeds:
     @property
     def contexts(self) -> list[Any]:
         return list(self.rows["contexts"].iloc[0])
+
+    @property
+    def against(self) -> str | None:
+        """Name of the full cache; None without one."""
+        return next((f"{each['variant']}, {each['policy']}" for each in self.full if each is not None), None)
 
     def of_full(self, name: str) -> float | None:
         """Average a column of the full caches; None where a seed has none."""
@@ -426,7 +436,10 @@ def beside_rivals(
 
 
 def meets_target(row: Any) -> bool:
-    """Return whether a line of a summary achieved its requested ratio, within the tolerance."""
+    """Return whether a line of a summary holds what was requested: a ratio within the tolerance, or as many bytes."""
+    if bytes_budget(row["budget"]) is not None:
+        over = row["bytes_per_token"] / row["requested_bytes_per_token"]
+        return not (over < 1 / SAME_BYTES or over > SAME_BYTES)  # earlier versions' rows do not tell what was requested
     return bool(max(row["achieved_ratio"], row["end_ratio"]) >= RATIO_TOLERANCE * row["requested_ratio"])
 
 

@@ -14,16 +14,28 @@ import pandas
 from dmc.results.equal_bytes import SAME_BYTES
 from dmc.results.measurement import DONE, NOT_FINITE, Row
 from dmc.results.plots import draw_quality, name_methods
-from dmc.results.statistics import MARGIN, asked_of, beside_rivals, meets_target, pareto_front, summarize
+from dmc.results.statistics import (
+    MARGIN,
+    RATIO_TOLERANCE,
+    asked_of,
+    beside_rivals,
+    meets_target,
+    pareto_front,
+    summarize,
+)
 from dmc.results.store import Store, told_apart
 
 TABLE, CSV, MEASUREMENTS, PLOT = "table.md", "results.csv", "measurements.csv", "quality.png"
 LEGEND = (
-    "±: standard error, of differences paired by sample, over contexts (files, texts) and seeds. Worse and as good "
-    f"hold with 95 % confidence each; as good loses at most {MARGIN:g} (nats per token, or of the answers; above 1 "
-    "that share); without either the samples cannot tell. CR and bytes are means over all positions predicted. ↓: less "
-    "than 90 % of the ratio asked for. ★: no other is both cheaper and as good."
+    "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. *worse* (✗) and *as "
+    f"good* (✓: loses at most {MARGIN:g} nats per token, or of the answers; of figures above 1 that share) hold with "
+    "95 % confidence each; *cannot tell*: too few samples for either. CR and bytes are means over all positions "
+    "predicted; bytes are all that is allocated: whole pages, the last one partly empty, and tables. "
+    f"↓: less than {RATIO_TOLERANCE:.0%} of the CR requested. ≠: more than {SAME_BYTES - 1:.0%} from the bytes "
+    "requested. ★: no other row is both smaller and as good."
 )
+AGAINST = "against"
+"""Beginning of the titles of comparisons."""
 SPEEDS = ("batch length", "memory")
 """Coordinates of a speed benchmark's measurements: a batch size, and the memory of the largest batch."""
 Columns = Mapping[str, "tuple[str, str] | Callable[[Any], str]"]
@@ -143,7 +155,8 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
         return title + markdown(texts)
     parts = []
     for words in dict.fromkeys(group["question"]):
-        names = {name: f"{name}, {words}" for name in (metric, "over full cache", "beside it", "front")}
+        own = [name for name in texts if name in (metric, "verdict", "front") or name.startswith(AGAINST)]
+        names = {name: f"{name}, {words}" for name in own}
         own = texts[(order["question"] == words).to_numpy()].rename(columns=names)
         parts.append(own.set_index(["method", "requested"]))
     both = pandas.concat(parts, axis=1)
@@ -151,50 +164,59 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
 
 
 def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.DataFrame:
-    """Format all columns of a summary, and the best training-free method's loss in a compressed model's bytes."""
+    """Format all columns of a summary, with the best training-free method in a compressed model's bytes."""
     known = summary[summary["bytes_per_token"].notna()]
     on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
     best = beside[beside["is_best"]] if len(beside) else beside
     rivals = {(each["variant"], each["task"], each["metric"]): each for _, each in best.iterrows()}
+    references = summary["against"].dropna().unique()
 
-    def rival(line: pandas.Series, write: Callable[[pandas.Series, float], str]) -> str:
-        found = rivals.get((line["variant"], line["task"], line["metric"]))
-        is_own = line["own_gates"] and pandas.isna(line["budget"])
-        return write(found, -1.0 if line["higher_is_better"] else 1.0) if found is not None and is_own else ""
-
-    def standing(line: pandas.Series) -> str:
-        told = "" if line["standing"] == "unknown" else line["standing"]
+    def verdict(line: pandas.Series) -> str:
+        told = line["standing"].replace("unknown", "cannot tell")
         if not pandas.isna(needed := line["contexts_needed"]):
-            told = f"no loss shown, as good needs {needed:.0f} contexts"
+            told = f"no significant loss; calling it as good takes {needed:.0f} texts"
         return ", ".join(filter(None, [told, _seeds(line, "seeds_worse", "worse")]))
 
-    def over(line: pandas.Series) -> str:
-        sign = -1.0 if line["higher_is_better"] else 1.0
-        return "-" if pandas.isna(line["lost"]) else plus(sign * line["lost"], line["lost_error"])
+    def against(line: pandas.Series) -> str:
+        if pandas.isna(line["lost"]):
+            return "-"
+        named = f" ({line['against']})" if len(references) > 1 else ""
+        return plus((-1.0 if line["higher_is_better"] else 1.0) * line["lost"], line["lost_error"]) + named
 
-    def named(each: pandas.Series, sign: float) -> str:
-        words = {"worse": ", better than this", "as good": ", no better"}.get(each["standing"], "")
-        more = f" in {each['rival_bytes'] - 1:.0%} more" if each["rival_bytes"] > SAME_BYTES else ""
-        return f"{each['rival']} {sign * each['rival_lost']:+.4f}{more}{words}"
+    def beside_best(line: pandas.Series) -> str:
+        each = rivals.get((line["variant"], line["task"], line["metric"]))
+        if each is None or not line["own_gates"] or not pandas.isna(line["budget"]):
+            return ""
+        more = f" in {each['rival_bytes'] - 1:.0%} more bytes" if each["rival_bytes"] > SAME_BYTES else ""
+        ahead = "worse" if each["gap"] < 0 else "better"
+        told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} than {each['rival']}{more}"
+        open_ = "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else "not significant"
+        return ", ".join(filter(None, [told, open_, _seeds(each, "seeds_ahead", "better")]))
 
-    def behind(each: pandas.Series, _: float) -> str:
-        return ", ".join(filter(None, [plus(each["gap"], each["gap_error"]), _seeds(each, "seeds_ahead", "behind")]))
+    def size(line: pandas.Series) -> str:
+        written = plus(line["bytes_per_token"], None, ",.0f")
+        if pandas.isna(line["requested_bytes_per_token"]) or meets_target(line):
+            return written
+        return f"{written} ≠ {line['bytes_per_token'] / line['requested_bytes_per_token'] - 1:+.1%}"
+
+    def ratio(line: pandas.Series) -> str:
+        is_missed = pandas.isna(line["requested_bytes_per_token"]) and not meets_target(line)
+        return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
 
     columns: Columns = {
         "method": ("method", ""), "requested": ("asked", ""), "task": ("task", ""), "question": ("question", ""),
         "metric": lambda line: f"{line['metric']}\u00a0{'↑' if line['higher_is_better'] else '↓'}",
-        "achieved CR": lambda line: f"{line['achieved_ratio']:.2f}" + ("" if meets_target(line) else " ↓"),
+        "achieved CR": ratio,
         "value": ("value", ".4f"),
-        "over full cache": over,
-        "beside it": standing,
+        f"{AGAINST} {references[0] if len(references) == 1 else 'its full cache'}": against,
+        "verdict": verdict,
         "front": lambda line: "★" if line.name in on_front else "",
         "CR at the end": ("end_ratio", ".2f"),
-        "cache bytes/token": ("bytes_per_token", ",.0f"), "of full": ("share", ".0%"),
+        "cache bytes/token": size, "of full": ("share", ".0%"),
         "peak cache bytes": ("peak_bytes", ",.0f"),
         "prefill tokens/s": ("prefill_tokens_per_second", ",.0f"),
         "decode tokens/s": ("decode_tokens_per_second", ",.0f"),
-        "best training-free in its bytes": lambda line: rival(line, named),
-        "it is behind by": lambda line: rival(line, behind),
+        f"{AGAINST} the best training-free method in its bytes": beside_best,
         "samples": ("samples", "d"), "contexts": ("contexts", "d"), "source": ("source", "d"),
     }  # fmt: skip
     return texts_of(summary, columns)

@@ -104,7 +104,9 @@ def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(make_config
     assert asked["base, tova, bytes of small"] == "bytes of small"
     assert asked["base, tova, 0.5 of the bytes"] == "0.5 of the bytes"
     best = beside[beside["is_best"]].iloc[0]
-    assert f"| {best.name} {best['rival_lost']:+.4f}" in "".join(format_tables(frame, metrics=["loss"]))
+    tables = "".join(format_tables(frame, metrics=["loss"]))
+    assert f"| {abs(best['gap']):.4f}" in tables and f" than {best.name}" in tables
+    assert "↓" not in tables.partition("±")[0] and "≠ " not in tables  # as many bytes is all that was asked for
 
 
 def test_each_seed_is_given_the_bytes_of_its_own(make_config: Any, folders: Any) -> None:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from dmc.results import plots
+from dmc.results.equal_bytes import KIND
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import asked_of, beside_rivals, summarize
 from dmc.results.store import Store, read_rows
@@ -203,8 +204,10 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
         if lines["bytes_per_token"].notna().all():
             yield quality, plots.draw_quality([lines])
         yield quality, plots.draw_quality([lines], "achieved_ratio")
-    if len(summary) and not summary["is_full"].all():
-        yield costs, plots.draw_ratios(summary)
+    if len(summary) and len(
+        asked := summary[~summary["is_full"] & ~summary["budget"].astype(str).str.startswith(KIND)]
+    ):
+        yield costs, plots.draw_ratios(asked)
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
         yield costs, plots.draw_speed(lines, f" (source {source})")
@@ -260,12 +263,12 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
     if len(rivals):
-        caption = "What the training-free method loses more than the model in as many bytes: positive is for the model."
+        caption = "How much better the model is than the training-free method in as many bytes; negative: worse."
         columns: Columns = {
             "model": ("variant", ""), "task": ("task", ""), "metric": ("metric", ""),
             "training-free": lambda each: each["rival"] + (" ★" if each["is_best"] else ""),
-            "behind by": lambda each: plus(each["gap"], each["gap_error"]),
-            "the model is": ("standing", ""),
+            "the model is better by": lambda each: plus(each["gap"], each["gap_error"]),
+            "verdict on the model": lambda each: each["standing"].replace("unknown", "cannot tell"),
             "seeds": lambda each: f"{each['seeds_ahead']} of {each['seeds']} for the model",
         }  # fmt: skip
         lines = rivals.assign(method=rivals["variant"])
