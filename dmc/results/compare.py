@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
 from dmc.results.store import FINISHED, Store
 from dmc.results.tables import CSV, MEASUREMENTS, PLOT, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates, split_of_text
+from dmc.results.tasks.base import spread
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
@@ -306,22 +308,26 @@ def measure(
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
 
-    def measure_at(ratio: float | None) -> Row:
+    def measure_at(ratio: float | None, is_sketch: bool = False) -> Row:
         torch.manual_seed(config.seed)
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
-        return measure_engine(engine, cell, grid, config, subject)
+        return measure_engine(engine, cell, grid, config, subject, is_sketch)
 
     if given is None:
         return measure_at(None)
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
-    row = at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share)
+    has_few = isinstance(grid.tasks[cell.task], LMEvalTask) or given["samples"] <= config.engine.max_batch_size
+    of_few = None if has_few else partial(measure_at, is_sketch=True)
+    row = at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share, of_few)
     return row | {"requested_bytes_per_token": wanted}
 
 
-def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel) -> Row:
-    """Measure a cell with its engine."""
+def measure_engine(
+    engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel, is_sketch: bool = False
+) -> Row:
+    """Measure a cell with its engine; a sketch takes one batch of samples from all over the task, and no speed."""
     task, size = grid.tasks[cell.task], config.engine.max_batch_size
     if isinstance(task, LMEvalTask):
         folder = Path(config.output) / "samples" / cell.key
@@ -330,6 +336,7 @@ def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig
             row["samples_key"] = digest(of)
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
     samples = subject.samples_of(cell.task, task)
+    samples = [samples[index] for index in spread(size, len(samples))] if is_sketch else samples
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
@@ -346,7 +353,7 @@ def measure_engine(engine: Engine, cell: Cell, grid: Grid, config: CompareConfig
         **by_coordinates(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }
-    if config.speed_tokens and checked(row)["status"] == DONE:
+    if config.speed_tokens and not is_sketch and checked(row)["status"] == DONE:
         speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
         row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return row

@@ -64,6 +64,26 @@ def test_what_cannot_be_met_ends_with_what_comes_nearest() -> None:
     assert at_bytes(measure, 300, 3.3)["mean_bytes_allocated_per_token"] < 600
     with pytest.raises(ValueError, match="no room"):
         at_bytes(measure, 300, 7)
+    roomy = {"mean_bytes_allocated_per_token": 300.0}
+    assert at_bytes(measure, 300, 3.3, lambda _: roomy) == at_bytes(measure, 300, 3.3)
+    assert at_bytes(measure, 300, 3.3, lambda ratio: measure(ratio / 2)) == at_bytes(measure, 300, 3.3)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_another_share(name: str) -> None:
+    for share in (1.0, 1.3, 0.6):
+        tried: list[float] = []
+
+        def measure(ratio: float, share: float = 1.0, tried: list[float] = tried) -> dict[str, Any]:
+            if share == 1:
+                tried.append(ratio)
+            return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio) * share}
+
+        row = at_bytes(measure, 270, 3.7, lambda ratio, share=share: measure(ratio, share + 1e-9))
+        size = row["mean_bytes_allocated_per_token"]
+        if share == 1:
+            assert tried == [row["requested_ratio"]]
+        assert 1 / SAME_BYTES <= size / 270 <= SAME_BYTES or (name == "whole pages" and 270 <= size < 330)
 
 
 @pytest.fixture
@@ -80,8 +100,9 @@ def run(config: CompareConfig) -> Store:
     return store
 
 
-def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(make_config: Any) -> None:
-    store = run(make_config(budgets=["bytes:small", "bytes:0.5"]))
+@pytest.mark.parametrize("together", [1, 32])
+def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together: int, make_config: Any) -> None:
+    store = run(make_config(budgets=["bytes:small", "bytes:0.5"], engine={"max_batch_size": together}))
     rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["own_gates"]}
     (small,) = (row for row in store.rows() if row["own_gates"])
     size = rows["full", None]["mean_bytes_allocated_per_token"]
