@@ -43,6 +43,8 @@ CLAIMS = "claims"
 """Folder beside the rows, with a file for each cell that is being run."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
+SKETCH_RUNS = 4
+"""Runs of neighboring samples in a sketch."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer (None if it has none)."""
 
@@ -327,7 +329,7 @@ def measure(
 def measure_engine(
     engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel, is_sketch: bool = False
 ) -> Row:
-    """Measure a cell with its engine; a sketch takes one batch of samples from all over the task, and no speed."""
+    """Measure a cell with its engine; a sketch takes a batch of samples from all over the task, and no speed."""
     task, size = grid.tasks[cell.task], config.engine.max_batch_size
     if isinstance(task, LMEvalTask):
         folder = Path(config.output) / "samples" / cell.key
@@ -336,7 +338,10 @@ def measure_engine(
             row["samples_key"] = digest(of)
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
     samples = subject.samples_of(cell.task, task)
-    samples = [samples[index] for index in spread(size, len(samples))] if is_sketch else samples
+    if is_sketch:  # neighbors often share a context
+        run = max(1, size // SKETCH_RUNS)
+        starts = [run * each for each in spread(SKETCH_RUNS, len(samples) // run)]
+        samples = [each for start in starts for each in samples[start : start + run]]
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
