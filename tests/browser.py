@@ -1,16 +1,11 @@
 """Headless Chromium, driven over its DevTools protocol: what a page says, asks for and looks like."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -25,15 +20,15 @@ SECONDS = 60
 class Page:
     """A tab; every event since it was opened is in `events`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, loop, socket):
         self._loop, self._socket, self._calls = loop, socket, 0
-        self.events: list[dict[str, Any]] = []
+        self.events = []
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         """Call a method of the protocol and wait for its answer."""
         return self._loop.run_until_complete(asyncio.wait_for(self._call(method, params), SECONDS))
 
-    async def _call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, method, params):
         self._calls += 1
         await self._socket.send_json({"id": self._calls, "method": method, "params": params})
         while True:
@@ -44,7 +39,7 @@ class Page:
                 return message["result"]
             self.events.append(message)
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         """Load a page and wait until it has loaded."""
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -55,13 +50,13 @@ class Page:
             assert time.monotonic() < deadline, f"{url} does not load"
             time.sleep(0.02)
 
-    def evaluate(self, expression: str) -> Any:
+    def evaluate(self, expression):
         """Run JavaScript and return its value."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def press(self, key: str) -> None:
+    def press(self, key):
         """Press Enter or Tab."""
         texts = {"Enter": ("\r", 13), "Tab": ("\t", 9)}
         text, code = texts[key]
@@ -69,21 +64,21 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **options)
         self.call("Input.dispatchKeyEvent", type="keyUp", **options)
 
-    def show(self, width: int, scheme: str, media: str = "") -> None:
+    def show(self, width, scheme, media=""):
         """Give the window a width, and the system a colour scheme."""
         window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **window)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
 
-    def screenshot(self, path: Path) -> None:
+    def screenshot(self, path):
         """Write the whole page as a PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextlib.contextmanager
-def open_browser(profile: Path) -> Iterator[Page]:
+def open_browser(profile):
     """Start Chromium with an empty profile and open an empty tab; it ends with the block."""
     assert CHROMIUM is not None
     profile.mkdir(parents=True, exist_ok=True)
@@ -102,11 +97,11 @@ def open_browser(profile: Path) -> Iterator[Page]:
         loop.close()
 
 
-async def _session() -> aiohttp.ClientSession:
+async def _session():
     return aiohttp.ClientSession()
 
 
-def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+def _port(file, process):
     deadline = time.monotonic() + SECONDS
     while not (file.is_file() and file.read_text().strip()):
         assert process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
@@ -114,7 +109,7 @@ def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
     return int(file.read_text().splitlines()[0])
 
 
-async def _connect(session: aiohttp.ClientSession, port: int) -> aiohttp.ClientWebSocketResponse:
+async def _connect(session, port):
     async with session.get(f"http://127.0.0.1:{port}/json") as answer:
         tabs = await answer.json(content_type=None)
     (address,) = [tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"]

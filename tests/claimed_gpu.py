@@ -15,10 +15,8 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,55 +45,55 @@ class ClaimedTensor(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> ClaimedTensor:
+    def __new__(cls, held):
         sizes = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         claimed = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=GPU, **sizes)
         claimed.held = held
         return claimed
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
         return _run(function, arguments, keywords or {})
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream):
         """Nothing is reused while it is read."""
 
-    def tolist(self) -> Any:
+    def tolist(self):
         """Read the values, as any GPU tensor's may be."""
         return self.held.tolist()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"ClaimedTensor({self.held!r})"
 
 
 class _Claim(TorchDispatchMode):
     """Also catches what is made on the GPU from nothing, or from a tensor of the CPU."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         return _run(function, arguments, keywords or {})
 
 
 class _Stream:
     """Stands for streams and their events: everything is done when it is asked for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         self.device = device
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other):
         """Wait for nothing."""
 
     wait_event = wait_stream
 
-    def record_event(self) -> _Stream:
+    def record_event(self):
         """Return what has happened already."""
         return self
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for nothing."""
 
 
 @contextmanager
-def claimed_gpu() -> Iterator[torch.device]:
+def claimed_gpu():
     """Let tensors be made on a GPU that is none; skips the test where no C++ compiler is there."""
     guard_devices()
     before = torch._C._only_lift_cpu_tensors()
@@ -112,7 +110,7 @@ def claimed_gpu() -> Iterator[torch.device]:
 
 
 @functools.cache
-def guard_devices() -> None:
+def guard_devices():
     """Give a torch that was built without CUDA something to ask for its current device."""
     if torch.backends.cuda.is_built():
         return
@@ -132,7 +130,7 @@ def guard_devices() -> None:
 
 
 @contextmanager
-def fake_gpu(device: str = "cuda") -> Iterator[None]:
+def fake_gpu(device="cuda"):
     """Let tensors without data be made on `device`, "cuda" or "meta", where attention picks a GPU's kernels."""
     guard_devices()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
@@ -152,7 +150,7 @@ def fake_gpu(device: str = "cuda") -> Iterator[None]:
         yield
 
 
-def _kernel_of_gpu(query: torch.Tensor) -> flash_ops.FlashKernel:
+def _kernel_of_gpu(query):
     forward, backward = (
         (flash_ops._efficient_forward, flash_ops._efficient_backward)
         if query.dtype == torch.float32
@@ -162,9 +160,9 @@ def _kernel_of_gpu(query: torch.Tensor) -> flash_ops.FlashKernel:
 
 
 def _attention_of_gpu(
-    query: Any, key: Any, value: Any, *, is_causal: bool, attn_mask: None = None, dropout_p: float = 0.0,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    query, key, value, *, is_causal, attn_mask = None, dropout_p = 0.0,
+    scale = None, enable_gqa = False
+):  # fmt: skip
     """Stand for PyTorch's attention, with the kernel that a GPU takes: a build for CPUs would compute T x T scores."""
     assert is_causal and attn_mask is None and not dropout_p
     if query.device.type != "meta" and torch.is_autocast_enabled("cuda"):
@@ -182,15 +180,15 @@ class StepWatch(TorchDispatchMode):
         length: T, a number that is no other size.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         super().__init__()
         self.length = length
-        self.kernels: set[tuple[str, torch.dtype]] = set()
-        self.waits: list[str] = []
+        self.kernels = set()
+        self.waits = []
         """Copies between host and device that one waits for the other in."""
-        self.quadratic: list[str] = []
+        self.quadratic = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
         out = function(*arguments, **keywords)
         name = function.overloadpacket.__name__
@@ -204,7 +202,7 @@ class StepWatch(TorchDispatchMode):
         return out
 
 
-def put_on_gpu(model: Any, device: str = "cuda") -> Any:
+def put_on_gpu(model, device="cuda"):
     """Put shapes of a model's parameters and buffers there, in place; under `fake_gpu`."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -217,7 +215,7 @@ def put_on_gpu(model: Any, device: str = "cuda") -> Any:
     return model
 
 
-def claim_model(model: Any) -> Any:
+def claim_model(model):
     """Put a model's parameters and buffers there, in place."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -230,9 +228,9 @@ def claim_model(model: Any) -> Any:
     return model
 
 
-def _run(function: Any, arguments: Any, keywords: Any) -> Any:
+def _run(function, arguments, keywords):
     name = function.overloadpacket.__name__
-    tensors: list[torch.Tensor] = []
+    tensors = []
     _map(lambda each: tensors.append(each), [arguments, *keywords.values()])
     goes_to = keywords.get("device")
     claimed = any(isinstance(each, ClaimedTensor) for each in tensors)
@@ -257,11 +255,11 @@ def _run(function: Any, arguments: Any, keywords: Any) -> Any:
     return return_and_correct_aliasing(function, arguments, keywords, out) if _aliases(function) else out
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def _held(tensor):
     return tensor.held if isinstance(tensor, ClaimedTensor) else tensor
 
 
-def _map(change: Any, item: Any) -> Any:
+def _map(change, item):
     """Change the tensors in nested lists and tuples (torch's own trees take three times as long)."""
     if isinstance(item, (list, tuple)):
         return [_map(change, each) for each in item]
@@ -269,5 +267,5 @@ def _map(change: Any, item: Any) -> Any:
 
 
 @functools.cache
-def _aliases(function: Any) -> bool:
+def _aliases(function):
     return any(each.alias_info is not None for each in function._schema.returns)

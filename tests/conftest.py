@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ MakeModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Tiny matrices gain nothing from threads, and machines that run tests are shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -33,9 +32,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def build_stock(family: str = "llama", *, group: int = 2, num_layers: int = 2, seed: int = 0, **changes: Any) -> Any:
+def build_stock(family="llama", *, group=2, num_layers=2, seed=0, **changes):
     """Build a random stock model: weights large enough that decision logits spread about 0, RoPE that turns fast."""
-    options: dict[str, Any] = {
+    options = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -63,22 +62,22 @@ def build_stock(family: str = "llama", *, group: int = 2, num_layers: int = 2, s
 
 
 @pytest.fixture
-def make_stock() -> MakeModel:
+def make_stock():
     """Return `build_stock`."""
     return build_stock
 
 
 @pytest.fixture
-def make_compressed() -> MakeModel:
+def make_compressed():
     """Return a builder of compressed models: gate settings apart, the keywords are those of `build_stock`."""
 
-    def build(family: str = "llama", *, gates: dict[str, Any] | None = None, **changes: Any) -> Any:
+    def build(family="llama", *, gates=None, **changes):
         return open_adapters(retrofit(build_stock(family, **changes), mixed_gates(**(gates or {}))))
 
     return build
 
 
-def open_adapters(model: Any) -> Any:
+def open_adapters(model):
     """Let adapters, which start at zero, decide both ways."""
     generator = torch.Generator().manual_seed(7)
     for adapter in model.adapters():
@@ -86,22 +85,22 @@ def open_adapters(model: Any) -> Any:
     return model
 
 
-def mixed_gates(**changes: Any) -> CompressionConfig:
+def mixed_gates(**changes):
     """Return gates that decide both ways on the tiny models, with importances that differ."""
     return CompressionConfig(**{"decision_offset": 0.1, "omega_offset": 0.2, **changes})
 
 
 @pytest.fixture
-def make_gates() -> Callable[..., CompressionConfig]:
+def make_gates():
     """Return `mixed_gates`."""
     return mixed_gates
 
 
 @pytest.fixture
-def make_prompts() -> Callable[..., list[list[int]]]:
+def make_prompts():
     """Return a builder of random prompts with given lengths."""
 
-    def build(*lengths: int, seed: int = 1) -> list[list[int]]:
+    def build(*lengths, seed=1):
         generator = torch.Generator().manual_seed(seed)
         return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
@@ -118,7 +117,7 @@ class Folders:
 
 
 @pytest.fixture
-def folders(make_stock: MakeModel, make_compressed: MakeModel, tmp_path: Path) -> Folders:
+def folders(make_stock, make_compressed, tmp_path):
     """Write the models and the text into folders."""
     from dmc.data import train_tokenizer
 
@@ -131,7 +130,7 @@ def folders(make_stock: MakeModel, make_compressed: MakeModel, tmp_path: Path) -
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Leave out what this machine cannot run, and say why (`-ra` prints it); begin with what takes long.
 
     So no process is left with much to do when the others have finished.

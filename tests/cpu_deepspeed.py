@@ -1,7 +1,5 @@
 """DeepSpeed's strategy on processors without a GPU: Lightning refuses them by one check of the accelerator."""
 
-from __future__ import annotations
-
 import sys
 
 import torch
@@ -9,7 +7,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 
 
-def allow_cpu() -> None:
+def allow_cpu():
     """Let `deepspeed_zero*` run in this process over gloo."""
     from deepspeed.comm.torch import TorchBackend
 

@@ -1,7 +1,5 @@
 """Several processes, as torchrun would start them, but forked from one that has imported everything."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import ctypes
@@ -13,9 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from cpu_deepspeed import allow_cpu
 
@@ -36,7 +32,7 @@ class Processes:
         log: file that is appended to.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: Sequence[Any], count: int, log: Path) -> None:
+    def __init__(self, function, arguments, count, log):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -48,18 +44,18 @@ class Processes:
         for process in self.processes:
             process.start()
 
-    def __enter__(self) -> Processes:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.kill()
 
     @property
-    def alive(self) -> bool:
+    def alive(self):
         """Whether all processes run."""
         return all(process.is_alive() for process in self.processes)
 
-    def send(self, number: signal.Signals, *ranks: int) -> None:
+    def send(self, number, *ranks):
         """Send a signal to ranks and, as Slurm does, to their data workers."""
         for rank in ranks:
             process = self.processes[rank].pid
@@ -68,7 +64,7 @@ class Processes:
             for target in (process, *map(int, workers)):
                 os.kill(target, number)
 
-    def join(self, seconds: float = 120, grace: float = 20) -> list[int | None]:
+    def join(self, seconds=120, grace=20):
         """Wait for the exit codes; kill what is left after `seconds`, or `grace` seconds after a failure."""
         deadline = time.monotonic() + seconds
         failed = False
@@ -79,7 +75,7 @@ class Processes:
         self.kill()
         return [process.exitcode for process in self.processes]
 
-    def kill(self) -> None:
+    def kill(self):
         """End all processes."""
         for process in self.processes:
             process.kill()
@@ -96,13 +92,11 @@ class Ranks(Processes):
         sabotage: called with the rank in each process before it trains.
     """
 
-    def __init__(
-        self, values: dict[str, Any], count: int, log: Path, sabotage: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, values, count, log, sabotage=None):
         super().__init__(_train, (values, sabotage), count, log)
 
 
-def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
+def train_ranks(values, count, log):
     """Train a run to its end with `count` processes.
 
     Raises:
@@ -113,29 +107,23 @@ def train_ranks(values: dict[str, Any], count: int, log: Path) -> None:
     assert codes == [0] * count, f"{codes}\n{log.read_text()[-4000:]}"
 
 
-def spoil_loss(rank: int, step: int, on_rank: int, gradient: bool = False) -> None:
+def spoil_loss(rank, step, on_rank, gradient=False):
     """Note a loss that is not a number at one step on one rank; the gradient stays good, or is none either."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         loss = plain(self, at, batch)
         if at == step and rank == on_rank:
             self.micro_batch_metrics[-1]["train/loss"] *= float("nan")
             loss = loss * (float("nan") if gradient else 1.0)
         return loss
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
 
 
-def note_positions(
-    rank: int,
-    log: Path,
-    stop: tuple[int, int] | None = None,
-    on_rank: int = 0,
-    replace: Callable[[Any, str, Any], None] = setattr,
-) -> None:
+def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
     """Note the samples of each optimizer step that ends, and have a SIGTERM sent.
 
     Args:
@@ -150,15 +138,15 @@ def note_positions(
 
     plain_step, plain_end = RetrofitModule.training_step, Preemption.on_train_batch_end
     running = 0
-    noted: list[list[int]] = []
+    noted = []
 
-    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         nonlocal running
         running = self.global_step
         noted.append(batch["position"])
         return plain_step(self, batch, batch_idx)
 
-    def on_train_batch_end(self: Any, trainer: Any, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer, *arguments):
         if trainer.global_step > running:
             with Path(f"{log}{rank}").open("a") as file:
                 file.write(json.dumps([running, [position for batch in noted for position in batch]]) + "\n")
@@ -171,11 +159,11 @@ def note_positions(
     replace(Preemption, "on_train_batch_end", on_train_batch_end)
 
 
-def noted_positions(log: Path, num_ranks: int = 1) -> list[tuple[int, list[int]]]:
+def noted_positions(log, num_ranks=1):
     """Return the steps that ranks have noted, in the order in which they ended, and the samples of each."""
-    steps: dict[tuple[int, int], list[int]] = {}
+    steps = {}
     for rank in range(num_ranks):
-        times: collections.Counter[int] = collections.Counter()
+        times = collections.Counter()
         for line in Path(f"{log}{rank}").read_text().splitlines():
             step, positions = json.loads(line)
             steps.setdefault((step, times[step]), []).extend(positions)
@@ -183,7 +171,7 @@ def noted_positions(log: Path, num_ranks: int = 1) -> list[tuple[int, list[int]]
     return [(step, sorted(positions)) for (step, _), positions in steps.items()]
 
 
-def count_scored(rank: int) -> None:
+def count_scored(rank):
     """Write down beside the log how many sequences each score has read on this rank."""
     import json
 
@@ -191,7 +179,7 @@ def count_scored(rank: int) -> None:
 
     plain, counts = dmc.measure.score_text, []
 
-    def score_text(model: Any, *arguments: Any, **options: Any) -> Any:
+    def score_text(model, *arguments, **options):
         counts.append(0)
         hook = model.register_forward_hook(lambda module, inputs, output: _add(counts, inputs[0].shape[0]))
         try:
@@ -202,66 +190,66 @@ def count_scored(rank: int) -> None:
             log.with_name(f"scored_{rank}.json").write_text(json.dumps(counts))
 
     for name in ("dmc.measure", "dmc.calibrate", "dmc.training.exporter", "dmc.training.callbacks.validation"):
-        sys.modules[name].score_text = score_text  # type: ignore[attr-defined]
+        sys.modules[name].score_text = score_text
 
 
-def _add(counts: list[int], number: int) -> None:
+def _add(counts, number):
     counts[-1] += number
 
 
-def expect_exact_angles(rank: int) -> None:
+def expect_exact_angles(rank):
     """Fail where RoPE's frequencies are not float32 in a forward pass."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         kind = self.model.model.rotary_emb.inv_freq.dtype
         assert str(kind) == "torch.float32", f"RoPE's frequencies are {kind}"
         return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
 
 
-def hang_at(rank: int, step: int) -> None:
+def hang_at(rank, step):
     """Never return from the forward pass of one step."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         while at == step:
             time.sleep(0.1)
         return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
 
 
-def hold_interpreter_at(rank: int, step: int) -> None:
+def hold_interpreter_at(rank, step):
     """Never return from the forward pass of one step, nor let another thread of Python run."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         if at == step:
             ctypes.PyDLL(None).sleep(600)
         return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
 
 
-def crowd_steps(rank: int, seconds: float) -> None:
+def crowd_steps(rank, seconds):
     """Make every forward pass slow, and full of threads that come and go."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
-    def deep(depth: int) -> None:
+    def deep(depth):
         if depth:
             deep(depth - 1)
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             thread = threading.Thread(target=deep, args=(30,))
@@ -270,34 +258,34 @@ def crowd_steps(rank: int, seconds: float) -> None:
             thread.join()
         return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
 
 
-def leave_time_to_kill(rank: int, seconds: float) -> None:
+def leave_time_to_kill(rank, seconds):
     """Make micro-batches slow, and what follows the writing of a checkpoint's tensors."""
     from dmc.training.checkpoints.saving import CheckpointSaver
     from dmc.training.module import RetrofitModule
 
     plain_loss, plain_finish = RetrofitModule.loss_at, CheckpointSaver._finish
 
-    def loss_at(self: Any, at: int, batch: Any) -> Any:
+    def loss_at(self, at, batch):
         time.sleep(seconds)
         return plain_loss(self, at, batch)
 
-    def finish(self: Any, *arguments: Any) -> None:
+    def finish(self, *arguments):
         time.sleep(3 * seconds)
         plain_finish(self, *arguments)
 
-    RetrofitModule.loss_at = loss_at  # type: ignore[method-assign]
-    CheckpointSaver._finish = finish  # type: ignore[method-assign]
+    RetrofitModule.loss_at = loss_at
+    CheckpointSaver._finish = finish
 
 
-def logged(folder: Path, name: str) -> dict[int, float]:
+def logged(folder, name):
     """Return a figure of every step that has one, over all starts of a run."""
     return {step: value for part in logged_parts(folder, name) for step, value in part.items()}
 
 
-def logged_parts(folder: Path, name: str = "train/loss") -> list[dict[int, float]]:
+def logged_parts(folder, name="train/loss"):
     """Loss (or another figure) of every optimizer step that each start of a run has logged."""
     files = (folder / "logs").glob("version_*/metrics.csv")
     parts = []
@@ -308,12 +296,12 @@ def logged_parts(folder: Path, name: str = "train/loss") -> list[dict[int, float
     return parts
 
 
-def logged_losses(folder: Path) -> dict[int, float]:
+def logged_losses(folder):
     """Loss of every optimizer step over all starts; a step run twice counts as the later start says."""
     return logged(folder, "train/loss")
 
 
-def _become_rank(rank: int, count: int, port: int, log: str, function: Callable[..., None], *arguments: Any) -> None:
+def _become_rank(rank, count, port, log, function, *arguments):
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -328,7 +316,7 @@ def _become_rank(rank: int, count: int, port: int, log: str, function: Callable[
     function(rank, *arguments)
 
 
-def _train(rank: int, values: dict[str, Any], sabotage: Callable[[int], None] | None) -> None:
+def _train(rank, values, sabotage):
     from dmc.config import RunConfig, build_config
     from dmc.training import EXIT_PREEMPTED, PreemptedError, train
 

@@ -1,31 +1,24 @@
 """What PyTorch's allocator hands out on a CPU while something runs: the oracle of the planner."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from dmc.compression import GateMode, GateTrace, compression_loss
-from dmc.config import RunConfig
 from dmc.models import next_tokens, retrofit, with_token_losses
 from dmc.training.module import Teacher
 from dmc.training.strategies import build_strategy
 from dmc.training.strategies.mesh import MESH_NAMES
 
 
-def allocated_peak(work: Callable[[], Any]) -> int:
+def allocated_peak(work):
     """Return the largest number of bytes that were allocated at once, from the profiler's log of the allocator."""
     gc.collect()  # what others left must not be freed while this runs
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -36,7 +29,7 @@ def allocated_peak(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, strategy: Any = None) -> Any:
+def train_steps(config, shape, num_steps=2, strategy=None):
     """Make a model and train it as Lightning would: the gradients are there until the next backward begins."""
     training, mixed = config.training, config.trainer.precision == "bf16-mixed"
     model = AutoModelForCausalLM.from_config(shape)
@@ -64,11 +57,11 @@ def train_steps(config: RunConfig, shape: PretrainedConfig, num_steps: int = 2, 
     return model, optimizer
 
 
-def held_and_peak(config: RunConfig, shape: PretrainedConfig, strategy: Any) -> tuple[dict[str, int], int]:
+def held_and_peak(config, shape, strategy):
     """Train, and return this rank's bytes of weights, gradients and Adam's states, and of the allocated peak."""
-    held: dict[str, int] = {}
+    held = {}
 
-    def work() -> Any:
+    def work():
         model, optimizer = kept = train_steps(config, shape, strategy=strategy)
         parameters = list(model.parameters())
         states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -81,18 +74,18 @@ def held_and_peak(config: RunConfig, shape: PretrainedConfig, strategy: Any) -> 
     return held, peak
 
 
-def write_held_and_peak(rank: int, config: RunConfig, shape: PretrainedConfig, out: Path) -> None:
+def write_held_and_peak(rank, config, shape, out):
     """Do the same on one of several gloo ranks, and write it to `out`, its suffix the rank."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    strategy: Any = build_strategy(config)
+    strategy = build_strategy(config)
     strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
     out.with_suffix(f".{rank}").write_text(json.dumps(held_and_peak(config, shape, strategy)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> torch.Tensor:
+def _loss(model, input_ids, teacher=None):
     targets = next_tokens(input_ids)
     if not hasattr(model, "compression"):
         return with_token_losses(model)(input_ids, use_cache=False, targets=targets).cross_entropy.mean()
@@ -105,11 +98,11 @@ def _loss(model: nn.Module, input_ids: torch.Tensor, teacher: Any = None) -> tor
 
 
 @contextmanager
-def rank_of(config: RunConfig, num_ranks: int) -> Iterator[Any]:
+def rank_of(config, num_ranks):
     """Let this process be the first of several, whose collectives return at once; give the run's strategy."""
     torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
-        strategy: Any = build_strategy(config)
+        strategy = build_strategy(config)
         strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
         yield strategy
     finally:

@@ -1,13 +1,8 @@
 """Rows as compare.py and benchmark.py write them, of a grid that nobody has to wait for."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from dmc.results.measurement import new_row
 from dmc.results.store import Store
@@ -28,9 +23,7 @@ PROVENANCE = {
 BYTES = 2048
 
 
-def compare_row(
-    policy: str, ratio: float = 1.0, task: str = "loss", *, model: str = "base", own_gates: bool = False, **changes: Any
-) -> dict[str, Any]:
+def compare_row(policy, ratio=1.0, task="loss", *, model="base", own_gates=False, **changes):
     """Return a finished row; quality falls with the ratio, paired over 32 samples."""
     draw = random.Random(f"{policy} {ratio} {task}")
     samples = random.Random(task)
@@ -71,14 +64,14 @@ def compare_row(
     return {**row, **changes}
 
 
-def _heads(policy: str, ratio: float) -> list[list[float]]:
+def _heads(policy, ratio):
     draw = random.Random(policy)
     spread = 0.45 if policy in UNEVEN or policy == "full" else 0.0
     return [[ratio * (1 + spread * draw.uniform(-1, 1)) for _ in range(8)] for _ in range(12)]
 
 
-def _needles(lost: float) -> dict[str, Any]:
-    def found(length: int, depth: float) -> float:
+def _needles(lost):
+    def found(length, depth):
         return round(max(0.0, 1 - lost * 6 * math.log2(length / 256) * (1 - abs(2 * depth - 1))), 2)
 
     table = [[found(length, depth) for depth in DEPTHS] for length in LENGTHS]
@@ -86,7 +79,7 @@ def _needles(lost: float) -> dict[str, Any]:
     return {"length": LENGTHS, "depth": DEPTHS, "samples": samples, "exact_match": table}
 
 
-def compare_grid() -> list[dict[str, Any]]:
+def compare_grid():
     """Return 14 methods at 3 budgets on 2 tasks, the full cache, a retrofit, one far outlier and one failure."""
     rows = []
     for task in ("loss", "needle"):
@@ -102,7 +95,7 @@ def compare_grid() -> list[dict[str, Any]]:
     return rows
 
 
-def lm_eval_row(policy: str, ratio: float, benchmark: str, task: str, value: float, **changes: Any) -> dict[str, Any]:
+def lm_eval_row(policy, ratio, benchmark, task, value, **changes):
     """Return a finished row of a task of a benchmark with members `<benchmark>_a` and `<benchmark>_b`."""
     row = compare_row(policy, ratio, task)
     for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
@@ -121,9 +114,9 @@ def lm_eval_row(policy: str, ratio: float, benchmark: str, task: str, value: flo
     return {**row, **changes}
 
 
-def benchmark_rows(**task: Any) -> list[dict[str, Any]]:
+def benchmark_rows(**task):
     """Return three contestants at three batch sizes, and a largest batch."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     command = {"provenance": PROVENANCE | {"command": "python scripts/benchmark.py prompt_length=4096"}}
     contestants = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
     for name, ratio, speed in contestants:
@@ -141,14 +134,14 @@ def benchmark_rows(**task: Any) -> list[dict[str, Any]]:
     return [*rows, new_row("random weights", "engine CR 4", "speed", settings, requested_ratio=4.0, **largest)]
 
 
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+def write_rows(rows, path):
     """Write rows as lines and return their folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path.parent
 
 
-def plain_row(policy: str, budget: str | None, values: list[float], **changes: Any) -> dict[str, Any]:
+def plain_row(policy, budget, values, **changes):
     """Return a finished row with these values of its samples."""
     row = {
         "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
@@ -164,7 +157,7 @@ def plain_row(policy: str, budget: str | None, values: list[float], **changes: A
     return {**row, **changes}
 
 
-def write_report(rows: list[dict[str, Any]], folder: Path) -> str:
+def write_report(rows, folder):
     """Store rows and write their tables."""
     store = Store(folder / "rows" / "cells.jsonl")
     for row in rows:

@@ -1,7 +1,5 @@
 """Scripts run in the tests' own process, which has imported already what takes them seconds."""
 
-from __future__ import annotations
-
 import logging
 import runpy
 import sys
@@ -13,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
-def run_script(name: str, *arguments: str) -> str:
+def run_script(name, *arguments):
     """Run a script as a command line does and return what it exits with, empty where all went well.
 
     Args:

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +25,13 @@ TRAINING = (
 )
 
 
-def change_config(folder: Path, **changes: Any) -> None:
+def change_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     """A folder with a stock model, a retrofit, a run, a text, and broken copies of each."""
     root = tmp_path_factory.mktemp("world")
     (root / "text.txt").write_text(TEXT)
@@ -50,8 +49,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _write_broken_models(root: Path) -> None:
-    contents: dict[str, bytes] = {"empty": b"", "broken": b'{"a": ', "binary": bytes(range(256)), "list": b"[1]"}
+def _write_broken_models(root):
+    contents = {"empty": b"", "broken": b'{"a": ', "binary": bytes(range(256)), "list": b"[1]"}
     contents["nested"] = NESTED.encode()
     for kind, content in contents.items():
         for file, name in (
@@ -94,8 +93,8 @@ def _write_broken_models(root: Path) -> None:
         shutil.copy(path, talkative)
 
 
-def _write_run(root: Path) -> None:
-    values: dict[str, Any] = {
+def _write_run(root):
+    values = {
         "model": {"path": str(root / "stock")},
         "data": {
             "train": {"text": {"_target_": "dmc.data.TextSource", "name": str(root / "text.txt")}},
@@ -137,8 +136,16 @@ class Case:
     settings: str
     said: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.script} {self.settings}".replace(TRAINING, "").replace("model={stock} ", "")[:90]
+
+
+def told(script, prefix, words):
+    """Cases, one a word: a setting, and behind | what is said of it where that is not its name and value."""
+    for word in words.split():
+        setting, _, said = word.partition("|")
+        name, _, value = setting.partition("=")
+        yield Case(script, prefix + setting, said or f"{name.rpartition('.')[2]}={value}")
 
 
 GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
@@ -148,72 +155,42 @@ CASES = [
     # A model that is none, and settings of a generation.
     *(
         Case("generate", f"model={{world}}/{folder} prompt=ab max_new_tokens=2", said)
-        for folder, said in (
-            ("nowhere", "nowhere"),
-            ("empty", "config.json"),
-            ("text.txt", "text.txt"),
-            ("empty_config", "config.json"),
-            ("broken_config", "config.json"),
-            ("binary_config", "config.json"),
-            ("list_config", "config.json"),
-            ("nested_config", "config.json"),
-            ("no_kv_heads", "num_key_value_heads"),
-            ("odd_kv_heads", "num_key_value_heads"),
-            ("negative_layers", "num_hidden_layers=-1"),
-            ("text_layers", "num_hidden_layers"),
-            ("unknown_type", "nonesuch"),
-            ("small_vocabulary", "small_vocabulary"),
-            ("more_layers", "more_layers"),
-            ("gates_list", "compression"),
-            ("gates_null", "compression"),
-            ("gates_unknown", "windw_size"),
-            ("gates_text", "window_size"),
-            ("gates_missing", "compression"),
-            ("no_weights", "no_weights"),
-            ("no_tokenizer", "tokenizer"),
-            ("large_tokenizer", "large_tokenizer"),
-            ("empty_tokenizer", "tokenizer"),
-            ("broken_tokenizer", "tokenizer"),
-            ("binary_tokenizer", "tokenizer"),
-            ("list_tokenizer", "tokenizer"),
-            ("nested_tokenizer", "tokenizer"),
-            ("empty_weights", "model.safetensors"),
-            ("broken_weights", "model.safetensors"),
-            ("binary_weights", "model.safetensors"),
-        )
+        for said, folders in {
+            "config.json": "empty empty_config broken_config binary_config list_config nested_config",
+            "num_key_value_heads": "no_kv_heads odd_kv_heads",
+            "num_hidden_layers=-1": "negative_layers",
+            "num_hidden_layers": "text_layers",
+            "nonesuch": "unknown_type",
+            "compression": "gates_list gates_null gates_missing",
+            "windw_size": "gates_unknown",
+            "window_size": "gates_text",
+            "tokenizer": " ".join(
+                f"{kind}_tokenizer" for kind in ("no", "empty", "broken", "binary", "list", "nested")
+            ),
+            "model.safetensors": "empty_weights broken_weights binary_weights",
+            **{
+                name: name
+                for name in "nowhere text.txt small_vocabulary more_layers no_weights large_tokenizer".split()
+            },
+        }.items()
+        for folder in folders.split()
     ),
     Case("generate", "prompt=ab", "model.path"),
     Case("generate", "model={stock}", "prompt"),
     Case("generate", "model={stock} prompt=", "prompt"),
+    *told(
+        "generate",
+        GENERATE,
+        """
+        max_new_tokens=2.5 max_new_tokens=many|max_new_tokens temperature=hot|temperature top_k=few|top_k seed=x|seed
+        seed=-1 stop=[1]|stop block_size=0 memory=0 memory=lots|memory memory=100|memory kernels=nonesuch|nonesuch
+        kernels=triton|triton policy=nonesuch|nonesuch policy=h2o|budget budget=4 model.dtype=float12|float12
+        max_new_tokns=2|max_new_tokns +policy._target_=os.system|os.system
+        """,
+    ),
     *(
         Case("generate", GENERATE + setting, said)
         for setting, said in (
-            ("max_new_tokens=2.5", "max_new_tokens=2.5"),
-            ("max_new_tokens=0", "max_new_tokens=0"),
-            ("max_new_tokens=many", "max_new_tokens"),
-            ("temperature=hot", "temperature"),
-            ("temperature=-1", "temperature=-1"),
-            ("temperature=nan", "temperature=nan"),
-            ("top_p=0", "top_p=0"),
-            ("top_p=2", "top_p=2"),
-            ("top_k=0", "top_k=0"),
-            ("top_k=few", "top_k"),
-            ("seed=x", "seed"),
-            ("seed=-1", "seed=-1"),
-            ("stop=[1]", "stop"),
-            ("stop=['']", "stop"),
-            ("block_size=0", "block_size=0"),
-            ("block_size=-16", "block_size=-16"),
-            ("block_size=1.5", "block_size=1.5"),
-            ("memory=0", "memory=0"),
-            ("memory=-5", "memory=-5"),
-            ("memory=lots", "memory"),
-            ("memory=100", "memory"),
-            ("kernels=nonesuch", "nonesuch"),
-            ("kernels=triton", "triton"),
-            ("policy=nonesuch", "nonesuch"),
-            ("policy=h2o", "budget"),
-            ("budget=4", "budget=4"),
             ("policy=h2o budget=0.5", "0.5"),
             ("policy=h2o budget=tokens:0", "tokens"),
             ("policy=h2o budget=nan", "nan"),
@@ -221,76 +198,39 @@ CASES = [
             ("policy=h2o budget=4 policy.recent=-1", "recent"),
             ("policy=h2o budget=4 +policy.recnt=1", "recnt"),
             ("policy=snapkv budget=4 policy.kernel_size=4", "kernel_size"),
-            ("model.dtype=float12", "float12"),
-            ("max_new_tokns=2", "max_new_tokns"),
-            ("+policy._target_=os.system", "os.system"),
         )
     ),
     Case("generate", "model={retrofit} prompt=ab policy=h2o budget=4", "H2O"),
-    # A training, before its first step.
+    # A training, before its first step; all numbers that it refuses are in test_numbers_of_settings.py.
+    *told(
+        "train",
+        TRAINING,
+        """
+        model.path={world}/nowhere|nowhere model.dtype=float12|float12 trainer.accelerator=cuda|cuda
+        trainer.accelerator=abacus|abacus trainer.precision=8-true|precision
+        callbacks.mine._target_=nowhere.Callback|nowhere logger=nonesuch|nonesuch trainer.strategy=nonesuch|strategy
+        training.learning_rate=-1 training.learning_rate=fast|learning_rate compression.target_ratio=0.5
+        compression.action=swap|swap compression.neuron_index=99 training.snapshot_ratios=[9.0]|snapshot_ratios
+        training.learning_rte=1|learning_rte experiment=nonesuch|nonesuch seed=x|seed seed=-1 plan=maybe|plan
+        data.train.text.name={world}/nowhere.txt|nowhere.txt data.train.text.name={world}/numbers.jsonl|int
+        data.train.text.name={world}/broken.jsonl|broken.jsonl data.train.text.name={world}/empty.txt|empty.txt
+        data.train.text.name={world}/empty|empty data.train.text._target_=dmc.data.NoSource|NoSource
+        +data.train.text.colum=x|colum output_dir={text}|text.txt output_dir={text}/below|text.txt
+        """,
+    ),
     *(
         Case("train", TRAINING + setting, said)
         for setting, said in (
-            ("model.path={world}/nowhere", "nowhere"),
-            ("model.dtype=float12", "float12"),
-            ("trainer.devices=0", "devices=0"),
-            ("trainer.devices=-1", "devices=-1"),
-            ("trainer.num_nodes=0", "num_nodes=0"),
-            ("trainer.accelerator=cuda", "cuda"),
-            ("trainer.accelerator=abacus", "abacus"),
-            ("trainer.precision=8-true", "precision"),
             ("trainer.max_step=5", "did you mean 'max_steps'?"),
             ("trainer.max_steps=5", "use training.stages"),
-            ("callbacks.mine._target_=nowhere.Callback", "nowhere"),
             ("logger.csv.flush_logs_every_n_step=5", "did you mean 'flush_logs_every_n_steps'?"),
-            ("logger=nonesuch", "nonesuch"),
-            ("trainer.strategy=nonesuch", "strategy"),
-            ("training.gradient_clip=-1", "gradient_clip=-1"),
-            ("training.gradient_clip=0", "gradient_clip=0"),
-            ("training.learning_rate=1e30", "learning_rate=1e+30"),
-            ("training.learning_rate=-1", "learning_rate=-1"),
-            ("training.learning_rate=nan", "learning_rate=nan"),
-            ("training.learning_rate=fast", "learning_rate"),
-            ("compression.target_ratio=0", "target_ratio=0"),
-            ("compression.target_ratio=0.5", "target_ratio=0.5"),
-            ("compression.target_ratio=inf", "target_ratio=inf"),
-            ("compression.window_size=0", "window_size=0"),
-            ("compression.delay=-1", "delay=-1"),
-            ("compression.action=swap", "swap"),
-            ("compression.neuron_index=99", "neuron_index=99"),
-            ("training.batch_size=0", "batch_size=0"),
             ("training.micro_batch_size=3", "micro_batch_size * devices = 3"),
-            ("training.sequence_length=0", "sequence_length=0"),
-            ("training.calibration_sequences=0", "calibration_sequences=0"),
-            ("training.validation_sequences=0", "validation_sequences=0"),
-            ("training.validate_every_steps=0", "validate_every_steps=0"),
-            ("training.checkpoint_every_steps=0", "checkpoint_every_steps=0"),
-            ("training.log_every_steps=0", "log_every_steps=0"),
-            ("training.snapshot_ratios=[9.0]", "snapshot_ratios"),
-            ("training.betas=[0.9]", "betas"),
-            ("training.betas=[0.9,1.5]", "betas"),
             ("training.stages={{zero_out:null,retrofit:null,solidify:null}}", "training.stages is empty"),
-            ("training.stages.retrofit.steps=-1", "steps=-1"),
             ("training.stages.retrofit.stepz=1", "stepz: did you mean 'steps'?"),
             ("training.stages.retrofitt.steps=1", "did you mean 'retrofit'?"),
             ("training.stages.retrofit.steps=1 training.stages.retrofit.tokens=5", "give exactly one"),
             ("data.train.text=null", "data.train is empty"),
             ("data.validation.text.nam=a", "did you mean 'name'?"),
-            ("training.learning_rte=1", "learning_rte"),
-            ("experiment=nonesuch", "nonesuch"),
-            ("seed=x", "seed"),
-            ("seed=-1", "seed=-1"),
-            ("plan=maybe", "plan"),
-            ("data.train.text.name={world}/nowhere.txt", "nowhere.txt"),
-            ("data.train.text.name={world}/numbers.jsonl", "int"),
-            ("data.train.text.name={world}/broken.jsonl", "broken.jsonl"),
-            ("data.train.text.name={world}/empty.txt", "empty.txt"),
-            ("data.train.text.name={world}/empty", "empty"),
-            ("data.train.text._target_=dmc.data.NoSource", "NoSource"),
-            ("+data.train.text.colum=x", "colum"),
-            ("data.num_workers=-1", "num_workers=-1"),
-            ("output_dir={text}", "text.txt"),
-            ("output_dir={text}/below", "text.txt"),
         )
     ),
     Case("train", TRAINING.replace("data.train.text.name={text} ", ""), "data.train"),
@@ -335,63 +275,47 @@ CASES = [
     Case("collect", "folder={world}/nowhere", "nowhere"),
     Case("collect", "folder={text}", "text.txt"),
     # Measurements.
+    *told(
+        "compare",
+        COMPARE,
+        """
+        models={{m:{world}/nowhere}}|nowhere models={{m:{stock}k}}|/stock? models={{m:{world}/empty_config}}|config.json
+        models=[{stock}]|models budgets=none|none lm_eval.tasks_folder={world}/nowhere|nowhere lm_eval.limit=0
+        lm_eval.limit=some|limit tasks=[{{like:copy}}]|name tasks=[{{name:a,like:copy,num_samples:0}}]|num_samples=0
+        tasks=[{{name:a,like:copy,num_smples:1}}]|num_smples engine.block_size=0 engine.kernels=nonesuch|nonesuch
+        reference=nobody|nobody output={text}|text.txt output={text}/below|text.txt
+        """,
+    ),
     *(
         Case("compare", COMPARE + setting, said)
         for setting, said in (
-            ("models={{m:{world}/nowhere}}", "nowhere"),
-            ("models={{m:{stock}k}}", "/stock?"),
             ("models={{m:{world}/empty}}", "has no config.json with a model_type"),
-            ("models={{m:{world}/empty_config}}", "config.json"),
             ("models={{m:{{pth:x}}}}", "unknown setting models.m.pth: did you mean 'path'?"),
             ("models={{m:{{path:{stock},policies:[ful]}}}}", "models.m.policies: 'ful' is none of the grid's"),
-            ("models=[{stock}]", "models"),
             ("policies=full,h20", "policies[1]='h20' is not in configs/policy; did you mean 'h2o'?"),
             ("policies=[{{name:mine}}]", "expected a name, or a mapping with name and either _target_ or like"),
             ("policies=h2o budgets=0.5", "0.5"),
             ("policies=h2o budgets=[]", "budgets is empty"),
-            ("budgets=none", "none"),
             ("tasks=needel", "tasks[0]='needel' is not in configs/task; did you mean 'needle'?"),
             ("tasks=[]", "tasks is empty"),
             ("tasks=[{{name:a,like:copy,sequence_length:3}}]", "sequence_length=3 has no room"),
-            ("lm_eval.tasks_folder={world}/nowhere", "nowhere"),
-            ("lm_eval.limit=0", "limit=0"),
-            ("lm_eval.limit=some", "limit"),
-            ("tasks=[{{like:copy}}]", "name"),
-            ("tasks=[{{name:a,like:copy,num_samples:0}}]", "num_samples=0"),
-            ("tasks=[{{name:a,like:copy,num_smples:1}}]", "num_smples"),
             ("engine.max_batch_size=0", "engine.max_batch_size=0: expected a whole number >= 1"),
-            ("engine.block_size=0", "block_size=0"),
-            ("engine.kernels=nonesuch", "nonesuch"),
             ("speed_tokens=-1", "speed_tokens=-1: expected a whole number >= 0"),
-            ("reference=nobody", "nobody"),
-            ("output={text}", "text.txt"),
-            ("output={text}/below", "text.txt"),
             ("output={world}/bare_cells reference=nobody", "nobody"),
         )
     ),
     Case("compare", "policies=full", "models"),
     Case("compare", "models={{}}", "models"),
-    *(
-        Case("benchmark", f"prompt_length=8 new_tokens=2 batch_sizes=1 ratios=1 rounds=1 {setting}", said)
-        for setting, said in (
-            ("prompt_length=0", "prompt_length=0"),
-            ("new_tokens=0", "new_tokens=0"),
-            ("batch_sizes=[]", "batch_sizes"),
-            ("batch_sizes=[0]", "batch_sizes"),
-            ("ratios=[0.5]", "0.5"),
-            ("ratios=[]", "ratios"),
-            ("rounds=0", "rounds=0"),
-            ("delay=-1", "delay=-1"),
-            ("block_size=0", "block_size=0"),
-            ("kernels=nonesuch", "nonesuch"),
-            ("model.dtype=float12", "float12"),
-            ("model.path={world}/nowhere", "nowhere"),
-            ("model.shape.num_key_value_heads=3", "num_key_value_heads"),
-            ("model.shape.num_key_value_heads=0", "num_key_value_heads"),
-            ("model.shape.model_type=nonesuch", "nonesuch"),
-            ("output={text}", "text.txt"),
-            ("output={text}/below", "text.txt"),
-        )
+    *told(
+        "benchmark",
+        "prompt_length=8 new_tokens=2 batch_sizes=1 ratios=1 rounds=1 ",
+        """
+        prompt_length=0 new_tokens=0 batch_sizes=[]|batch_sizes batch_sizes=[0]|batch_sizes ratios=[0.5]|0.5
+        ratios=[]|ratios rounds=0 delay=-1 block_size=0 kernels=nonesuch|nonesuch model.dtype=float12|float12
+        model.path={world}/nowhere|nowhere model.shape.num_key_value_heads=3|num_key_value_heads
+        model.shape.num_key_value_heads=0|num_key_value_heads model.shape.model_type=nonesuch|nonesuch
+        output={text}|text.txt output={text}/below|text.txt
+        """,
     ),
     *(
         Case("compare", INSIDE + setting + "}}]", said)
@@ -432,21 +356,19 @@ CASES = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
+def listing(folder):
     files = {path: path.stat() for path in folder.rglob("*")}
     return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in files.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_wrong_input_is_told_in_one_line_and_nothing_is_written(
-    case: Case, world: Path, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_told_in_one_line_and_nothing_is_written(case, world, folder, capfd):
     places = {"world": world, "stock": world / "stock", "retrofit": world / "retrofit", "text": world / "text.txt"}
     before = listing(world)
     capfd.readouterr()
@@ -459,7 +381,7 @@ def test_wrong_input_is_told_in_one_line_and_nothing_is_written(
     assert listing(world) == before
 
 
-def test_a_run_that_has_saved_nothing_may_be_corrected(world: Path, folder: Path) -> None:
+def test_a_run_that_has_saved_nothing_may_be_corrected(world, folder):
     settings = TRAINING.format(world=world, stock=world / "stock", text=world / "text.txt").split()
     said = run_script("train.py", *settings, "training.sequence_length=5000")
     assert said.startswith("error: ") and "sequence" in said and (folder / "out" / "run.json").is_file()

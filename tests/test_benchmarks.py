@@ -1,7 +1,5 @@
 """Every benchmark program runs, on little, and keeps what it prints."""
 
-from __future__ import annotations
-
 import csv
 import json
 import runpy
@@ -28,14 +26,12 @@ LITTLE = {
 }
 
 
-def test_every_program_is_tried() -> None:
+def test_every_program_is_tried():
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*LITTLE, "timings", "gpu_check"}
 
 
 @pytest.mark.parametrize("name", LITTLE)
-def test_what_is_printed_is_kept_as_csv_and_json(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_is_kept_as_csv_and_json(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *LITTLE[name], "--threads", "1", "--output", str(tmp_path / "out")])
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")

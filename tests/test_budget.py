@@ -8,13 +8,13 @@ from dmc.budget import Budget, achieved_ratio
 
 
 @pytest.mark.parametrize("ratio", [1.1, 1.25, 7 / 3, 2.2, 10 / 3, 4.4, 4.0, 7.7, 12.8])
-def test_a_budget_is_the_whole_part_of_the_quotient_and_holds_the_ratio(ratio: float) -> None:
+def test_a_budget_is_the_whole_part_of_the_quotient_and_holds_the_ratio(ratio):
     exact, budget = Fraction(ratio).limit_denominator(100), Budget(ratio=ratio)
     lengths = range(11, 4001)
     assert [budget.entries(n) for n in lengths] == [max(1, n // exact) for n in lengths]
     assert all(achieved_ratio(n, 1, 1, budget.entries(n)) >= ratio * (1 - 1e-12) for n in lengths if n >= ratio)
 
 
-def test_a_budget_of_33_tokens_at_ratio_1_1_is_30() -> None:
+def test_a_budget_of_33_tokens_at_ratio_1_1_is_30():
     assert Budget(ratio=1.1).entries(33) == 30
     assert Budget(ratio=1.1).entries(32) == 29

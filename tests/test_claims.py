@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -158,7 +157,7 @@ def test_who_was_slow_after_its_look_finds_the_others(path, monkeypatch):
     plain = claims._refuse_held
     elsewhere(path, 2, age=claims.EXPIRY + 1)
 
-    def refuse_held(path: Path, found):
+    def refuse_held(path, found):
         monkeypatch.setattr(claims, "_refuse_held", plain)
         last = plain(path, found)
         with claim(path):  # takes over, removes what was void, ends, and the numbers begin anew

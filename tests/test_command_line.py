@@ -1,11 +1,8 @@
 """What people write on a command line, and what Hydra is given of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,13 +14,13 @@ from dmc.command_line import plain_settings
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-def composed(name: str, *arguments: str) -> Any:
+def composed(name, *arguments):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = compose(name, overrides=plain_settings(name, arguments, CONFIGS))
     return OmegaConf.to_container(settings)
 
 
-def test_a_model_and_tasks_are_given_by_name() -> None:
+def test_a_model_and_tasks_are_given_by_name():
     assert composed("generate", "model=some/DIR")["model"]["path"] == "some/DIR"
     settings = composed("compare", "models={base: DIR}", "policies=h2o", "budgets=4,tokens:9", "tasks=mmlu,cs_qa")
     assert (settings["policies"], settings["tasks"]) == (["h2o"], ["mmlu", "cs_qa"])
@@ -32,9 +29,7 @@ def test_a_model_and_tasks_are_given_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["generate", "benchmark", "train", "prepare_data"])
 @pytest.mark.parametrize("model", ["folder", "meta-llama/Llama-2-7b-hf", "./llama2_7b"])
-def test_every_script_takes_a_folder_or_a_hub_name(
-    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_script_takes_a_folder_or_a_hub_name(name, model, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     settings = composed(name, f"model={model}")
@@ -43,7 +38,7 @@ def test_every_script_takes_a_folder_or_a_hub_name(
 
 
 @pytest.mark.parametrize("name", ["train", "prepare_data"])
-def test_a_choice_of_settings_stays_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_settings_stays_one(name, tmp_path, monkeypatch):
     (tmp_path / "llama2_7b").mkdir()  # a folder of the same name is ./llama2_7b
     monkeypatch.chdir(tmp_path)
     for choice in ("llama2_7b", "llama2_7b,llama2_13b", "mispelled"):
@@ -67,11 +62,11 @@ def test_a_choice_of_settings_stays_one(name: str, tmp_path: Path, monkeypatch: 
         ("-m|tasks=piqa,[copa,rte]", "-m|tasks=piqa,[copa,rte]"),
     ],
 )
-def test_lists_and_sweeps(arguments: str, expected: str) -> None:
+def test_lists_and_sweeps(arguments, expected):
     assert plain_settings("generate", arguments.split("|"), CONFIGS) == expected.split("|")
 
 
-def test_no_thread_computes_with_denormal_numbers() -> None:
+def test_no_thread_computes_with_denormal_numbers():
     code = "import torch; from dmc.command_line import prepare_process; torch.set_num_threads(2); prepare_process();"
     code += "print((torch.full((1 << 20,), 1e-37) * 0.01).count_nonzero().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -90,9 +85,7 @@ def test_no_thread_computes_with_denormal_numbers() -> None:
         "train.py|output_dir={file}",
     ],
 )
-def test_an_output_that_is_a_file_is_told_and_left_as_it_is(
-    command: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_is_a_file_is_told_and_left_as_it_is(command, inside, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "notes").write_text("mine")

@@ -12,7 +12,7 @@ VALID = {
 }
 
 
-def changed(path: str, value):
+def changed(path, value):
     values = copy.deepcopy(VALID)
     *folders, last = path.split(".")
     place = values
@@ -39,11 +39,7 @@ def test_plain_values_become_dataclasses():
             "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least",
         ),
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
-        (
-            "trainer",
-            {"tensor_parallel_size": 2},
-            "size=2 needs trainer.strategy=fsdp2 or hsdp, not auto",
-        ),
+        ("trainer", {"tensor_parallel_size": 2}, "size=2 needs trainer.strategy=fsdp2 or hsdp, not auto"),
         ("trainer", {"shard_size": 2}, "trainer.shard_size=2 needs trainer.strategy=hsdp, not auto"),
         ("trainer", {"accumulate_locally": True}, "accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not"),
         ("trainer", {"offload_optimizer": True}, "needs trainer.strategy=deepspeed_zero1 or .*, not auto"),
@@ -52,15 +48,7 @@ def test_plain_values_become_dataclasses():
             {"offload_parameters": True, "strategy": "deepspeed_zero2"},
             "offload_parameters=true needs trainer.strategy=deepspeed_zero3, not deepspeed_zero2",
         ),
-        (
-            "trainer.strategy",
-            "fsdp",
-            "strategy='fsdp': expected one of auto, ddp, fsdp2, hsdp, deepspeed_zero1",
-        ),
-        ("trainer.num_nodes", 0, "trainer.num_nodes=0: expected a whole number >= 1"),
-        ("qwertz", 1, "unknown setting qwertz: expected one of model, data"),
-        ("compression.target_ratio", 0.5, "target_ratio=0.5 is not a compression ratio: expected a number >= 1"),
-        ("compression.window_size", 0, "window_size=0: expected a whole number >= 1 .tokens; None"),
+        ("trainer.strategy", "fsdp", "strategy='fsdp': expected one of auto, ddp, fsdp2, hsdp, deepspeed_zero1"),
         ("compression.action", "forget", "compression.action='forget': expected one of merge, drop"),
         ("compression", {"action": "drop"}, "action='drop' needs delay >= 1"),
         ("training.stages", {}, "training.stages is empty"),
@@ -68,18 +56,8 @@ def test_plain_values_become_dataclasses():
         ("training.stages", {"retrofit": {"steps": 1, "tokens": 5.0}}, "give exactly one of them, > 0"),
         ("training.stages", {"polish": {"steps": 1}}, "unknown setting training.stages.polish: expected one of"),
         ("training.batch_size", "many", "training.batch_size='many': expected int"),
-        ("training.batch_size", 0, "training.batch_size=0: expected a whole number >= 1"),
-        ("training.max_nonfinite_steps", 0, "training.max_nonfinite_steps=0: expected a whole number >= 1"),
-        (
-            "training.hang_timeout_minutes",
-            -1,
-            "training.hang_timeout_minutes=-1.0: expected a number >= 0",
-        ),
-        ("trainer.peak_teraflops", 0.0, "trainer.peak_teraflops=0.0: expected a number > 0 .* null: by its name"),
         ("logger.csv", 1, "logger.csv=1: expected a mapping"),
-        ("trainer.max_step", 5, "unknown setting trainer.max_step: did you mean 'max_steps'"),
         ("trainer.tensor_paralel_size", 2, "did you mean 'tensor_parallel_size'"),
-        ("trainer.max_steps", 5, "trainer.max_steps=5 is set by the run itself: use training.stages"),
         ("trainer.limit_val_batches", 2, "trainer.limit_val_batches=2 .* use training.validation_sequences"),
         ("trainer.callbacks", [], "use callbacks.NAME._target_"),
         (
@@ -88,7 +66,6 @@ def test_plain_values_become_dataclasses():
             "trainer.compile=true with .*: use fsdp2|use fsdp2",
         ),
         ("training.snapshot_ratios", [8.0], r"training.snapshot_ratios=\[8.0\] lie above"),
-        ("training.snapshot_ratios", [0.5], "expected a number >= 1 .a compression ratio"),
         ("model", {}, "give exactly one of them"),
         ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
         ("data", {"train": {}, "validation": {"x": {}}}, "data.train is empty"),
@@ -98,7 +75,6 @@ def test_plain_values_become_dataclasses():
         ("data", {"train": {"x": {}}}, "setting data.validation is missing"),
         ("training.ratio_prior", "layer", "training.ratio_prior='layer': expected one of global, local"),
         ("training.head_agreement", "sum", "training.head_agreement='sum': expected one of mean, printed_sum, ratio"),
-        ("training.head_agreement_weight", -1, "training.head_agreement_weight=-1.0: expected a number >= 0"),
         (
             "training.stages",
             {"retrofit": {"steps": 1, "ramp_fraction": 1.5}},
@@ -168,8 +144,5 @@ def test_settings_that_contradict_each_other_give_one_clear_error(changes, messa
 
 def test_snapshots_of_fixed_pooling_need_a_ramp():
     values = changed("compression", FIXED)
-    values["training"] |= {
-        "stages": {"retrofit": {"steps": 5, "ramp_fraction": 1.0}},
-        "snapshot_ratios": [2.0],
-    }
+    values["training"] |= {"stages": {"retrofit": {"steps": 5, "ramp_fraction": 1.0}}, "snapshot_ratios": [2.0]}
     assert build_config(RunConfig, values).decisions == "fixed"

@@ -152,7 +152,7 @@ def test_what_a_kill_leaves_of_a_removal_is_known_as_ours(tmp_path, monkeypatch)
         removed.append(self.name)
         raise KeyboardInterrupt
 
-    removed: list[str] = []
+    removed = []
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt), replacement(model_folder, overwrite=True):

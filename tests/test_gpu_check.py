@@ -1,12 +1,9 @@
 """The check of a GPU, on a machine without one: its parts on little, and parts that fail or hang."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +15,11 @@ from gpu_check import CHECKS, Part  # noqa: E402
 WRITES = "import sys, json; open(sys.argv[1], 'a').write(json.dumps({'measured': 'a', 'value': 2.0, 'unit': 's', 'beside': '', 'holds': True}) + chr(10)); "  # noqa: E501
 
 
-def python(program: str, seconds: int = 20) -> Part:
+def python(program, seconds=20):
     return Part("a part", seconds, (sys.executable, "-c", program))
 
 
-def test_a_part_that_fails_and_one_that_hangs_stop_no_other(tmp_path: Path) -> None:
+def test_a_part_that_fails_and_one_that_hangs_stop_no_other(tmp_path):
     child = "import subprocess; subprocess.run(['sleep', '60'])"
     parts = {
         "fails": python(WRITES + "raise SystemExit('it broke')"),
@@ -40,7 +37,7 @@ def test_a_part_that_fails_and_one_that_hangs_stop_no_other(tmp_path: Path) -> N
     assert table.count("\n") == 2 + len(rows) and "**no**" in table
 
 
-def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_check.main(["--output", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
@@ -48,7 +45,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path, monkeypatch: Any
     assert sum(seconds for _, seconds in CHECKS.values()) < 9 * 60
 
 
-def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path, monkeypatch):
     script = runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))["main"]
     monkeypatch.setitem(script.__globals__, "BENCHMARKS", tmp_path / "benchmarks")
     with pytest.raises(SystemExit, match=r"error: .*benchmarks does not exist: .* of a checkout; clone"):
@@ -56,7 +53,7 @@ def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "tests"])
-def test_every_part_runs_on_little(name: str, tmp_path: Path) -> None:
+def test_every_part_runs_on_little(name, tmp_path):
     assert gpu_check.main(["--device", "cpu", "--tiny", "--part", name, "--rows", str(tmp_path / "rows")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert len(rows) >= 4 and not any(row["holds"] is False for row in rows)

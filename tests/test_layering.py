@@ -1,7 +1,5 @@
 """Who may import whom, read from the code itself, and what the serving core must do without."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -55,44 +53,21 @@ ALLOWED = {
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
 CORE = (
-    "bounds",
-    "budget",
-    "ranks",
-    "target",
-    "full_attention",
-    "json_file",
-    "compression",
-    "models",
-    "kernels",
-    "policies",
-    "runtime",
-    "__init__",
+    "bounds budget ranks target full_attention json_file compression models kernels policies runtime __init__".split()
 )
-FORBIDDEN_IN_CORE = (
-    "lightning",
-    "pytorch_lightning",
-    "hydra",
-    "omegaconf",
-    "datasets",
-    "wandb",
-    "deepspeed",
-    "matplotlib",
-    "lm_eval",
-    "accelerate",
-    "fastapi",
-    "uvicorn",
-    "openai",
-    "ray",
-)
+FORBIDDEN_IN_CORE = """
+lightning pytorch_lightning hydra omegaconf datasets wandb deepspeed matplotlib lm_eval accelerate fastapi
+uvicorn openai ray
+""".split()
 SOURCES = sorted((ROOT / "dmc").rglob("*.py"))
 
 
-def part_of(path: Path) -> str:
+def part_of(path):
     """Name the part of the house a file belongs to: dmc/models/llama.py is of `models`."""
     return path.relative_to(ROOT / "dmc").parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path):
     """Collect the modules a file imports, inside functions and for type checkers too."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found = set()
@@ -113,7 +88,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def literal_start(argument: ast.expr) -> str | None:
+def literal_start(argument):
     """Return the literal text a computed module name starts with: f"dmc.kernels.{name}" is dmc.kernels."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return argument.value
@@ -122,7 +97,7 @@ def literal_start(argument: ast.expr) -> str | None:
     return None
 
 
-def parts_imported(path: Path) -> set[str]:
+def parts_imported(path):
     """Name the parts of the house that a file imports, "dmc" for the composition root."""
     parts = set()
     for module in imports_of(path):
@@ -133,7 +108,7 @@ def parts_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_import_follows_an_arrow(path: Path) -> None:
+def test_every_import_follows_an_arrow(path):
     part = part_of(path)
     assert part in ALLOWED, f"dmc/{part} is not on the map of design.md section 3: give it its arrows"
     imported = parts_imported(path) - {part}
@@ -142,8 +117,8 @@ def test_every_import_follows_an_arrow(path: Path) -> None:
     assert imported <= ALLOWED[part], f"{path.relative_to(ROOT)} imports {sorted(imported - ALLOWED[part])}"
 
 
-def test_arrows_never_turn_back() -> None:
-    order: list[str] = []
+def test_arrows_never_turn_back():
+    order = []
     while len(order) < len(ALLOWED):
         ready = [part for part, imported in ALLOWED.items() if part not in order and imported <= set(order)]
         assert ready, f"a circle among {sorted(set(ALLOWED) - set(order))}"
@@ -151,7 +126,7 @@ def test_arrows_never_turn_back() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
-def test_scripts_stay_short(path: Path) -> None:
+def test_scripts_stay_short(path):
     assert len(path.read_text().splitlines()) <= 60
     assert parts_imported(path) <= {*ALLOWED, "dmc"}
 
@@ -159,11 +134,11 @@ def test_scripts_stay_short(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in SOURCES if part_of(path) in CORE], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_core_names_no_training_library(path: Path) -> None:
+def test_core_names_no_training_library(path):
     assert not {module.split(".")[0] for module in imports_of(path)} & set(FORBIDDEN_IN_CORE)
 
 
-def test_nothing_imports_scripts_or_tests() -> None:
+def test_nothing_imports_scripts_or_tests():
     roots = {module.split(".")[0] for path in SOURCES for module in imports_of(path)}
     assert not roots & {"scripts", "tests", "oracles", "conftest"}
 
@@ -181,15 +156,13 @@ def test_nothing_imports_scripts_or_tests() -> None:
         ("import importlib\nimportlib.import_module(f'dmc.kernels.{name}')", {"kernels"}),
     ],
 )
-def test_the_reader_of_imports_sees_every_form(
-    source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reader_of_imports_sees_every_form(source, expected, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: source)
     monkeypatch.setitem(globals(), "TOP_LEVEL", {"models", "budget", "training", "data", "kernels", "runtime"})
     assert parts_imported(ROOT / "dmc" / "runtime" / "example.py") - {"runtime"} == expected
 
 
-def test_core_serves_where_only_torch_and_transformers_are_installed() -> None:
+def test_core_serves_where_only_torch_and_transformers_are_installed():
     program = f"""
     import sys
 

@@ -1,12 +1,9 @@
 """The notebooks run on tiny models, show something, and hold nothing but prose and calls of dmc."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -24,24 +21,24 @@ SMALL = {
 }
 
 
-def read(path: Path) -> Any:
+def read(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     return notebook
 
 
-def code_cells(path: Path) -> list[Any]:
+def code_cells(path):
     return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
-def parameters_of(path: Path) -> tuple[int, set[str]]:
+def parameters_of(path):
     """Return where the cell of parameters stands, and the names it sets."""
     cells = read(path).cells
     (place,) = (number for number, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
     return place, {node.targets[0].id for node in ast.parse(cells[place].source).body}
 
 
-def execute(path: Path, parameters: dict[str, Any], home: Path) -> Any:
+def execute(path, parameters, home):
     """Run a notebook as papermill does: a cell with the parameters' new values follows the one with their defaults."""
     notebook = read(path)
     place, names = parameters_of(path)
@@ -54,17 +51,17 @@ def execute(path: Path, parameters: dict[str, Any], home: Path) -> Any:
     return client.execute(env={**os.environ, **environment, **folders})
 
 
-def outputs_of(notebook: Any) -> list[Any]:
+def outputs_of(notebook):
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-def test_every_notebook_is_run() -> None:
+def test_every_notebook_is_run():
     assert [path.stem for path in NOTEBOOKS] == list(SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_on_tiny_models_and_shows_pictures(path: Path, folders: Any, tmp_path: Path) -> None:
+def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path):
     parameters = {
         "model_folder": str(folders.compressed),
         "retrofit_folder": str(folders.compressed),
@@ -90,13 +87,13 @@ def test_it_runs_on_tiny_models_and_shows_pictures(path: Path, folders: Any, tmp
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_output_is_committed(path: Path) -> None:
+def test_no_output_is_committed(path):
     for cell in code_cells(path):
         assert (cell.outputs, cell.execution_count) == ([], None)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_defines_nothing_and_imports_little(path: Path) -> None:
+def test_it_defines_nothing_and_imports_little(path):
     for cell in code_cells(path):
         assert len(cell.source.splitlines()) <= LINES_OF_A_CELL
         for node in ast.walk(ast.parse(cell.source)):
@@ -107,7 +104,7 @@ def test_it_defines_nothing_and_imports_little(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path: Path) -> None:
+def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path):
     prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     assert prose.count("**Seen:**") == prose.count("**Not seen:**") >= 2
     assert "./scripts/quickstart.sh" in prose

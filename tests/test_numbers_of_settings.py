@@ -1,23 +1,20 @@
 """Every number of a run's settings, with values no run may have: one line that names it and says what is expected."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
 import typing
-from typing import Any
 
 import pytest
 
 from dmc.compression import CompressionConfig
 from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config
 
-NO_NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, True, "7", [3], {}]
+NO_NUMBERS = [math.nan, math.inf, -math.inf, True, "7", [3], {}]
 COUNT = [0, -1, 1.5]
 RATE = [0, -1e-3, 1e30]
 """Beside what is no number at all: what each setting must not be."""
-TABLE: dict[str, list[Any]] = {
+TABLE = {
     "training.sequence_length": [*COUNT, 1],
     "training.batch_size": COUNT,
     "training.micro_batch_size": COUNT,
@@ -98,7 +95,7 @@ CASES = [
     for value in [*(each for each in NO_NUMBERS if not (path == "trainer.devices" and each == "7")), *values]
     if not (isinstance(value, list) and value == [3] and path in LISTS)
 ]
-VALID: dict[str, Any] = {
+VALID = {
     "model": {"path": "somewhere"},
     "data": {
         "train": {"x": {"_target_": "x"}},
@@ -118,11 +115,11 @@ VALID: dict[str, Any] = {
 }
 
 
-def settings_with(path: str, value: Any) -> Any:
+def settings_with(path, value):
     """Build the settings of a run, or of a plan, with one of them changed."""
     values = copy.deepcopy(VALID)
     *folders, last = path.split(".")
-    place: Any = values
+    place = values
     for folder in folders:
         lesson = {"kind": "facts", "length": 64, "sequences": 2}
         place = place.setdefault(folder, {}) if folder != "lessons" else place.setdefault(folder, [lesson])[0]
@@ -136,7 +133,7 @@ def settings_with(path: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("path", "value"), CASES, ids=lambda each: str(each) if isinstance(each, str) else repr(each))
-def test_a_number_out_of_its_bounds_is_refused_in_one_line_that_names_it(path: str, value: Any) -> None:
+def test_a_number_out_of_its_bounds_is_refused_in_one_line_that_names_it(path, value):
     with pytest.raises(ValueError) as refused:
         settings_with(path, value)
     said = str(refused.value)
@@ -144,7 +141,7 @@ def test_a_number_out_of_its_bounds_is_refused_in_one_line_that_names_it(path: s
     assert any(word in said for word in ("expected", "give exactly one", "is not a compression ratio")), said
 
 
-def numeric_fields(config_class: Any, prefix: str = "") -> set[str]:
+def numeric_fields(config_class, prefix=""):
     """Find every field of a configuration that holds a number, in the classes inside it too."""
     found = set()
     for name, hint in typing.get_type_hints(config_class).items():
@@ -161,7 +158,7 @@ def numeric_fields(config_class: Any, prefix: str = "") -> set[str]:
     return found
 
 
-def test_the_table_has_every_number_of_a_run_and_of_a_plan() -> None:
+def test_the_table_has_every_number_of_a_run_and_of_a_plan():
     assert set(TABLE) == numeric_fields(RunConfig) | numeric_fields(PlannerConfig, "planner.")
 
 
@@ -174,12 +171,12 @@ def test_the_table_has_every_number_of_a_run_and_of_a_plan() -> None:
         ("compression.decision_offset", -3),
     ],
 )  # fmt: skip
-def test_a_number_on_its_bounds_is_taken(path: str, value: Any) -> None:
+def test_a_number_on_its_bounds_is_taken(path, value):
     settings_with(path, value)
 
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(CompressionConfig)])
-def test_gates_of_a_folder_may_not_be_null_where_a_number_is_due(name: str) -> None:
+def test_gates_of_a_folder_may_not_be_null_where_a_number_is_due(name):
     if name == "window_size":
         assert CompressionConfig.from_dict({name: None}).window_size is None
         return
@@ -187,6 +184,6 @@ def test_gates_of_a_folder_may_not_be_null_where_a_number_is_due(name: str) -> N
         CompressionConfig.from_dict({name: None})
 
 
-def test_gates_that_are_no_mapping_are_refused() -> None:
+def test_gates_that_are_no_mapping_are_refused():
     with pytest.raises(ValueError, match=r"compression=\[1\]: expected a mapping"):
-        CompressionConfig.from_dict([1])  # type: ignore[arg-type]
+        CompressionConfig.from_dict([1])

@@ -1,9 +1,6 @@
 """What the processes of one run tell each other without a collective."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,11 +8,11 @@ import torch.distributed as dist
 from dmc.ranks import Ranks
 
 
-def act_and_wait(act: Any) -> list[str]:
+def act_and_wait(act):
     """Let two ranks meet, rank 1 first; return what happened in its order."""
     store, events = dist.HashStore(), []
 
-    def wait(rank: int) -> None:
+    def wait(rank):
         try:
             Ranks(rank, 2).while_others_wait("export", lambda: act(events), store)
             events.append(f"{rank} goes on")
@@ -29,19 +26,19 @@ def act_and_wait(act: Any) -> list[str]:
     return events
 
 
-def test_others_wait_until_the_first_rank_is_done() -> None:
+def test_others_wait_until_the_first_rank_is_done():
     events = act_and_wait(lambda events: events.append("written"))
     assert events[0] == "written" and sorted(events[1:]) == ["0 goes on", "1 goes on"]
 
 
-def test_what_fails_on_the_first_rank_ends_all() -> None:
-    def fail(_: Any) -> None:
+def test_what_fails_on_the_first_rank_ends_all():
+    def fail(_):
         raise OSError("no space left on device")
 
     failed = "1 RuntimeError: export failed on the first rank: OSError: no space left on device"
     assert sorted(act_and_wait(fail)) == ["0 OSError: no space left on device", failed]
 
 
-def test_a_process_alone_acts() -> None:
+def test_a_process_alone_acts():
     with pytest.raises(ZeroDivisionError):
         Ranks.all().while_others_wait("export", lambda: print(1 // 0))

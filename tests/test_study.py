@@ -50,10 +50,7 @@ def sweep(tmp_path):
                 folder = tmp_path / run / name
                 folder.mkdir(parents=True)
                 held = 1.0 if target is None else target - 0.125
-                metrics = {
-                    "achieved_ratio": held,
-                    "validation_loss_nats_per_token": loss,
-                }
+                metrics = {"achieved_ratio": held, "validation_loss_nats_per_token": loss}
                 if run == "cr8":  # has test text: nothing was chosen on that
                     metrics |= {"test_achieved_ratio": held, "test_loss_nats_per_token": loss}
                     metrics |= {"achieved_ratio": 1.0, "validation_loss_nats_per_token": 0.1}

@@ -9,19 +9,19 @@ from dmc.compression import CompressionConfig, Compressor, GateMode, GateOutput,
 BATCH, GROUP, KV_HEADS, TIME, HEAD_DIM = 2, 2, 3, 9, 8
 
 
-def states(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def states(seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(BATCH, heads, TIME, HEAD_DIM) for heads in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
     return query, key, value
 
 
-def compressor(**settings: object) -> Compressor:
-    return Compressor(CompressionConfig(**{"decision_offset": 0.0, **settings}), HEAD_DIM)  # type: ignore[arg-type]
+def compressor(**settings):
+    return Compressor(CompressionConfig(**{"decision_offset": 0.0, **settings}), HEAD_DIM)
 
 
 @pytest.mark.parametrize("neuron", [-1, 0, 3])
-def test_thresholded_gate_reads_the_neuron_and_removes_it(neuron: int) -> None:
+def test_thresholded_gate_reads_the_neuron_and_removes_it(neuron):
     query, key, _ = states()
     gated = compressor(neuron_index=neuron, decision_offset=0.3, omega_offset=0.7, eps=0.01).gate(
         query, key, GateMode(), 0
@@ -42,7 +42,7 @@ def test_thresholded_gate_reads_the_neuron_and_removes_it(neuron: int) -> None:
         torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
-def test_initial_offset_opens_one_gate_in_150() -> None:
+def test_initial_offset_opens_one_gate_in_150():
     key = torch.zeros(1, 1, 400_000, HEAD_DIM)
     gated = Compressor(CompressionConfig(), HEAD_DIM).gate(key, key, GateMode(noise_seeds=[1]), 0)
     assert (gated.alpha > 0.5).float().mean().item() == pytest.approx(0.006693, rel=0.1)
@@ -50,7 +50,7 @@ def test_initial_offset_opens_one_gate_in_150() -> None:
 
 
 @pytest.mark.parametrize("mode", [GateMode(), GateMode(noise_seeds=[4, 9])])
-def test_a_layer_that_decides_as_one_takes_the_means_of_its_heads(mode: GateMode) -> None:
+def test_a_layer_that_decides_as_one_takes_the_means_of_its_heads(mode):
     query, key, _ = states()
     each = compressor(decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
     gated = compressor(decisions="per_layer", decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
@@ -67,7 +67,7 @@ def test_a_layer_that_decides_as_one_takes_the_means_of_its_heads(mode: GateMode
 
 
 @pytest.mark.parametrize("decisions", ["per_head", "per_layer"])
-def test_uniform_weights_are_one_and_change_no_decision(decisions: str) -> None:
+def test_uniform_weights_are_one_and_change_no_decision(decisions):
     query, key, value = states()
     learned = compressor(decisions=decisions).gate(query, key, GateMode(), 0)
     gate = compressor(decisions=decisions, weighting="uniform", window_size=None)
@@ -79,7 +79,7 @@ def test_uniform_weights_are_one_and_change_no_decision(decisions: str) -> None:
     torch.testing.assert_close(gate.pool(gated, value), expected)  # a common factor of all weights cancels
 
 
-def test_starts_are_always_appended() -> None:
+def test_starts_are_always_appended():
     query, key, _ = states()
     starts = torch.zeros(BATCH, TIME, dtype=torch.bool)
     starts[:, 0] = starts[1, 4] = True
@@ -91,7 +91,7 @@ def test_starts_are_always_appended() -> None:
         assert (gated.alpha[~appended] > 0.5).all()
 
 
-def test_relaxed_gate_keeps_the_bias_of_the_noised_logit() -> None:
+def test_relaxed_gate_keeps_the_bias_of_the_noised_logit():
     query, key, _ = states()
     gated = compressor().gate(query, key, GateMode(noise_seeds=[1, 2]), 0)
     assert ((gated.alpha > 0) & (gated.alpha < 1)).any()
@@ -99,7 +99,7 @@ def test_relaxed_gate_keeps_the_bias_of_the_noised_logit() -> None:
     torch.testing.assert_close(gated.log_append.exp(), 1 - gated.alpha, rtol=1e-4, atol=1e-6)
 
 
-def test_noise_follows_the_sample_and_the_layer() -> None:
+def test_noise_follows_the_sample_and_the_layer():
     query, key, _ = states()
     query, key = query[:1].expand(2, -1, -1, -1), key[:1].expand(2, -1, -1, -1)
     gate = compressor().gate
@@ -109,7 +109,7 @@ def test_noise_follows_the_sample_and_the_layer() -> None:
     assert not torch.equal(gate(query, key, GateMode(noise_seeds=[5, 6]), 4).alpha, both)
 
 
-def test_without_a_mode_noise_comes_from_the_default_generator() -> None:
+def test_without_a_mode_noise_comes_from_the_default_generator():
     query, key, _ = states()
     gate = compressor().gate
     with torch.random.fork_rng():
@@ -122,7 +122,7 @@ def test_without_a_mode_noise_comes_from_the_default_generator() -> None:
     assert not torch.equal(first, second)
 
 
-def test_order_of_query_heads_inside_a_group_does_not_matter() -> None:
+def test_order_of_query_heads_inside_a_group_does_not_matter():
     query, key, value = states()
     swapped = query.unflatten(1, (KV_HEADS, GROUP)).flip(2).flatten(1, 2)
     gate = compressor()
@@ -132,14 +132,14 @@ def test_order_of_query_heads_inside_a_group_does_not_matter() -> None:
     torch.testing.assert_close(gate.pool(again, value), gate.pool(gated, value))
 
 
-def hand_written(alpha: list[float], key: list[float]) -> GateOutput:
+def hand_written(alpha, key):
     """One head whose key channels 0..3 hold `key`; borrowed neuron apart."""
     alpha_row = torch.tensor(alpha, dtype=torch.float32)[None, None]
     keys = torch.tensor(key, dtype=torch.float32)[None, None, :, None].expand(-1, -1, -1, 4)
     return GateOutput(keys, keys, alpha_row, alpha_row, torch.log1p(-alpha_row), torch.ones_like(alpha_row))
 
 
-def test_merge_gate_shows_running_averages_until_the_next_token_merges() -> None:
+def test_merge_gate_shows_running_averages_until_the_next_token_merges():
     gate = Compressor(CompressionConfig(), 4)
     gated = hand_written([0, 1, 0, 1], [1, 2, 3, 4])
     key, value = gate.pool(gated, gated.key)
@@ -147,7 +147,7 @@ def test_merge_gate_shows_running_averages_until_the_next_token_merges() -> None
     assert gate.log_keep(gated)[0, 0].tolist() == [-math.inf, 0, -math.inf, 0]
 
 
-def test_drop_gate_pools_nothing_and_hides_its_own_token() -> None:
+def test_drop_gate_pools_nothing_and_hides_its_own_token():
     gate = Compressor(CompressionConfig(action="drop", delay=2), 4)
     gated = hand_written([0, 1, 0, 1], [1, 2, 3, 4])
     key, value = gate.pool(gated, gated.key)
@@ -156,7 +156,7 @@ def test_drop_gate_pools_nothing_and_hides_its_own_token() -> None:
     assert gate.log_keep(gated)[0, 0].tolist() == [0, -math.inf, 0, -math.inf]
 
 
-def test_pooled_states_keep_the_dtype_of_the_values() -> None:
+def test_pooled_states_keep_the_dtype_of_the_values():
     query, key, value = (each.bfloat16() for each in states())
     gate = compressor()
     gated = gate.gate(query, key, GateMode(), 0)
@@ -164,7 +164,7 @@ def test_pooled_states_keep_the_dtype_of_the_values() -> None:
     assert gated.alpha.dtype == gated.omega.dtype == gated.logits.dtype == torch.float32
 
 
-def test_heads_without_a_neuron_to_lend_are_refused() -> None:
+def test_heads_without_a_neuron_to_lend_are_refused():
     with pytest.raises(ValueError, match="head_dim=2 is too small to lend a neuron"):
         Compressor(CompressionConfig(), 2)
     for neuron in (8, -9):
@@ -172,7 +172,7 @@ def test_heads_without_a_neuron_to_lend_are_refused() -> None:
             Compressor(CompressionConfig(neuron_index=neuron), 8)
 
 
-def test_trace_is_assigned_by_layer_so_that_recomputation_counts_once() -> None:
+def test_trace_is_assigned_by_layer_so_that_recomputation_counts_once():
     query, key, _ = states()
     trace = GateTrace()
     for layer in (1, 0, 1):

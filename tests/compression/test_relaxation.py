@@ -9,7 +9,7 @@ from dmc.compression.relaxation import log_one_minus_sigmoid, logistic_noise, sa
 
 @pytest.mark.parametrize("temperature", [0.05, 0.1, 1.0])
 @pytest.mark.parametrize("logit", [-5.0, -1.0, 0.0, 2.0])
-def test_a_decision_is_one_with_the_sigmoid_of_its_logit_at_every_temperature(logit: float, temperature: float) -> None:
+def test_a_decision_is_one_with_the_sigmoid_of_its_logit_at_every_temperature(logit, temperature):
     count = 400_000
     generator = torch.Generator().manual_seed(0)
     alpha, _ = sample_decisions(torch.full((1, 1, count), logit), temperature, generator)
@@ -18,14 +18,14 @@ def test_a_decision_is_one_with_the_sigmoid_of_its_logit_at_every_temperature(lo
     assert (alpha > 0.5).double().mean().item() == pytest.approx(probability, abs=4 * deviation)
 
 
-def test_noise_is_logistic() -> None:
+def test_noise_is_logistic():
     noise = logistic_noise(torch.Size([400_000]), torch.device("cpu"), torch.Generator().manual_seed(0)).double()
     assert noise.mean().item() == pytest.approx(0, abs=0.015)
     assert noise.var().item() == pytest.approx(math.pi**2 / 3, rel=0.01)
     assert noise.isfinite().all()
 
 
-def test_noised_logit_and_relaxed_decision_belong_together() -> None:
+def test_noised_logit_and_relaxed_decision_belong_together():
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     alpha, noised = sample_decisions(logits, 0.1, torch.Generator().manual_seed(1))
     noise = logistic_noise(logits.shape, logits.device, torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def test_noised_logit_and_relaxed_decision_belong_together() -> None:
     torch.testing.assert_close(alpha, torch.sigmoid(noised))
 
 
-def test_sixteen_bit_logits_get_the_noise_of_float32() -> None:
+def test_sixteen_bit_logits_get_the_noise_of_float32():
     logits = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     alpha, noised = sample_decisions(logits, 0.1, torch.Generator().manual_seed(1))
     expected = sample_decisions(logits.float(), 0.1, torch.Generator().manual_seed(1))
@@ -42,10 +42,10 @@ def test_sixteen_bit_logits_get_the_noise_of_float32() -> None:
     torch.testing.assert_close((alpha, noised), expected, rtol=0, atol=0)
 
 
-def test_noise_belongs_to_the_sample_wherever_it_lies_in_a_batch() -> None:
+def test_noise_belongs_to_the_sample_wherever_it_lies_in_a_batch():
     logits = torch.zeros(3, 4, 50)
 
-    def draw(seeds: list[int], layer: int = 2) -> torch.Tensor:
+    def draw(seeds, layer=2):
         return sample_decisions(logits[: len(seeds)], 0.1, sample_generators(seeds, layer, logits.device))[1]
 
     alone = draw([7])[0]
@@ -56,7 +56,7 @@ def test_noise_belongs_to_the_sample_wherever_it_lies_in_a_batch() -> None:
     assert not torch.equal(alone[0], alone[1])  # heads draw their own
 
 
-def test_seeds_of_neighbouring_samples_and_layers_never_meet() -> None:
+def test_seeds_of_neighbouring_samples_and_layers_never_meet():
     states = {
         tuple(generator.initial_seed() for generator in sample_generators([seed], layer, torch.device("cpu")))
         for seed in range(100)
@@ -66,11 +66,11 @@ def test_seeds_of_neighbouring_samples_and_layers_never_meet() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**40, 2**62, 2**63 - 1])
-def test_any_seed_below_two_to_the_63_serves(seed: int) -> None:
+def test_any_seed_below_two_to_the_63_serves(seed):
     sample_generators([seed], 31, torch.device("cpu"))
 
 
-def test_straight_through_has_hard_values_and_the_relaxed_gradient() -> None:
+def test_straight_through_has_hard_values_and_the_relaxed_gradient():
     alpha = torch.rand(1000, generator=torch.Generator().manual_seed(0), requires_grad=True)
     hard = straight_through(alpha)
     torch.testing.assert_close(hard, (alpha > 0.5).float(), rtol=0, atol=0)
@@ -79,17 +79,17 @@ def test_straight_through_has_hard_values_and_the_relaxed_gradient() -> None:
     torch.testing.assert_close(alpha.grad, probe, rtol=0, atol=0)
 
 
-def test_ties_are_appended() -> None:
+def test_ties_are_appended():
     assert is_merged(torch.tensor([-1e-6, 0.0, 1e-6])).tolist() == [False, False, True]
     assert straight_through(torch.tensor([0.5])).item() == 0
 
 
-def test_threshold_agrees_with_the_noiseless_relaxed_decision() -> None:
+def test_threshold_agrees_with_the_noiseless_relaxed_decision():
     logits = torch.linspace(-3, 3, 61)
     assert torch.equal(is_merged(logits), torch.sigmoid(logits / 0.1) > 0.5)
 
 
-def test_log_of_one_minus_alpha_keeps_its_digits_where_alpha_rounds_to_one() -> None:
+def test_log_of_one_minus_alpha_keeps_its_digits_where_alpha_rounds_to_one():
     noised = torch.tensor([-80.0, 0.0, 30.0, 200.0], requires_grad=True)
     result = log_one_minus_sigmoid(noised)
     torch.testing.assert_close(result, torch.tensor([0.0, -math.log(2), -30.0, -200.0]))

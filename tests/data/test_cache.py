@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import multiprocess
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import Blend, DocumentSource, PackedTokens, StandardLibrarySource, TextSource, build_packed
+from dmc.data import Blend, PackedTokens, StandardLibrarySource, TextSource, build_packed
 from dmc.data import train_tokenizer as train
 from dmc.data.encoding import encode_documents
 
@@ -27,8 +26,8 @@ Build = Callable[..., PackedTokens]
 
 
 @pytest.fixture
-def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Build:
-    def run(name: str = "cache", tokenize_num_proc: int = 1, **options: Any) -> PackedTokens:
+def build(corpus, tmp_path, tokenizer):
+    def run(name="cache", tokenize_num_proc=1, **options):
         source = TextSource(str(corpus))
         return build_packed(source, tokenizer, LENGTH, tmp_path / name, tokenize_num_proc=tokenize_num_proc, **options)
 
@@ -36,33 +35,31 @@ def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> B
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def parts(monkeypatch):
     """Parts of 1,500 bytes, and a process for each 100."""
     monkeypatch.setattr("dmc.data.cache.PART_BYTES", 1500)
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
 
 
 @pytest.fixture
-def expected(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+def expected(corpus, tokenizer):
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
     return np.concatenate([[*ids, tokenizer.eos_token_id] for ids in encode_documents(tokenizer, texts)])
 
 
-def tokens_of(packed: Any) -> list[int]:
+def tokens_of(packed):
     return packed.tokens.window(0, len(packed.tokens)).token_ids.tolist()
 
 
-def arrows(folder: Path) -> dict[str, int]:
+def arrows(folder):
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*.arrow")}
 
 
-def rows_of(corpus: Path) -> list[dict[str, str]]:
+def rows_of(corpus):
     return [{"text": path.read_text()} for path in sorted(corpus.iterdir())]
 
 
-def test_shards_of_every_source_are_its_documents_in_their_order(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_every_source_are_its_documents_in_their_order(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", 300)
     monkeypatch.setattr("dmc.data.text._HUB_SHARD", 300)
     (folder := tmp_path / "formats").mkdir()
@@ -74,7 +71,7 @@ def test_shards_of_every_source_are_its_documents_in_their_order(
         (folder / f"{part}.json").write_text(json.dumps(rows.to_list()))
     hub = datasets.Dataset.from_list(rows_of(corpus))
     monkeypatch.setattr("dmc.data.text.load_dataset", lambda *_, **__: hub)
-    sources: dict[str, DocumentSource] = {"text": TextSource(str(corpus)), "hub": TextSource("owner/name")}
+    sources = {"text": TextSource(str(corpus)), "hub": TextSource("owner/name")}
     sources["library"] = StandardLibrarySource("validation")
     sources |= {each: TextSource(str(folder), files=f"*.{each}") for each in ("jsonl", "csv", "parquet", "json")}
     for name, source in sources.items():
@@ -86,7 +83,7 @@ def test_shards_of_every_source_are_its_documents_in_their_order(
             assert [text for texts in found for text in texts] == whole, (name, num_parts)
 
 
-def test_line_belongs_to_the_shard_in_which_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_belongs_to_the_shard_in_which_it_begins(tmp_path, monkeypatch):
     lines = [json.dumps({"text": "é" * number + str(number)}, ensure_ascii=number % 2 == 0) for number in range(9)]
     for ending in ("", "\n", "\n\n \n"):
         (tmp_path / "a.jsonl").write_text("\n".join(lines[:4]) + "\n", encoding="utf-8")
@@ -97,9 +94,7 @@ def test_line_belongs_to_the_shard_in_which_it_begins(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("part_bytes", [10**9, 3000, 500, 40])
-def test_tokens_do_not_depend_on_the_parts(
-    part_bytes: int, build: Build, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_do_not_depend_on_the_parts(part_bytes, build, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("dmc.data.cache.PART_BYTES", part_bytes)
     built = build()
     assert tokens_of(built) == expected.tolist()
@@ -109,9 +104,7 @@ def test_tokens_do_not_depend_on_the_parts(
 
 
 @pytest.mark.usefixtures("parts")
-def test_number_of_processes_changes_no_token_and_several_may_read_what_one_wrote(
-    build: Build, expected: np.ndarray, tmp_path: Path
-) -> None:
+def test_number_of_processes_changes_no_token_and_several_may_read_what_one_wrote(build, expected, tmp_path):
     assert tokens_of(build("several", tokenize_num_proc=3)) == expected.tolist()
     several = arrows(tmp_path / "several")
     assert len(several) > 2 * len({Path(name).parts[1] for name in several})
@@ -119,24 +112,20 @@ def test_number_of_processes_changes_no_token_and_several_may_read_what_one_wrot
     assert arrows(tmp_path / "several") == several
 
 
-def test_second_build_reads_the_cache_whatever_the_length_and_weight(
-    build: Build, corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_build_reads_the_cache_whatever_the_length_and_weight(build, corpus, tmp_path, tokenizer, monkeypatch):
     built = build()
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise AssertionError("tokenized again")
 
     monkeypatch.setattr("dmc.data.encoding.encode_documents", fail)
     monkeypatch.setattr(TextSource, "stream", fail)
-    again: Any = build_packed(TextSource(str(corpus), weight=3), tokenizer, 2 * LENGTH, tmp_path / "cache")
+    again = build_packed(TextSource(str(corpus), weight=3), tokenizer, 2 * LENGTH, tmp_path / "cache")
     assert tokens_of(again) == tokens_of(built)
 
 
-def test_changed_text_or_tokenizer_makes_another_folder(
-    build: Build, corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def folders() -> int:
+def test_changed_text_or_tokenizer_makes_another_folder(build, corpus, tmp_path, tokenizer):
+    def folders():
         return sum(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
     build()
@@ -151,21 +140,19 @@ def test_changed_text_or_tokenizer_makes_another_folder(
     assert folders() == 4
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-def test_damaged_part_alone_is_rebuilt_with_a_warning(
-    damage: Any, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_part_alone_is_rebuilt_with_a_warning(damage, build, expected, tmp_path, caplog):
     build()
     cache = tmp_path / "cache"
     before = arrows(cache)
@@ -181,9 +168,7 @@ def test_damaged_part_alone_is_rebuilt_with_a_warning(
 
 
 @pytest.mark.parametrize("name", ["../kept/thesis.txt", "../../kept/thesis.txt", "{outside}", ".."])
-def test_index_that_leads_outside_reads_and_removes_nothing_there(
-    name: str, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_index_that_leads_outside_reads_and_removes_nothing_there(name, build, expected, tmp_path, caplog):
     build()
     kept = tmp_path / "cache" / "kept" / "thesis.txt"
     kept.parent.mkdir()
@@ -199,9 +184,7 @@ def test_index_that_leads_outside_reads_and_removes_nothing_there(
 
 
 @pytest.mark.parametrize("content", ["", '{"files": 1}', "[]", '{"files": {"a": 3}}'])
-def test_damaged_index_means_a_new_build_with_a_warning(
-    content: str, build: Build, expected: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_index_means_a_new_build_with_a_warning(content, build, expected, tmp_path, caplog):
     build()
     (path,) = (tmp_path / "cache").rglob("index.json")
     path.write_text(content)
@@ -212,12 +195,10 @@ def test_damaged_index_means_a_new_build_with_a_warning(
     assert not caplog.records
 
 
-def test_of_a_large_folder_all_sizes_and_some_bytes_are_checked(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_large_folder_all_sizes_and_some_bytes_are_checked(build, tmp_path, monkeypatch):
     monkeypatch.setattr("dmc.data.cache.PART_BYTES", 500)
     build()
-    read: list[bool] = []
+    read = []
     total = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow"))
     monkeypatch.setattr("dmc.data.cache._CHECKED_BYTES", total // 3)
     monkeypatch.setattr("dmc.data.cache.file_damage", lambda path, size, checksum: read.append(checksum is not None))
@@ -228,13 +209,13 @@ def test_of_a_large_folder_all_sizes_and_some_bytes_are_checked(
 class SlowSource(TextSource):
     """Reads a document every few milliseconds, so that there is a moment to kill the reader in."""
 
-    def read(self, rows: Any) -> Iterator[Any]:
+    def read(self, rows):
         for text in super().read(rows):
             time.sleep(0.005)
             yield text
 
 
-def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, tokenize_num_proc: int) -> None:
+def build_slowly(corpus, tokenizer, folder, tokenize_num_proc):
     from dmc.data import cache
 
     cache.PART_BYTES, cache._JOB_BYTES = 1500, 100
@@ -244,17 +225,12 @@ def build_slowly(corpus: str, tokenizer: PreTrainedTokenizerFast, folder: Path, 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("tokenize_num_proc", [1, 2])
 def test_killed_build_goes_on_and_keeps_every_whole_part(
-    tokenize_num_proc: int,
-    expected: np.ndarray,
-    build: Build,
-    corpus: Path,
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+    tokenize_num_proc, expected, build, corpus, tmp_path, tokenizer
+):
     folder = tmp_path / "cache"
     process = CONTEXT.Process(target=build_slowly, args=(str(corpus), tokenizer, folder, tokenize_num_proc))
     process.start()
-    kept: dict[str, int] = {}
+    kept = {}
     while len(kept) < 3:
         assert process.is_alive()
         with contextlib.suppress(FileNotFoundError):  # renamed while it was looked at
@@ -270,9 +246,7 @@ def test_killed_build_goes_on_and_keeps_every_whole_part(
     assert not list(folder.rglob("*incomplete/*"))
 
 
-def test_builders_at_the_same_time_agree(
-    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, build: Build, expected: np.ndarray
-) -> None:
+def test_builders_at_the_same_time_agree(corpus, tmp_path, tokenizer, build, expected):
     arguments = (str(corpus), tokenizer, tmp_path / "shared", 1)
     processes = [CONTEXT.Process(target=build_slowly, args=arguments) for _ in range(2)]
     threads = [threading.Thread(target=build, args=("shared",)) for _ in range(2)]
@@ -288,25 +262,21 @@ def test_builders_at_the_same_time_agree(
 class DeadlySource(TextSource):
     """Kills the process that reads, as the kernel does when memory runs out."""
 
-    def read(self, rows: Any) -> Iterator[Any]:
+    def read(self, rows):
         for number, text in enumerate(super().read(rows)):
             if number == 3 and multiprocess.parent_process() is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield text
 
 
-def test_killed_worker_is_an_error_that_says_what_to_do(
-    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_worker_is_an_error_that_says_what_to_do(corpus, tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
     with pytest.raises(ChildProcessError, match=r"was killed.*lower data\.tokenize_num_proc=2"):
         build_packed(DeadlySource(str(corpus)), tokenizer, LENGTH, tmp_path / "cache", tokenize_num_proc=2)
 
 
 @pytest.mark.parametrize("tokenize_num_proc", [1, 2])
-def test_text_that_breaks_off_is_told_as_it_is(
-    tokenize_num_proc: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_breaks_off_is_told_as_it_is(tokenize_num_proc, tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)
     monkeypatch.setattr("dmc.data.sources.JSON_LINES_SHARD", 1000)
     lines = ['{"text": "some words"}'] * 200
@@ -319,9 +289,7 @@ def test_text_that_breaks_off_is_told_as_it_is(
         assert not list(tmp_path.rglob("index.json"))
 
 
-def test_several_sources_become_a_blend_in_their_weights(
-    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_several_sources_become_a_blend_in_their_weights(corpus, tmp_path, tokenizer):
     sources = [
         TextSource(str(corpus), files="00*.txt", weight=3),
         TextSource(str(corpus), files=["01*.txt", "02*.txt"], weight=1),
@@ -333,9 +301,7 @@ def test_several_sources_become_a_blend_in_their_weights(
     assert sum(blend[position]["source"] == 0 for position in range(40)) == 30
 
 
-def test_skipped_documents_are_counted_and_reported_once(
-    corpus: Path, build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_documents_are_counted_and_reported_once(corpus, build, caplog):
     (corpus / "900.txt").write_bytes(b"\xff\xfe\x00broken")
     (corpus / "901.txt").write_bytes(b"")
     (corpus / "902.txt").write_bytes(b" \n\n")
@@ -347,28 +313,24 @@ def test_skipped_documents_are_counted_and_reported_once(
 
 
 @pytest.mark.parametrize("odd", ['{"text": ""}', '{"text": null}', '{"other": 1}', '{"text": "half \\ud800"}'])
-def test_rows_without_text_are_counted_skips(odd: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rows_without_text_are_counted_skips(odd, tmp_path, tokenizer):
     lines = [odd] * 50 + ['{"text": "some words here"}'] + [odd] * 50
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     for _ in range(2):
-        packed: Any = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
+        packed = build_packed(TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path / "cache")
         assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (1, 100)
         assert tokenizer.decode(tokens_of(packed)[:-1]) == "some words here"
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xff"])
-def test_corpus_without_text_is_refused_before_anything_is_written(
-    content: bytes, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_corpus_without_text_is_refused_before_anything_is_written(content, tmp_path, tokenizer):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=r"is empty: (no document holds text|its files have no bytes)"):
         build_packed(TextSource(str(tmp_path / "a.txt")), tokenizer, LENGTH, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_written(
-    corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_written(corpus, tmp_path, tokenizer):
     source, cache = TextSource(str(corpus)), tmp_path / "cache"
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(FileNotFoundError, match=r"missing\.txt"):  # every source is checked before the first is built

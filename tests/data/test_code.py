@@ -1,8 +1,6 @@
 import hashlib
-from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from dmc.data import PackageSource, PackedTokens, StandardLibrarySource, build_packed
 
@@ -10,7 +8,7 @@ SPLITS = ("train", "validation", "calibration", "test")
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     """Return a folder laid out like a standard library, of 200 modules."""
     folder = tmp_path / "lib"
     for number in range(200):
@@ -20,7 +18,7 @@ def library(tmp_path: Path) -> Path:
     return folder
 
 
-def test_splits_are_disjoint_real_code_of_some_megabytes() -> None:
+def test_splits_are_disjoint_real_code_of_some_megabytes():
     sources = {split: StandardLibrarySource(split) for split in SPLITS}
     splits = {
         split: {name: text for (name, _), text in zip(source.files(), source.documents(), strict=True) if text}
@@ -38,8 +36,8 @@ def test_splits_are_disjoint_real_code_of_some_megabytes() -> None:
     assert not [name for name in names if excluded.intersection(name.split("/"))]
 
 
-def test_split_of_a_file_depends_on_its_path_alone(library: Path) -> None:
-    def names(folder: Path) -> dict[str, list[str]]:
+def test_split_of_a_file_depends_on_its_path_alone(library):
+    def names(folder):
         return {
             split: [name for name, _ in StandardLibrarySource(split, folder=str(folder)).files()] for split in SPLITS
         }
@@ -56,7 +54,7 @@ def test_split_of_a_file_depends_on_its_path_alone(library: Path) -> None:
     assert names(moved) == after
 
 
-def test_machine_specific_and_optional_files_are_left_out(library: Path) -> None:
+def test_machine_specific_and_optional_files_are_left_out(library):
     strange = ["_sysconfigdata__linux.py", "config-3.11-x86/a.py", "sitecustomize.py", "site-packages/numpy/a.py"]
     strange += ["dist-packages/a.py", "unittest/test/a.py", "sqlite3/tests/a.py", "tkinter/a.py", "encodings/cp1.py"]
     for name in strange:
@@ -67,7 +65,7 @@ def test_machine_specific_and_optional_files_are_left_out(library: Path) -> None
     assert not set(names) & set(strange)
 
 
-def test_undecodable_file_is_a_counted_skip(library: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_undecodable_file_is_a_counted_skip(library, tmp_path, tokenizer):
     source = StandardLibrarySource(folder=str(library))
     source.files()[3][1].write_bytes(b"# \xe9\n")
     packed = build_packed(source, tokenizer, 16, tmp_path / "cache")
@@ -75,13 +73,13 @@ def test_undecodable_file_is_a_counted_skip(library: Path, tmp_path: Path, token
     assert packed.tokens.num_skipped == 1 and packed.tokens.num_documents == len(source.files()) - 1
 
 
-def test_python_without_sources_says_how_to_go_on(tmp_path: Path) -> None:
+def test_python_without_sources_says_how_to_go_on(tmp_path):
     (tmp_path / "os.py").write_text("")
     with pytest.raises(FileNotFoundError, match=r"Found 1 standard-library files .* at least 100.*TextSource"):
         StandardLibrarySource(folder=str(tmp_path)).check()
 
 
-def test_wrong_options_are_refused() -> None:
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="split='held_out' is unknown; choose one of"):
         StandardLibrarySource("held_out")
     with pytest.raises(ValueError, match=r"weight=0 of '.*' must be a finite number > 0"):
@@ -89,7 +87,7 @@ def test_wrong_options_are_refused() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """An importable package of 100 modules and a folder of tests."""
     folder = tmp_path / "parcel"
     for name in ["__init__", *(f"inner/module{number:02}" for number in range(100)), "tests/test_parcel"]:
@@ -100,7 +98,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_splits_hold_every_source_but_the_tests_once(package: Path) -> None:
+def test_splits_hold_every_source_but_the_tests_once(package):
     names = [name for split in SPLITS for name, _ in PackageSource(["parcel"], split).files()]
     expected = {path.relative_to(package.parent).as_posix() for path in package.rglob("*.py")}
     assert len(names) == 101
@@ -108,7 +106,7 @@ def test_splits_hold_every_source_but_the_tests_once(package: Path) -> None:
     assert len(PackageSource(["parcel"]).files()) > 80
 
 
-def test_documents_are_the_files_of_all_packages_in_order(package: Path) -> None:
+def test_documents_are_the_files_of_all_packages_in_order(package):
     source = PackageSource(["sympy", "parcel"], "validation", weight=2.0)
     files = source.files()
     assert {name.split("/")[0] for name, _ in files} == {"sympy", "parcel"}
@@ -117,7 +115,7 @@ def test_documents_are_the_files_of_all_packages_in_order(package: Path) -> None
     assert source.num_bytes() == sum(path.stat().st_size for _, path in files)
 
 
-def test_description_changes_with_a_file_and_not_with_the_weight(package: Path) -> None:
+def test_description_changes_with_a_file_and_not_with_the_weight(package):
     before = PackageSource(["parcel"]).description()
     assert PackageSource(["parcel"], weight=3.0).description() == before
     path = PackageSource(["parcel"]).files()[5][1]
@@ -134,11 +132,11 @@ def test_description_changes_with_a_file_and_not_with_the_weight(package: Path) 
         ({"packages": ["sympy"], "weight": 0}, "weight=0 of '.*' must be a finite number > 0"),
     ],
 )
-def test_bad_values_are_refused(arguments: dict, message: str) -> None:
+def test_bad_values_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         PackageSource(**arguments)
 
 
-def test_a_package_that_is_not_there_is_named() -> None:
+def test_a_package_that_is_not_there_is_named():
     with pytest.raises(FileNotFoundError, match="'nosuchpackage' is not installed"):
         PackageSource(["nosuchpackage"]).check()

@@ -2,12 +2,9 @@
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from dmc.data import Framing, StreamLoader, TextSource, build_packed, framing_of
 from dmc.data.encoding import DocumentEncoder
@@ -30,15 +27,15 @@ CHAT = [
 ANSWERS = ["every key and value\n", "it is merged\n"]
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+def with_template(tokenizer, template):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template
     return other
 
 
-def runs(token_ids: list[int], learned: list[bool], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def runs(token_ids, learned, tokenizer):
     """Return the stretches of learned tokens as text."""
-    found: list[list[int]] = []
+    found = []
     for number, (token, is_learned) in enumerate(zip(token_ids, learned, strict=True)):
         if is_learned:
             found += [] if number and learned[number - 1] else [[]]
@@ -47,7 +44,7 @@ def runs(token_ids: list[int], learned: list[bool], tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_what_the_assistant_says_is_learned(template: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_the_assistant_says_is_learned(template, tokenizer):
     instruct = with_template(tokenizer, template)
     (encoded,) = DocumentEncoder(instruct, framing_of(instruct))([CHAT])
     assert encoded.scored is not None
@@ -56,7 +53,7 @@ def test_what_the_assistant_says_is_learned(template: str, tokenizer: PreTrained
     assert tokenizer.decode(encoded.token_ids) == expected + "<|endoftext|>"
 
 
-def test_chat_is_framed_where_its_template_does_not(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_is_framed_where_its_template_does_not(tokenizer):
     begin, end = tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id
     for template in (MARKED, "a" + MARKED + "<|endoftext|>"):
         encoded = DocumentEncoder(with_template(tokenizer, template), Framing((begin,), end))([CHAT])[0]
@@ -65,7 +62,7 @@ def test_chat_is_framed_where_its_template_does_not(tokenizer: PreTrainedTokeniz
         assert encoded.scored is not None and not encoded.scored[[0, -1]].any()
 
 
-def test_completion_and_what_ends_it_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_completion_and_what_ends_it_are_learned(tokenizer):
     encoder = DocumentEncoder(tokenizer, Framing((5,), tokenizer.eos_token_id))
     (encoded,) = encoder([("the cache holds ", "every key")])
     assert encoded.token_ids.tolist() == [5, *tokenizer.encode("the cache holds every key"), tokenizer.eos_token_id]
@@ -74,7 +71,7 @@ def test_completion_and_what_ends_it_are_learned(tokenizer: PreTrainedTokenizerF
     assert learned.endswith("every key<|endoftext|>") and len(learned) <= len(" every key<|endoftext|>")
 
 
-def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chats_need_a_template(tokenizer):
     with pytest.raises(ValueError, match="has no chat template: take an instruct model's"):
         DocumentEncoder(with_template(tokenizer, None), framing_of(tokenizer))([CHAT])
 
@@ -89,9 +86,7 @@ def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
         (MARKED, ["not", "messages"], "no mapping of role and content"),
     ],
 )
-def test_chat_that_the_template_refuses_is_left_out_and_says_why(
-    template: str, chat: Any, reason: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_chat_that_the_template_refuses_is_left_out_and_says_why(template, chat, reason, tokenizer):
     instruct = with_template(tokenizer, template)
     encoded, other = DocumentEncoder(instruct, framing_of(instruct))([chat, "text"])
     assert reason in encoded.refusal and not len(encoded.token_ids)
@@ -99,7 +94,7 @@ def test_chat_that_the_template_refuses_is_left_out_and_says_why(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     chats = [[{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i} is so"}]
              for i in range(30)]  # fmt: skip
     chats[7] = chats[7][:1]  # nobody answers
@@ -114,12 +109,10 @@ def folder(tmp_path: Path) -> Path:
     ("name", "options"),
     [("chats", {"messages": "messages"}), ("pairs", {"prompt": "question", "completion": "answer"})],
 )
-def test_cached_and_streamed_answers_are_masked_alike(
-    name: str, options: dict[str, str], folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_cached_and_streamed_answers_are_masked_alike(name, options, folder, tokenizer):
     instruct = with_template(tokenizer, MARKED)
     source = TextSource(str(folder / f"{name}.jsonl"), **options)
-    packed: Any = build_packed(source, instruct, 16, folder / "cache", document_starts=True)
+    packed = build_packed(source, instruct, 16, folder / "cache", document_starts=True)
     assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (29, 1)
     items = [packed[index] for index in range(len(packed))]
     flat = {key: torch.cat([item[key] for item in items]) for key in ("input_ids", "loss_mask", "document_starts")}
@@ -142,8 +135,8 @@ STRICT = MARKED.replace(
 
 @pytest.mark.parametrize("refused", [range(0, 30, 2), range(30)], ids=["some", "all"])
 def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
-    refused: range, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: Any, monkeypatch: Any
-) -> None:
+    refused, tmp_path, tokenizer, caplog, monkeypatch
+):
     rows = [
         [{"role": "user", "content": f"question {i} {'refuse' if i in refused else ''}"},
          {"role": "assistant", "content": f"answer {i} is so"}]
@@ -160,7 +153,7 @@ def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
         with pytest.raises(ValueError, match=r"have nothing to learn: .*the chat template refuses chats: an odd turn"):
             list(loader)
         return
-    packed: Any = build_packed(source, instruct, 16, tmp_path / "cache")
+    packed = build_packed(source, instruct, 16, tmp_path / "cache")
     assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (15, 15)
     assert "skipped 15 documents without an answer, or refused, kept 15" in caplog.text
     assert caplog.text.count("which the chat template refuses: an odd turn") == 2  # after the first and the tenth
@@ -171,24 +164,24 @@ def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
     assert "refuse" not in text
 
 
-def test_text_beside_chats_is_learned_whole(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_beside_chats_is_learned_whole(folder, tokenizer):
     instruct = with_template(tokenizer, PLAIN)
     sources = [TextSource(str(folder / "chats.jsonl"), messages="messages"), TextSource(str(folder / "plain.txt"))]
-    blend: Any = build_packed(sources, instruct, 16, folder / "cache")
+    blend = build_packed(sources, instruct, 16, folder / "cache")
     items = [blend[position] for position in range(8)]
     assert {bool(item["loss_mask"].all()) for item in items if item["source"] == 1} == {True}
     assert {bool(item["loss_mask"].all()) for item in items if item["source"] == 0} == {False}
     assert "loss_mask" not in build_packed(sources[1], instruct, 16, folder / "cache")[0]
 
 
-def test_another_template_makes_another_cache_of_chats_alone(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_another_template_makes_another_cache_of_chats_alone(folder, tokenizer):
     sources = [TextSource(str(folder / "chats.jsonl"), messages="messages"), TextSource(str(folder / "plain.txt"))]
     for count, template in ((2, PLAIN), (3, MARKED)):
         build_packed(sources, with_template(tokenizer, template), 16, folder / "cache")
         assert sum(path.is_dir() for path in (folder / "cache").iterdir()) == count
 
 
-def test_options_of_chats_that_contradict_are_refused(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_options_of_chats_that_contradict_are_refused(folder, tokenizer):
     for options in ({"prompt": "question"}, {"completion": "a"}, {"messages": "m", "prompt": "q", "completion": "a"}):
         with pytest.raises(ValueError, match="give messages=, or prompt= and completion="):
             TextSource("a.jsonl", **options)

@@ -2,8 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,18 +30,18 @@ CONVENTIONS = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+def plain(tmp_path_factory):
     return train_tokenizer(TEXTS, 300, tmp_path_factory.mktemp("tokenizer") / "bpe")
 
 
-def like(plain: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+def like(plain, name):
     """Make a tokenizer with a family's special tokens; that of `plain` is renamed unless the family has it."""
     special, eos, bos, puts_bos, _ = CONVENTIONS[name]
     backend = copy.deepcopy(plain.backend_tokenizer)
     if "<|endoftext|>" not in special:
         content = json.loads(backend.to_str().replace("<|endoftext|>", "<|unused|>"))
         backend = type(backend).from_str(json.dumps(content))
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     if puts_bos:
         bos_id = tokenizer.convert_tokens_to_ids(bos)
@@ -53,7 +51,7 @@ def like(plain: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
-def test_documents_are_framed_as_in_pretraining(plain: PreTrainedTokenizerFast, name: str) -> None:
+def test_documents_are_framed_as_in_pretraining(plain, name):
     tokenizer = like(plain, name)
     begin, end = CONVENTIONS[name][-1]
     framing = framing_of(tokenizer)
@@ -62,24 +60,22 @@ def test_documents_are_framed_as_in_pretraining(plain: PreTrainedTokenizerFast, 
     assert list(framing.begin) == tokenizer("some text")["input_ids"][: len(framing.begin)]  # as evaluation begins
 
 
-def naive(tokenizer: Any, texts: list[str], framing: Framing) -> list[int]:
+def naive(tokenizer, texts, framing):
     """One document after the other."""
-    flat: list[int] = []
+    flat = []
     for text in texts:
         flat += [*framing.begin, *tokenizer(text, add_special_tokens=False)["input_ids"], framing.end]
     return flat
 
 
 @pytest.mark.parametrize("name", ["llama 3 instruct", "qwen 2 instruct", "llama 2"])
-def test_cached_and_streamed_text_hold_the_same_framed_documents(
-    plain: PreTrainedTokenizerFast, name: str, tmp_path: Path
-) -> None:
+def test_cached_and_streamed_text_hold_the_same_framed_documents(plain, name, tmp_path):
     tokenizer = like(plain, name)
     (corpus := tmp_path / "corpus").mkdir()
     for number, text in enumerate(TEXTS):
         (corpus / f"{number:02d}.txt").write_text(text)
     expected = naive(tokenizer, TEXTS, framing_of(tokenizer))
-    packed: Any = build_packed(TextSource(str(corpus)), tokenizer, 8, tmp_path / "cache", document_starts=True)
+    packed = build_packed(TextSource(str(corpus)), tokenizer, 8, tmp_path / "cache", document_starts=True)
     cached = torch.cat([packed[index]["input_ids"] for index in range(len(packed))])
     assert cached.tolist() == expected[: len(cached)] and len(cached) > len(expected) - 8
     loader = StreamLoader(
@@ -97,7 +93,7 @@ def test_cached_and_streamed_text_hold_the_same_framed_documents(
     assert starts == sorted(begin for begin in begins if begin < len(cached))
 
 
-def test_settings_overrule_the_convention(plain: PreTrainedTokenizerFast) -> None:
+def test_settings_overrule_the_convention(plain):
     tokenizer = like(plain, "llama 3 instruct")
     bos, end_of_text, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in LLAMA3)
     assert framing_of(tokenizer, bos=False) == Framing((), end_of_text)
@@ -106,7 +102,7 @@ def test_settings_overrule_the_convention(plain: PreTrainedTokenizerFast) -> Non
     assert framing_of(quiet, bos=True) == Framing((0,), 0)
 
 
-def test_a_framing_that_the_vocabulary_does_not_have_is_refused(plain: PreTrainedTokenizerFast) -> None:
+def test_a_framing_that_the_vocabulary_does_not_have_is_refused(plain):
     with pytest.raises(ValueError, match=r"has no token '</s>': data\.tokenizer\.eod_token is one of"):
         framing_of(plain, separator="</s>")
     with pytest.raises(ValueError, match="has no bos token to begin documents with"):
@@ -117,7 +113,7 @@ def test_a_framing_that_the_vocabulary_does_not_have_is_refused(plain: PreTraine
         framing_of(bare)
 
 
-def test_tokens_cached_under_another_framing_are_not_reused(plain: PreTrainedTokenizerFast) -> None:
+def test_tokens_cached_under_another_framing_are_not_reused(plain):
     for name in ("llama 2", "llama 3 instruct", "qwen 2 instruct"):
         tokenizer = like(plain, name)
         framings = {framing_of(tokenizer), framing_of(tokenizer, separator=tokenizer.eos_token)}
@@ -127,7 +123,7 @@ def test_tokens_cached_under_another_framing_are_not_reused(plain: PreTrainedTok
         assert len(digests) == len(framings)
 
 
-def test_tokenizers_trained_here_pack_as_they_always_did(plain: PreTrainedTokenizerFast) -> None:
+def test_tokenizers_trained_here_pack_as_they_always_did(plain):
     framing = framing_of(plain)
     assert framing == Framing((), plain.eos_token_id)
     expected = [token for ids in encode_documents(plain, TEXTS) for token in [*ids, plain.eos_token_id]]

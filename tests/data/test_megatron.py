@@ -1,19 +1,16 @@
 """Tokens that Megatron-LM has indexed are read as they are."""
 
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from dmc.data import MegatronSource, TextSource, build_packed
 
 CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
 
 
-def write(prefix: Path, documents: list[list[list[int]]], dtype: Any = np.uint16) -> None:
+def write(prefix, documents, dtype=np.uint16):
     """Write documents of sequences as Megatron-LM's IndexedDatasetBuilder does."""
     sequences = [sequence for document in documents for sequence in document]
     prefix.with_suffix(".bin").write_bytes(b"".join(np.array(each, dtype=dtype).tobytes() for each in sequences))
@@ -34,7 +31,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: Any = np.uint16
         file.write(np.array(bounds, dtype=np.int64).tobytes())
 
 
-def make_documents(seed: int = 0) -> list[list[list[int]]]:
+def make_documents(seed=0):
     generator = np.random.default_rng(seed)
     return [
         [generator.integers(0, 100, generator.integers(1, 20)).tolist() for _ in range(generator.integers(1, 4))]
@@ -43,14 +40,12 @@ def make_documents(seed: int = 0) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_windows_are_the_documents_one_behind_the_other(
-    dtype: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_windows_are_the_documents_one_behind_the_other(dtype, tmp_path, tokenizer):
     documents = make_documents()
     write(tmp_path / "corpus", documents, dtype)
     source = MegatronSource(str(tmp_path / "corpus"))
     source.check()
-    packed: Any = build_packed(source, tokenizer, 16, tmp_path / "cache", document_starts=True)
+    packed = build_packed(source, tokenizer, 16, tmp_path / "cache", document_starts=True)
     flat, starts = [], set()
     for document in documents:
         starts.add(len(flat))
@@ -64,15 +59,15 @@ def test_windows_are_the_documents_one_behind_the_other(
     assert not (tmp_path / "cache").exists()
 
 
-def test_tokens_and_text_are_blended(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_and_text_are_blended(tmp_path, tokenizer):
     write(tmp_path / "corpus", make_documents())
     (tmp_path / "a.txt").write_text("words " * 100)
     sources = [MegatronSource(str(tmp_path / "corpus"), weight=3), TextSource(str(tmp_path / "a.txt"))]
-    blend: Any = build_packed(sources, tokenizer, 16, tmp_path / "cache")
+    blend = build_packed(sources, tokenizer, 16, tmp_path / "cache")
     assert [blend[position]["source"] for position in range(8)].count(0) == 6
 
 
-def test_files_that_are_not_what_they_should_be_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_files_that_are_not_what_they_should_be_are_refused(tmp_path, tokenizer):
     prefix = tmp_path / "corpus"
     source = MegatronSource(str(prefix))
     with pytest.raises(FileNotFoundError, match=r"corpus\.idx does not exist: prefix="):

@@ -12,19 +12,19 @@ from dmc.data.order import blend_schedule, integer_shares, shuffled_index
 from dmc.data.packing import TokenChunk, TokenTable
 
 
-def make_dataset(num_sequences: int, length: int = 4, first_token: int = 0) -> PackedTokens:
+def make_dataset(num_sequences, length=4, first_token=0):
     token_ids = np.arange(first_token, first_token + num_sequences * length, dtype=np.int32)
     return PackedTokens(TokenTable(lambda: [TokenChunk(token_ids, np.array([len(token_ids)]))]), length)
 
 
 @given(st.integers(1, 300), st.integers(-(2**70), 2**70), st.integers(0, 10))
-def test_shuffled_index_is_a_permutation(num_samples: int, seed: int, epoch: int) -> None:
+def test_shuffled_index_is_a_permutation(num_samples, seed, epoch):
     indices = [shuffled_index(offset, num_samples, seed, epoch) for offset in range(num_samples)]
     assert sorted(indices) == list(range(num_samples))
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 5, 8, 13])
-def test_every_element_is_equally_likely_at_every_offset(num_samples: int) -> None:
+def test_every_element_is_equally_likely_at_every_offset(num_samples):
     num_seeds = 2000
     for offset in range(num_samples):
         counts = Counter(shuffled_index(offset, num_samples, seed, 0) for seed in range(num_seeds))
@@ -33,7 +33,7 @@ def test_every_element_is_equally_likely_at_every_offset(num_samples: int) -> No
         assert chi_square < 3 * (num_samples - 1) + 12
 
 
-def test_neighbours_land_apart() -> None:
+def test_neighbours_land_apart():
     num_samples = 10_000
     indices = np.array([shuffled_index(offset, num_samples, 1, 0) for offset in range(num_samples)])
     correlation = np.corrcoef(indices[:-1], indices[1:])[0, 1]
@@ -41,7 +41,7 @@ def test_neighbours_land_apart() -> None:
     assert abs(np.abs(np.diff(indices)).mean() / num_samples - 1 / 3) < 0.02
 
 
-def test_order_of_a_seed_never_changes() -> None:
+def test_order_of_a_seed_never_changes():
     """A checkpoint resumed by a later version must go on in the same order."""
     assert [shuffled_index(offset, 10, 0, 0) for offset in range(10)] == [0, 6, 5, 2, 1, 9, 4, 3, 8, 7]
 
@@ -55,9 +55,9 @@ def test_order_of_a_seed_never_changes() -> None:
     data=st.data(),
 )
 def test_resuming_at_any_position_and_world_size_continues_the_global_order(
-    num_samples: int, num_draws: int, first_size: int, second_size: int, data: st.DataObject
-) -> None:
-    def global_order(start: int, stop: int, world_size: int) -> list[int]:
+    num_samples, num_draws, first_size, second_size, data
+):
+    def global_order(start, stop, world_size):
         ranks = [
             list(ResumableOrder(num_samples, 3, num_draws=stop, start=start, rank=rank, world_size=world_size))
             for rank in range(world_size)
@@ -79,7 +79,7 @@ def test_resuming_at_any_position_and_world_size_continues_the_global_order(
         assert sorted(indices) == list(range(num_samples))
 
 
-def test_epochs_and_seeds_are_shuffled_differently() -> None:
+def test_epochs_and_seeds_are_shuffled_differently():
     first, second = (ResumableOrder(50, seed, num_draws=100) for seed in (0, 1))
     epochs = [
         [order.index_at(start + offset) for offset in range(50)] for order in (first, second) for start in (0, 50)
@@ -87,13 +87,7 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_length_counts_from_position_zero() -> None:
-    order = ResumableOrder(10, 0, num_draws=23, start=12, rank=1, world_size=4)
-    assert len(order) == 5
-    assert list(order) == [13, 17]
-
-
-def collect(dataset: OrderedDataset, num_workers: int, batch_size: int) -> list[torch.Tensor]:
+def collect(dataset, num_workers, batch_size):
     loader = DataLoader(dataset, batch_size=batch_size, sampler=dataset.order, num_workers=num_workers)
     batches = list(loader)
     return [torch.cat([batch[name].reshape(len(batch["position"]), -1) for batch in batches]) for name in KEYS]
@@ -104,7 +98,7 @@ KEYS = ("input_ids", "index", "position")
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("blended", [False, True])
-def test_resumed_loader_yields_what_the_uninterrupted_one_would(num_workers: int, blended: bool) -> None:
+def test_resumed_loader_yields_what_the_uninterrupted_one_would(num_workers, blended):
     dataset = Blend([make_dataset(7), make_dataset(5)], [0.7, 0.3], seed=5) if blended else make_dataset(7)
     whole = collect(OrderedDataset(dataset, ResumableOrder.over(dataset, 5, num_draws=40)), 0, 4)
     ranks = [
@@ -119,7 +113,7 @@ def test_resumed_loader_yields_what_the_uninterrupted_one_would(num_workers: int
         assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), expected[16:])
 
 
-def test_item_carries_its_position() -> None:
+def test_item_carries_its_position():
     dataset = make_dataset(6)
     ordered = OrderedDataset(dataset, ResumableOrder.over(dataset, 2, num_draws=30))
     assert len(ordered) == 30
@@ -132,7 +126,7 @@ def test_item_carries_its_position() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_every_prefix_holds_each_share_to_within_one_sample(shares: list[int]) -> None:
+def test_every_prefix_holds_each_share_to_within_one_sample(shares):
     schedule = blend_schedule(shares)
     period = sum(shares)
     places = np.arange(1, period + 1)
@@ -142,7 +136,7 @@ def test_every_prefix_holds_each_share_to_within_one_sample(shares: list[int]) -
         assert np.abs(counts * period - places * share).max() < period
 
 
-def test_every_prefix_of_a_blend_holds_the_weights_beyond_one_period() -> None:
+def test_every_prefix_of_a_blend_holds_the_weights_beyond_one_period():
     weights = [0.5, 0.3, 0.15, 0.05]
     blend = Blend([make_dataset(3 + number, 2) for number in range(4)], weights)
     counts = np.zeros(4)
@@ -157,11 +151,11 @@ def test_every_prefix_of_a_blend_holds_the_weights_beyond_one_period() -> None:
     ("weights", "shares"),
     [([0.7, 0.3], [7, 3]), ([2, 1], [2, 1]), ([0.1, 0.2, 0.3], [1, 2, 3]), ([5.0], [1]), ([1e-3, 1], [1, 1000])],
 )
-def test_weights_become_the_smallest_integers(weights: list[float], shares: list[int]) -> None:
+def test_weights_become_the_smallest_integers(weights, shares):
     assert integer_shares(weights) == shares
 
 
-def test_awkward_weights_are_rounded() -> None:
+def test_awkward_weights_are_rounded():
     weights = [1 / 3, 2**0.5, 123_456_789.0, 0.1]
     shares = integer_shares(weights)
     schedule = blend_schedule(shares)
@@ -171,9 +165,9 @@ def test_awkward_weights_are_rounded() -> None:
     assert np.allclose(np.array(fractions) / sum(fractions), [1 / 6, 1 / 3, 1 / 2], atol=1e-5)
 
 
-def test_exhausted_source_repeats_in_a_fresh_permutation() -> None:
+def test_exhausted_source_repeats_in_a_fresh_permutation():
     blend = Blend([make_dataset(10, 2), make_dataset(30, 2, 1000)], [1, 1], seed=4)
-    drawn: list[list[int]] = [[], []]
+    drawn = [[], []]
     for position in range(80):
         item = blend[position]
         assert item["input_ids"][0] == 2 * item["index"] + 1000 * item["source"]
@@ -184,13 +178,13 @@ def test_exhausted_source_repeats_in_a_fresh_permutation() -> None:
     assert sorted(drawn[1][:30]) == list(range(30))
 
 
-def test_seed_selects_the_order_and_sources_differ() -> None:
+def test_seed_selects_the_order_and_sources_differ():
     datasets = [make_dataset(50, 2), make_dataset(50, 2)]
     orders = [[Blend(datasets, [1, 1], seed)[position]["index"] for position in range(100)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][0::2] != orders[0][1::2]
 
 
-def test_blend_starts_at_any_position_at_once() -> None:
+def test_blend_starts_at_any_position_at_once():
     blend = Blend([make_dataset(10, 2), make_dataset(30, 2)], [0.9, 0.1])
     assert blend[10**15]["source"] in (0, 1)

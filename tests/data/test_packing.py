@@ -11,10 +11,10 @@ from dmc.data.packing import TokenChunk, TokenTable
 class Opening:
     """Opens chunks that it knows by their numbers alone."""
 
-    def __init__(self, lengths: list[list[int]]) -> None:
+    def __init__(self, lengths):
         self.lengths = lengths
 
-    def __call__(self) -> list[TokenChunk]:
+    def __call__(self):
         chunks, begin = [], 0
         for documents in self.lengths:
             count = sum(documents)
@@ -28,7 +28,7 @@ LENGTHS = [[[500]], [[1], [499]], [[0, 3], [], [0], [4, 0, 240], [3, 250, 0]], [
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=range(5))
-def test_every_window_equals_that_of_the_flat_arrays(lengths: list[list[int]]) -> None:
+def test_every_window_equals_that_of_the_flat_arrays(lengths):
     table = TokenTable(Opening(lengths))
     starts = np.zeros(501, dtype=bool)
     starts[np.cumsum([0, *(length for documents in lengths for length in documents)])] = True
@@ -42,7 +42,7 @@ def test_every_window_equals_that_of_the_flat_arrays(lengths: list[list[int]]) -
         assert window.starts.tolist() == [number == first or bool(starts[number]) for number in range(first, last)]
 
 
-def test_items_carry_what_is_asked_for_and_pickling_copies_no_token() -> None:
+def test_items_carry_what_is_asked_for_and_pickling_copies_no_token():
     packed = PackedTokens(TokenTable(Opening([[20, 5], [25]])), 10, loss_mask=True, document_starts=True)
     items = [packed[index] for index in range(len(packed))]
     assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(50))
@@ -54,7 +54,7 @@ def test_items_carry_what_is_asked_for_and_pickling_copies_no_token() -> None:
     assert pickle.loads(content)[2]["input_ids"].tolist() == list(range(20, 30))
 
 
-def test_errors_name_the_value_and_the_remedy() -> None:
+def test_errors_name_the_value_and_the_remedy():
     table = TokenTable(Opening([[4]]))
     with pytest.raises(ValueError, match=r"4 tokens, fewer than one sequence.*sequence_length=5"):
         PackedTokens(table, 5)

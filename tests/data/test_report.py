@@ -1,9 +1,7 @@
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from dmc.data import Blend, TextSource, build_packed, format_report, report_sources, write_report
 
@@ -11,9 +9,7 @@ LENGTH = 16
 
 
 @pytest.mark.parametrize("num_draws", [0, 1, 7, 10, 333])
-def test_epochs_are_the_draws_over_the_length_of_each_source(
-    num_draws: int, corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_epochs_are_the_draws_over_the_length_of_each_source(num_draws, corpus, tmp_path, tokenizer):
     sources = [
         TextSource(str(corpus), files="00*.txt", weight=0.7),
         TextSource(str(corpus), files=["01*.txt", "02*.txt"], weight=0.3),
@@ -29,7 +25,7 @@ def test_epochs_are_the_draws_over_the_length_of_each_source(
     assert all(report.num_bytes == 2 * report.num_tokens for report in reports)
 
 
-def test_report_is_a_table_and_a_file(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_report_is_a_table_and_a_file(corpus, tmp_path, tokenizer):
     source = TextSource(str(corpus))
     packed = build_packed(source, tokenizer, LENGTH, tmp_path / "cache")
     reports = [*report_sources("train", [source, source]), *report_sources("validation", [source], packed)]

@@ -1,10 +1,7 @@
 import json
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from dmc.data import TextSource, build_packed
 
@@ -12,7 +9,7 @@ ROWS = [{"text": f"row {number}", "number": number} for number in range(5)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Return a folder that holds the same rows in every format."""
     dataset = datasets.Dataset.from_list(ROWS)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
@@ -23,21 +20,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
-def test_every_format_yields_its_rows(suffix: str, folder: Path) -> None:
+def test_every_format_yields_its_rows(suffix, folder):
     for source in (TextSource(str(folder / f"rows.{suffix}")), TextSource(str(folder), files=f"*.{suffix}")):
         source.check()
         assert list(source.documents()) == [row["text"] for row in ROWS]
         assert [row["text"] for row in source.stream()] == [row["text"] for row in ROWS]
 
 
-def test_reading_local_files_leaves_no_copy_in_the_hub_cache(folder: Path, monkeypatch: Any) -> None:
+def test_reading_local_files_leaves_no_copy_in_the_hub_cache(folder, monkeypatch):
     cache = folder / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     list(TextSource(str(folder / "rows.jsonl")).documents())
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) == 0
 
 
-def test_folder_glob_and_file_read_whole_text_files(corpus: Path) -> None:
+def test_folder_glob_and_file_read_whole_text_files(corpus):
     expected = [path.read_text() for path in sorted(corpus.iterdir())]
     (corpus / "below").mkdir()
     (corpus / "below" / "last.txt").write_text("below")
@@ -47,19 +44,19 @@ def test_folder_glob_and_file_read_whole_text_files(corpus: Path) -> None:
     assert list(TextSource(str(corpus), files=["003.txt", "00[12].txt"]).documents()) == expected[1:4]
 
 
-def test_file_name_with_glob_characters_is_literal(tmp_path: Path) -> None:
+def test_file_name_with_glob_characters_is_literal(tmp_path):
     (tmp_path / "a[1].txt").write_text("literal")
     assert list(TextSource(str(tmp_path / "a[1].txt")).documents()) == ["literal"]
 
 
-def test_text_is_utf8_without_byte_order_mark_and_with_its_line_ends(tmp_path: Path) -> None:
+def test_text_is_utf8_without_byte_order_mark_and_with_its_line_ends(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffZürich\r\n".encode())
     (tmp_path / "b.txt").write_bytes(b"\xffbroken")
     assert list(TextSource(str(tmp_path)).documents()) == ["Zürich\r\n", None]
 
 
-def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
+def test_other_column_is_read_and_streamed_as_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "some words", "number": 3}\n')
     source = TextSource(str(tmp_path / "a.jsonl"), column="content")
     assert list(source.documents()) == ["some words"]
@@ -67,44 +64,44 @@ def test_other_column_is_read_and_streamed_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_wrong_weight_is_refused(weight: float) -> None:
+def test_wrong_weight_is_refused(weight):
     with pytest.raises(ValueError, match="must be a finite number > 0"):
         TextSource("corpus", weight=weight)
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "*.txt", "./missing", "/missing/folder"])
-def test_missing_file_is_named(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_missing_file_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"No file matches .*missing|No file matches .*txt"):
         TextSource(name).check()
 
 
-def test_missing_pattern_inside_a_folder_is_named(corpus: Path) -> None:
+def test_missing_pattern_inside_a_folder_is_named(corpus):
     with pytest.raises(FileNotFoundError, match=r"No file matches '.*\*\.md'"):
         TextSource(str(corpus), files=["*.txt", "*.md"]).check()
 
 
-def test_missing_column_lists_those_present(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_missing_column_lists_those_present(folder, tmp_path, tokenizer):
     source = TextSource(str(folder / "rows.jsonl"), column="content")
     with pytest.raises(ValueError, match=r"no column 'content'; it has \['number', 'text'\]"):
         build_packed(source, tokenizer, 2, tmp_path / "tokens")
     assert not (tmp_path / "tokens").exists()
 
 
-def test_column_without_text_is_refused(folder: Path) -> None:
+def test_column_without_text_is_refused(folder):
     with pytest.raises(TypeError, match=r"Column 'number' .* holds int, expected text"):
         TextSource(str(folder / "rows.parquet"), column="number").check()
 
 
 @pytest.mark.parametrize("content", [b"", b"\n"])
-def test_file_without_rows_is_an_empty_corpus(content: bytes, tmp_path: Path) -> None:
+def test_file_without_rows_is_an_empty_corpus(content, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"is empty|cannot be read as json"):
         TextSource(str(tmp_path / "a.jsonl")).check()
 
 
 @pytest.mark.parametrize("content", [b'{"text": "a"', b'{"text": "\xff"}\n', b"PAR1"])
-def test_file_of_another_kind_is_named(content: bytes, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_named(content, tmp_path):
     path = tmp_path / ("a.parquet" if content == b"PAR1" else "a.jsonl")
     path.write_bytes(content)
     with pytest.raises(
@@ -113,12 +110,12 @@ def test_file_of_another_kind_is_named(content: bytes, tmp_path: Path) -> None:
         TextSource(str(path)).check()
 
 
-def test_mixed_formats_are_refused(folder: Path) -> None:
+def test_mixed_formats_are_refused(folder):
     with pytest.raises(ValueError, match=r"mixes \['csv', 'json', 'parquet'\] files; choose one kind with files="):
         TextSource(str(folder)).check()
 
 
-def test_options_that_mean_nothing_are_refused(corpus: Path) -> None:
+def test_options_that_mean_nothing_are_refused(corpus):
     with pytest.raises(ValueError, match="split='validation' of the local files"):
         TextSource(str(corpus), split="validation")
     with pytest.raises(ValueError, match="needs a folder or a hub dataset"):
@@ -127,16 +124,16 @@ def test_options_that_mean_nothing_are_refused(corpus: Path) -> None:
         TextSource(str(corpus), streaming=True).check()
 
 
-def test_hub_dataset_is_loaded_with_its_options(monkeypatch: Any) -> None:
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+def test_hub_dataset_is_loaded_with_its_options(monkeypatch):
+    calls = []
 
-    def load_dataset(*arguments: Any, **options: Any) -> datasets.Dataset | datasets.IterableDataset:
+    def load_dataset(*arguments, **options):
         calls.append((arguments, options))
         dataset = datasets.Dataset.from_dict({"content": ["a", "b"], "number": [1, 2]})
         return dataset.to_iterable_dataset() if options["streaming"] else dataset
 
     monkeypatch.setattr("dmc.data.text.load_dataset", load_dataset)
-    options: dict[str, Any] = {"subset": "en", "split": "train[:1%]", "column": "content", "revision": "abc"}
+    options = {"subset": "en", "split": "train[:1%]", "column": "content", "revision": "abc"}
     source = TextSource("owner/name", files="data/*.parquet", **options)
     source.check()
     assert list(source.documents()) == ["a", "b"]
@@ -149,8 +146,8 @@ def test_hub_dataset_is_loaded_with_its_options(monkeypatch: Any) -> None:
     assert source.description() != TextSource("owner/name", files="data/*.parquet", **(options | {"revision": "x"}))
 
 
-def test_unknown_hub_name_says_what_to_do(monkeypatch: Any) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
+def test_unknown_hub_name_says_what_to_do(monkeypatch):
+    def load_dataset(*_, **__):
         raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
 
     monkeypatch.setattr("dmc.data.text.load_dataset", load_dataset)
@@ -159,13 +156,11 @@ def test_unknown_hub_name_says_what_to_do(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("most", [2**20, 96], ids=["all of them", "samples"])
-def test_digest_tells_content_and_neither_place_nor_time(
-    most: int, folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_digest_tells_content_and_neither_place_nor_time(most, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("dmc.data.sources.DIGESTED_BYTES", most)
     monkeypatch.setattr("dmc.data.sources._BLOCK_BYTES", 8)
 
-    def digest(name: str, **contents: str) -> str:
+    def digest(name, **contents):
         (tmp_path / name).mkdir()
         for file, content in contents.items():
             (tmp_path / name / f"{file}.txt").write_text(content)

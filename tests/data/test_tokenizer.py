@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from dmc.data import tokenizer as tokenizer_module
 from dmc.data import train_tokenizer
@@ -18,17 +17,17 @@ TEXTS = ["the cache holds every key", "and value of the sequence", "until it is 
 STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     """Name what lies in a folder but for locks."""
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def digest_of(tokenizer: PreTrainedTokenizerFast) -> str:
+def digest_of(tokenizer):
     """Hash a tokenizer with its own framing."""
     return tokenizer_digest(tokenizer, framing_of(tokenizer))
 
 
-def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
+def test_saved_folder_loads_with_auto_tokenizer(tmp_path):
     trained = train_tokenizer(TEXTS, 300, tmp_path / "bpe")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "bpe")
     assert len(trained) == len(loaded) == 300
@@ -39,14 +38,14 @@ def test_saved_folder_loads_with_auto_tokenizer(tmp_path: Path) -> None:
     assert names(tmp_path) == ["bpe"]
 
 
-def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_any_text_comes_back(tokenizer):
     for text in (*TEXTS, STRANGE):
         (token_ids,) = encode_documents(tokenizer, [text])
         assert tokenizer.decode(token_ids) == text
         assert tokenizer.eos_token_id not in token_ids
 
 
-def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
+def test_training_is_deterministic_across_processes(tmp_path):
     train_tokenizer(TEXTS, 290, tmp_path / "here")
     script = "import json, sys, dmc.data; dmc.data.train_tokenizer(json.loads(sys.argv[1]), 290, sys.argv[2])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -56,9 +55,7 @@ def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
 
 
-def test_folder_is_reused_for_the_same_texts_and_size_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_is_reused_for_the_same_texts_and_size_only(tmp_path, monkeypatch, caplog):
     from dmc.data import tokenizer as module
 
     num_trained = []
@@ -73,7 +70,7 @@ def test_folder_is_reused_for_the_same_texts_and_size_only(
     assert len(num_trained) == 3 and len(caplog.records) == 2
 
 
-def test_digest_follows_what_changes_the_ids(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_digest_follows_what_changes_the_ids(tokenizer, tmp_path):
     same, other_separator = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
     same(["a", "a b c d"], padding=True, truncation=True, max_length=3)
     other_separator.eos_token = "a"
@@ -82,9 +79,7 @@ def test_digest_follows_what_changes_the_ids(tokenizer: PreTrainedTokenizerFast,
     assert digest_of(train_tokenizer(TEXTS, 280, tmp_path / "bpe")) != digest_of(tokenizer)
 
 
-def test_long_text_is_encoded_in_pieces_without_loss(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_text_is_encoded_in_pieces_without_loss(tokenizer, monkeypatch):
     text = "".join(f"line {number}\n" for number in range(100)) + "x" * 200
     whole = encode_documents(tokenizer, [text, "second"])
     monkeypatch.setattr("dmc.data.encoding._MAX_PIECE", 50)
@@ -94,7 +89,7 @@ def test_long_text_is_encoded_in_pieces_without_loss(
     assert encode_documents(tokenizer, []) == []
 
 
-def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_errors_name_the_value_and_the_remedy(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="vocab_size=256 is below 257"):
         train_tokenizer(TEXTS, 256, tmp_path / "bpe")
     for texts in ([], ["", ""]):
@@ -110,7 +105,7 @@ def test_errors_name_the_value_and_the_remedy(tmp_path: Path, tokenizer: PreTrai
 
 
 @pytest.mark.parametrize("vocab_size", [280, 300])
-def test_folder_that_is_not_as_it_was_written_is_neither_used_nor_replaced(vocab_size: int, tmp_path: Path) -> None:
+def test_folder_that_is_not_as_it_was_written_is_neither_used_nor_replaced(vocab_size, tmp_path):
     train_tokenizer(TEXTS, 300, tmp_path / "bpe")
     (tmp_path / "bpe" / "model.safetensors").write_text("weeks of training")
     with pytest.raises(FileExistsError, match=r"holds model.safetensors, which its files.json does not list"):
@@ -123,7 +118,7 @@ def test_folder_that_is_not_as_it_was_written_is_neither_used_nor_replaced(vocab
     assert names(tmp_path) == ["bpe"]
 
 
-def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path, monkeypatch):
     train, trained = tokenizer_module._train, []
     monkeypatch.setattr(tokenizer_module, "_train", lambda *given: trained.append(1) or train(*given))
     with ThreadPoolExecutor(3) as threads:

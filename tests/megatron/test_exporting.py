@@ -1,6 +1,4 @@
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ from dmc.megatron import export_checkpoint, import_checkpoint
 VOCAB_SIZE = 21
 
 
-def rank_of(folder: Path, rank: int) -> dict[str, Any]:
+def rank_of(folder, rank):
     return torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
 
 
-def tensors_of(content: dict[str, Any]) -> dict[str, torch.Tensor]:
+def tensors_of(content):
     return {name: value for name, value in content["model"].items() if isinstance(value, torch.Tensor)}
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ MULTI_HEAD = Weights(groups=4)
 GROUPED = Weights(groups=2)
 
 
-def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+def logits_of(model, tokens):
     with torch.no_grad():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].double()
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+def weights_in(folder):
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
@@ -134,7 +133,7 @@ def test_objects_of_megatron_are_not_needed_to_read_its_files(tmp_path, monkeypa
 
 
 class Payload:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return subprocess.check_call, (["touch", "ran"],)
 
 
@@ -146,7 +145,7 @@ def test_file_that_names_code_is_refused_and_nothing_runs(tmp_path, monkeypatch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def without_arguments(path: Path) -> None:
+def without_arguments(path):
     content = torch.load(path, weights_only=False)
     del content["args"]
     torch.save(content, path)
@@ -241,18 +240,18 @@ def test_files_with_something_else_are_refused(content, message, tmp_path):
 RANK = Path("iter_0000040", "mp_rank_01", "model_optim_rng.pt")
 
 
-def cut_off(source: Path) -> None:
+def cut_off(source):
     (source / RANK).write_bytes((source / RANK).read_bytes()[:-500])
 
 
-def add_a_bias(source: Path) -> None:
+def add_a_bias(source):
     for rank in ("mp_rank_00", "mp_rank_01"):
         content = torch.load(path := source / RANK.parent.with_name(rank) / RANK.name, weights_only=False)
         content["model"]["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.zeros(64)
         torch.save(content, path)
 
 
-def take_a_rank_of_another_run(source: Path) -> None:
+def take_a_rank_of_another_run(source):
     (write(Weights(groups=2, seed=1), source.with_name("other"), sizes=(2, 1)) / RANK).replace(source / RANK)
 
 
@@ -271,17 +270,17 @@ def test_what_is_wrong_with_a_rank_is_named(spoil, message, tmp_path):
         import_checkpoint(source, tmp_path / "out")
 
 
-def of_an_iteration(source: Path) -> Path:
+def of_an_iteration(source):
     return source / "iter_0000040"
 
 
-def of_a_release(source: Path) -> Path:
+def of_a_release(source):
     (source / "iter_0000040").rename(source / "release")
     (source / "latest_checkpointed_iteration.txt").write_text("release")
     return source
 
 
-def beside_the_tracker(source: Path) -> Path:
+def beside_the_tracker(source):
     (source / "iter_0000040" / "mp_rank_00").rename(source / "mp_rank_00")
     (source / "iter_0000040").rmdir()
     return source

@@ -1,7 +1,5 @@
 """Gates that see the hidden state: what they add to a model, and what they leave as it was."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from dmc.compression import CompressionConfig, Compressor, GateMode
 from dmc.models.adapter import GateAdapter
 
 
-def test_an_adapter_maps_each_token_to_two_logits_of_each_head() -> None:
+def test_an_adapter_maps_each_token_to_two_logits_of_each_head():
     adapter = GateAdapter(6, 3).requires_grad_(False)
     assert not adapter.weight.any()
     adapter.weight.data.normal_(generator=torch.Generator().manual_seed(0))
@@ -25,7 +23,7 @@ def test_an_adapter_maps_each_token_to_two_logits_of_each_head() -> None:
 
 
 @pytest.mark.parametrize("gate_input", ["hidden", "both"])
-def test_gates_add_what_the_adapter_says(gate_input: str) -> None:
+def test_gates_add_what_the_adapter_says(gate_input):
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 7, 8, generator=generator) for heads in (4, 2))
     adapted = torch.randn(2, 2, 2, 7, generator=generator)
@@ -40,9 +38,7 @@ def test_gates_add_what_the_adapter_says(gate_input: str) -> None:
     torch.testing.assert_close(gated.omega, torch.sigmoid(importance + adapted[:, 1] + 0.5) + 2**-7)
 
 
-def test_gates_that_see_the_hidden_state_alone_change_nothing_while_they_append(
-    make_stock: Any, make_prompts: Any
-) -> None:
+def test_gates_that_see_the_hidden_state_alone_change_nothing_while_they_append(make_stock, make_prompts):
     ids = torch.tensor(make_prompts(30))
     stock = make_stock()
     model = retrofit(make_stock(), CompressionConfig(gate_input="hidden"))
@@ -50,7 +46,7 @@ def test_gates_that_see_the_hidden_state_alone_change_nothing_while_they_append(
         torch.testing.assert_close(model(ids, use_cache=False).logits, stock(ids, use_cache=False).logits)
 
 
-def test_an_exported_adapter_comes_back(make_compressed: Any, make_prompts: Any, tmp_path: Any) -> None:
+def test_an_exported_adapter_comes_back(make_compressed, make_prompts, tmp_path):
     model = make_compressed(gates={"gate_input": "both"})
     model.save_pretrained(tmp_path)
     assert "tp_plan" not in (tmp_path / "config.json").read_text()
@@ -60,7 +56,7 @@ def test_an_exported_adapter_comes_back(make_compressed: Any, make_prompts: Any,
         torch.testing.assert_close(same(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_a_compressed_model_gains_or_loses_no_adapter(make_compressed: Any) -> None:
+def test_a_compressed_model_gains_or_loses_no_adapter(make_compressed):
     with pytest.raises(ValueError, match="gate_input='hidden' cannot replace 'neuron'"):
         retrofit(make_compressed(), CompressionConfig(gate_input="hidden"))
 
@@ -72,6 +68,6 @@ def test_a_compressed_model_gains_or_loses_no_adapter(make_compressed: Any) -> N
         ({"gate_input": "both", "decisions": "fixed", "weighting": "uniform"}, "decisions='fixed' reads nothing"),
     ],
 )
-def test_gates_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
+def test_gates_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         CompressionConfig(**settings)

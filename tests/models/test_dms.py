@@ -1,9 +1,7 @@
 """NVIDIA's DMS checkpoints: folders written by hand, against a decoder written from their description alone."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ KEYS = {"dms_window_size": 6, "dms_alpha_scale": 100.0, "dms_initial_alpha_offse
 class DMSHead(HeadOracle):
     """Holds every token but those that leave the window marked; the token after one marks it."""
 
-    def step(self, queries: Any, key: Any, value: Any, scaling: float, logits: Any = None) -> list[np.ndarray]:
+    def step(self, queries, key, value, scaling, logits=None):
         """`logits`: the adapter's number of this head."""
         position, keys, queries = len(self.decisions), self.settings.keys, [query.copy() for query in queries]
         number = queries[0][-1] if logits is None else logits
@@ -48,18 +46,18 @@ class DMSHead(HeadOracle):
 class DMSModel(ModelOracle):
     head_class = DMSHead
 
-    def norm(self, name: str, states: np.ndarray) -> np.ndarray:
+    def norm(self, name, states):
         if name.endswith("input_layernorm"):
             self.residual = states
         return super().norm(name, states)
 
-    def logits(self, prefix: str, heads: list, groups: Any, keys: Any, hidden: Any) -> list:
+    def logits(self, prefix, heads, groups, keys, hidden):
         if prefix + "dms_proj_alpha.weight" not in self.weights:
             return [None] * len(heads)
         return list(self.linear(prefix + "dms_proj_alpha", self.norm(prefix + "dms_proj_alpha_norm", self.residual)))
 
 
-def write_dms(folder: Path, stock: Any, adapter: bool, **changes: Any) -> DMSModel:
+def write_dms(folder, stock, adapter, **changes):
     """Write a DMS folder of a stock model's weights, and return its oracle."""
     stock.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | KEYS | changes
@@ -79,9 +77,7 @@ def write_dms(folder: Path, stock: Any, adapter: bool, **changes: Any) -> DMSMod
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["borrowed neuron", "adapter"])
 @pytest.mark.parametrize("group", [1, 2])
-def test_a_dms_folder_decodes_as_described(
-    adapter: bool, group: int, make_stock: Any, make_prompts: Any, tmp_path: Path
-) -> None:
+def test_a_dms_folder_decodes_as_described(adapter, group, make_stock, make_prompts, tmp_path):
     oracle = write_dms(tmp_path / "dms", make_stock("qwen3", group=group), adapter)
     model, sequences = load_model(tmp_path / "dms"), make_prompts(50, 23)
     runs = [oracle.run(sequence) for sequence in sequences]
@@ -105,7 +101,7 @@ def test_a_dms_folder_decodes_as_described(
     assert "dms_" not in (tmp_path / "ours" / "config.json").read_text()
 
 
-def test_one_decision_for_a_layer_is_that_of_its_first_head(make_stock: Any, make_prompts: Any, tmp_path: Path) -> None:
+def test_one_decision_for_a_layer_is_that_of_its_first_head(make_stock, make_prompts, tmp_path):
     write_dms(tmp_path, make_stock("qwen3"), adapter=True, dms_alpha_per="layer")
     model, tokens = load_model(tmp_path), make_prompts(40)[0]
     (generation,) = Engine(model).generate([tokens], SamplingParams(max_new_tokens=1, temperature=0.0))
@@ -120,17 +116,13 @@ def test_one_decision_for_a_layer_is_that_of_its_first_head(make_stock: Any, mak
         ({"dms_window_size": -1}, "delay"),
     ],
 )
-def test_dms_settings_that_ours_cannot_be_are_refused(
-    changes: dict, message: str, make_stock: Any, tmp_path: Path
-) -> None:
+def test_dms_settings_that_ours_cannot_be_are_refused(changes, message, make_stock, tmp_path):
     write_dms(tmp_path, make_stock("qwen3"), adapter=False, **changes)
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
 
 
-def test_an_adapter_without_its_norm_is_refused_and_so_is_who_would_overlook_the_gates(
-    make_stock: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_without_its_norm_is_refused_and_so_is_who_would_overlook_the_gates(make_stock, tmp_path):
     write_dms(tmp_path, make_stock("qwen3"), adapter=True)
     with pytest.raises(ValueError, match="is a DMS checkpoint"):
         empty_model(tmp_path, torch.float32)

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,11 +14,11 @@ LENGTHS = (5, 19, 12)
 NEW = 12
 
 
-def name_of(gates: dict[str, Any]) -> str:
+def name_of(gates):
     return "-".join(f"{key}={value}" for key, value in gates.items()) or "merge"
 
 
-def padded(prompts: list[list[int]], side: str, pad: int = 0) -> dict[str, torch.Tensor]:
+def padded(prompts, side, pad=0):
     longest = max(map(len, prompts))
     rows, masks = [], []
     for prompt in prompts:
@@ -31,7 +29,7 @@ def padded(prompts: list[list[int]], side: str, pad: int = 0) -> dict[str, torch
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-def greedy(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
+def greedy(model, prompt, count=NEW):
     """Continue by the parallel form: no cache at all."""
     tokens = list(prompt)
     for _ in range(count):
@@ -42,9 +40,7 @@ def greedy(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_padded_batch_equals_engine_and_parallel_form(
-    gates: dict, side: str, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_padded_batch_equals_engine_and_parallel_form(gates, side, make_compressed, make_prompts):
     model = make_compressed(gates=gates)
     prompts = make_prompts(*LENGTHS)
     out = model.generate(**padded(prompts, side), max_new_tokens=NEW, do_sample=False)
@@ -54,41 +50,37 @@ def test_padded_batch_equals_engine_and_parallel_form(
     assert [generation.token_ids for generation in engine] == expected
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_every_family_generates(family: str, make_compressed: Any, make_prompts: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {"prefill_chunk_size": 7}),
+        ("llama", {"use_cache": False}),
+    ],
+)
+def test_every_family_generates_and_so_do_chunks_and_a_model_without_a_cache(
+    family, options, make_compressed, make_prompts
+):
     model, prompts = make_compressed(family), make_prompts(*LENGTHS)
-    out = model.generate(**padded(prompts, "left"), max_new_tokens=5, do_sample=False)
+    out = model.generate(**padded(prompts, "left"), max_new_tokens=5, do_sample=False, **options)
     assert out[:, max(LENGTHS) :].tolist() == [greedy(model, prompt, 5) for prompt in prompts]
 
 
-def test_right_padded_prompts_come_back_moved_to_the_left(make_compressed: Any, make_prompts: Any) -> None:
+def test_right_padded_prompts_come_back_moved_to_the_left(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(3, 7)
     out = model.generate(**padded(prompts, "right", pad=9), max_new_tokens=1, do_sample=False)
     assert out[:, :7].tolist() == [[9] * 4 + prompts[0], prompts[1]]
 
 
-def test_generate_without_a_mask_and_by_position(make_compressed: Any, make_prompts: Any) -> None:
+def test_generate_without_a_mask_and_by_position(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(8, 8)
     out = model.generate(torch.tensor(prompts), max_new_tokens=NEW, do_sample=False)
     assert out[:, 8:].tolist() == [greedy(model, prompt) for prompt in prompts]
 
 
-def test_generate_without_a_cache_gives_the_same(make_compressed: Any, make_prompts: Any) -> None:
-    model, prompts = make_compressed(), make_prompts(*LENGTHS)
-    cached, uncached = (
-        model.generate(**padded(prompts, "left"), max_new_tokens=NEW, do_sample=False, use_cache=use_cache)
-        for use_cache in (True, False)
-    )
-    assert cached.tolist() == uncached.tolist()
-
-
-def test_chunked_prefill_gives_the_same(make_compressed: Any, make_prompts: Any) -> None:
-    model, prompts = make_compressed(), make_prompts(20, 20)
-    out = model.generate(torch.tensor(prompts), max_new_tokens=NEW, do_sample=False, prefill_chunk_size=7)
-    assert out[:, 20:].tolist() == [greedy(model, prompt) for prompt in prompts]
-
-
-def test_logits_are_those_of_the_parallel_form(make_compressed: Any, make_prompts: Any) -> None:
+def test_logits_are_those_of_the_parallel_form(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(*LENGTHS)
     out = model.generate(
         **padded(prompts, "right"),
@@ -105,7 +97,7 @@ def test_logits_are_those_of_the_parallel_form(make_compressed: Any, make_prompt
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-4)
 
 
-def test_returned_sequences_of_one_prompt_are_greedy_copies(make_compressed: Any, make_prompts: Any) -> None:
+def test_returned_sequences_of_one_prompt_are_greedy_copies(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(*LENGTHS)
     out = model.generate(
         **padded(prompts, "right"), max_new_tokens=NEW, num_beams=3, num_return_sequences=3, do_sample=False
@@ -116,7 +108,7 @@ def test_returned_sequences_of_one_prompt_are_greedy_copies(make_compressed: Any
         assert (prompts_back[3 * row : 3 * row + 3] == prompts_back[3 * row]).all()
 
 
-def beam_search(model: Any, prompt: list[int], beams: int, count: int) -> list[int]:
+def beam_search(model, prompt, beams, count):
     """Beam search without an end token, from the parallel form."""
     live = [(0.0, list(prompt))]
     for _ in range(count):
@@ -134,9 +126,7 @@ def beam_search(model: Any, prompt: list[int], beams: int, count: int) -> list[i
 
 
 @pytest.mark.parametrize("gates", GATES, ids=name_of)
-def test_beam_search_equals_brute_force_over_the_parallel_form(
-    gates: dict, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_beam_search_equals_brute_force_over_the_parallel_form(gates, make_compressed, make_prompts):
     model, prompts = make_compressed(gates=gates), make_prompts(*LENGTHS)
     out = model.generate(**padded(prompts, "right"), max_new_tokens=8, num_beams=2, do_sample=False)
     expected = [beam_search(model, prompt, 2, 8) for prompt in prompts]
@@ -144,7 +134,7 @@ def test_beam_search_equals_brute_force_over_the_parallel_form(
     assert expected != [greedy(model, prompt, 8) for prompt in prompts]  # the beams crossed
 
 
-def test_sampling_runs_and_copies_of_a_prompt_diverge(make_compressed: Any, make_prompts: Any) -> None:
+def test_sampling_runs_and_copies_of_a_prompt_diverge(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(*LENGTHS)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -157,9 +147,7 @@ def test_sampling_runs_and_copies_of_a_prompt_diverge(make_compressed: Any, make
 
 @pytest.mark.parametrize("whole_history", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_turns_go_on_from_the_users_cache(
-    side: str, whole_history: bool, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_turns_go_on_from_the_users_cache(side, whole_history, make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(*LENGTHS)
     cache = PagedGenerationCache(model)
     first = padded(prompts, side)
@@ -182,7 +170,7 @@ def test_turns_go_on_from_the_users_cache(
         assert out[row, -5:].tolist() == greedy(model, prompt + answer + said, 5)
 
 
-def test_a_finished_cache_counts_tokens_not_slots(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_finished_cache_counts_tokens_not_slots(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(*LENGTHS)
     cache = PagedGenerationCache(model)
     model.generate(**padded(prompts, "left"), max_new_tokens=NEW, do_sample=False, past_key_values=cache)
@@ -195,7 +183,7 @@ def test_a_finished_cache_counts_tokens_not_slots(make_compressed: Any, make_pro
     assert cache.paged.allocator.num_in_use == int((-(-lengths // 16)).sum())
 
 
-def test_assisted_decoding_is_refused_before_anything_runs(make_compressed: Any, make_prompts: Any) -> None:
+def test_assisted_decoding_is_refused_before_anything_runs(make_compressed, make_prompts):
     model, prompt = make_compressed(), torch.tensor(make_prompts(6))
     with pytest.raises(ValueError, match="assisted generation is not supported"):
         model.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=make_compressed(seed=1))
@@ -205,12 +193,12 @@ def test_assisted_decoding_is_refused_before_anything_runs(make_compressed: Any,
         PagedGenerationCache(model).crop(3)
 
 
-def test_other_cache_implementations_are_refused(make_compressed: Any, make_prompts: Any) -> None:
+def test_other_cache_implementations_are_refused(make_compressed, make_prompts):
     with pytest.raises(ValueError, match="cache_implementation='static' cannot hold a compressed cache"):
         make_compressed().generate(torch.tensor(make_prompts(6)), max_new_tokens=4, cache_implementation="static")
 
 
-def test_stock_layers_cannot_use_the_compressed_cache(make_compressed: Any, make_stock: Any, make_prompts: Any) -> None:
+def test_stock_layers_cannot_use_the_compressed_cache(make_compressed, make_stock, make_prompts):
     cache = PagedGenerationCache(make_compressed())
     with pytest.raises(TypeError, match="belongs to a compressed"):
         make_stock()(torch.tensor(make_prompts(6)), past_key_values=cache)

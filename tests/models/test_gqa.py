@@ -1,6 +1,4 @@
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +11,14 @@ from dmc.models.gqa import merge_heads_of_config
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
+def log_probs(model, tokens):
     with torch.no_grad():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_that_are_equal_within_their_group_change_nothing(
-    family: str, num_heads: int, make_stock: Any, make_prompts: Any
-) -> None:
+def test_heads_that_are_equal_within_their_group_change_nothing(family, num_heads, make_stock, make_prompts):
     model, tokens = make_stock(family, group=1), make_prompts(30)[0]
     with torch.no_grad():
         for layer in model.model.layers:
@@ -39,7 +35,7 @@ def test_heads_that_are_equal_within_their_group_change_nothing(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_new_heads_are_the_means_of_contiguous_groups_and_nothing_else_changes(family: str, make_stock: Any) -> None:
+def test_new_heads_are_the_means_of_contiguous_groups_and_nothing_else_changes(family, make_stock):
     model = make_stock(family, group=1)
     before = copy.deepcopy(model.state_dict())
     after = merge_kv_heads(model, 2).state_dict()
@@ -54,9 +50,7 @@ def test_new_heads_are_the_means_of_contiguous_groups_and_nothing_else_changes(f
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_merged_model_is_served_saved_and_retrofitted_as_any_other(
-    make_stock: Any, make_prompts: Any, tmp_path: Path
-) -> None:
+def test_merged_model_is_served_saved_and_retrofitted_as_any_other(make_stock, make_prompts, tmp_path):
     model, tokens = merge_kv_heads(make_stock(group=1), 2), make_prompts(25)[0]
     model.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
@@ -70,7 +64,7 @@ def test_merged_model_is_served_saved_and_retrofitted_as_any_other(
     )
 
 
-def test_sixteen_bit_heads_are_averaged_in_float32(make_stock: Any) -> None:
+def test_sixteen_bit_heads_are_averaged_in_float32(make_stock):
     model = make_stock(group=1).bfloat16()
     heads = model.model.layers[1].self_attn.v_proj.weight.detach().float().unflatten(0, (4, 16))
     merged = merge_kv_heads(model, 1).model.layers[1].self_attn.v_proj.weight
@@ -79,7 +73,7 @@ def test_sixteen_bit_heads_are_averaged_in_float32(make_stock: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 0, -2, 8])
-def test_groups_of_unequal_size_are_refused(count: int, make_stock: Any) -> None:
+def test_groups_of_unequal_size_are_refused(count, make_stock):
     stock = make_stock(group=1)
     message = f"4 KV heads cannot be merged into {count} groups of equal size: expected one of 1, 2, 4"
     with pytest.raises(ValueError, match=message):
@@ -89,6 +83,6 @@ def test_groups_of_unequal_size_are_refused(count: int, make_stock: Any) -> None
         merge_heads_of_config(stock.config, count)
 
 
-def test_gated_models_are_refused(make_compressed: Any) -> None:
+def test_gated_models_are_refused(make_compressed):
     with pytest.raises(ValueError, match="merge the heads of the stock model, then retrofit it"):
         merge_kv_heads(make_compressed(), 1)

@@ -1,13 +1,10 @@
 """Two gloo processes serve what one does: the same tokens, decisions and bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +35,7 @@ serve_shard(int(os.environ["RANK"]), Path(folder), json.loads(memory), PROMPTS, 
 """
 
 
-def serve_with_torchrun(folder: Path, memory: int | None, out: Path) -> None:
+def serve_with_torchrun(folder, memory, out):
     (out.parent / "worker.py").write_text(WORKER)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -48,7 +45,7 @@ def serve_with_torchrun(folder: Path, memory: int | None, out: Path) -> None:
     assert done.returncode == 0, done.stderr[:3000]
 
 
-def answers(out: Path) -> list[dict[str, Any]]:
+def answers(out):
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 
@@ -63,9 +60,7 @@ def answers(out: Path) -> list[dict[str, Any]]:
     ],
     ids=["llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral", "llama per layer, adapted"],
 )
-def test_two_ranks_give_the_tokens_of_one(
-    family: str, changes: dict, gates: dict | None, make_stock: Any, make_compressed: Any, tmp_path: Path
-) -> None:
+def test_two_ranks_give_the_tokens_of_one(family, changes, gates, make_stock, make_compressed, tmp_path):
     model = make_stock(family, **changes) if gates is None else make_compressed(family, gates=gates, **changes)
     model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
     engine = Engine(model, max_batch_size=3)
@@ -80,7 +75,7 @@ def test_two_ranks_give_the_tokens_of_one(
         assert found == {key: value for key, value in alone.items() if key != "logprobs"}
 
 
-def test_two_ranks_share_prefixes_and_forks_alike(make_compressed: Any, make_prompts: Any, tmp_path: Path) -> None:
+def test_two_ranks_share_prefixes_and_forks_alike(make_compressed, make_prompts, tmp_path):
     model, (prefix,) = make_compressed(gates={"delay": 4}), make_prompts(70)
     model.save_pretrained(tmp_path / "model")
     prompts = [prefix + rest for rest in make_prompts(5, 9, 300, seed=2)]
@@ -95,7 +90,7 @@ def test_two_ranks_share_prefixes_and_forks_alike(make_compressed: Any, make_pro
         assert [found[name] for name in same] == [alone[name] for name in same]
 
 
-def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed: Any, make_prompts: Any, tmp_path: Path) -> None:
+def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed, make_prompts, tmp_path):
     make_compressed().save_pretrained(tmp_path / "model")
     arguments = (tmp_path / "model", make_prompts(*[400] * 40), tmp_path / "out")
     with Processes(serve_one_by_one, arguments, 2, log := tmp_path / "log") as ranks:
@@ -104,7 +99,7 @@ def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed: Any, make_
         assert blocks <= 512 and held > 0
 
 
-def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) -> None:
+def test_ranks_agree_on_whom_to_preempt(make_compressed, tmp_path):
     model = make_compressed(gates={"delay": 4, "decision_offset": 1.0})
     model.save_pretrained(tmp_path / "model")
     engine = Engine(model, max_batch_size=3)
@@ -116,7 +111,7 @@ def test_ranks_agree_on_whom_to_preempt(make_compressed: Any, tmp_path: Path) ->
     assert (first["tokens"], first["slots"]) == (alone["tokens"], alone["slots"])
 
 
-def test_ranks_share_the_tokens_that_the_first_one_draws(make_stock: Any, tmp_path: Path) -> None:
+def test_ranks_share_the_tokens_that_the_first_one_draws(make_stock, tmp_path):
     make_stock().save_pretrained(tmp_path / "model")
     params = [
         SamplingParams(max_new_tokens=30, temperature=1.0),
@@ -132,10 +127,8 @@ def test_ranks_share_the_tokens_that_the_first_one_draws(make_stock: Any, tmp_pa
 
 
 @pytest.mark.parametrize(("local_rank", "num_devices", "expected"), [(1, 2, 1), (0, 2, 0), (3, 1, 0)])
-def test_every_rank_works_on_a_gpu_of_its_own(
-    local_rank: int, num_devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[str] = []
+def test_every_rank_works_on_a_gpu_of_its_own(local_rank, num_devices, expected, monkeypatch):
+    chosen = []
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     for name, value in {"is_available": True, "device_count": num_devices}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -149,17 +142,17 @@ def test_every_rank_works_on_a_gpu_of_its_own(
     assert chosen == [f"device {expected}", "nccl"]
 
 
-def test_heads_that_cannot_be_divided_are_refused(make_stock: Any) -> None:
+def test_heads_that_cannot_be_divided_are_refused(make_stock):
     with pytest.raises(ValueError, match="num_key_value_heads=2 cannot be divided among 3 ranks evenly"):
         shard_model(make_stock(), Ranks(0, 3))
 
 
-def test_loading_a_shard_alone_says_how_to_start(tmp_path: Path) -> None:
+def test_loading_a_shard_alone_says_how_to_start(tmp_path):
     with pytest.raises(RuntimeError, match="start them with torchrun"):
         load_shard(tmp_path)
 
 
-def test_slices_of_all_ranks_are_the_whole() -> None:
+def test_slices_of_all_ranks_are_the_whole():
     weight = torch.arange(24.0).view(6, 4)
     for dimension in (0, 1):
         parts = [own_slice(weight, dimension, Ranks(rank, 2)) for rank in range(2)]

@@ -126,10 +126,7 @@ def assert_same_view(actual: VisibleKeys, expected: VisibleKeys, tolerance: floa
     if actual.recent is not None and expected.recent is not None:
         exists = expected.recent.exists
         assert torch.equal(actual.recent.exists.cpu(), exists)
-        for given, wanted in (
-            (actual.recent.key, expected.recent.key),
-            (actual.recent.value, expected.recent.value),
-        ):
+        for given, wanted in ((actual.recent.key, expected.recent.key), (actual.recent.value, expected.recent.value)):
             mask = exists[:, None, None]
             torch.testing.assert_close(
                 (given.cpu() * mask).float(), (wanted * mask).float(), rtol=tolerance, atol=tolerance

@@ -1,10 +1,7 @@
 """A naive float64 decoder from a stock Hugging Face model's weights; whoever calls it answers for the attention."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +15,7 @@ class Decoder:
     The norms and RoPE are spelled out: those of transformers compute in float32 whatever the model's dtype.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.model = copy.deepcopy(model).double().eval()
         self.layers = self.model.model.layers
         self.head_dim = self.layers[0].self_attn.head_dim
@@ -27,7 +24,7 @@ class Decoder:
         self.scaling = self.layers[0].self_attn.scaling
 
     @torch.no_grad()
-    def feed(self, tokens: list[int], first_position: int, attend: Attend) -> Tensor:
+    def feed(self, tokens, first_position, attend):
         """Run consecutive tokens through the model.
 
         Args:
@@ -46,7 +43,7 @@ class Decoder:
             hidden = hidden + layer.mlp(normalise(layer.post_attention_layernorm, hidden))
         return torch.log_softmax(self.model.lm_head(normalise(self.model.model.norm, hidden)), -1)
 
-    def project(self, attention: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attention, hidden):
         """Return query [query_heads, time, head_dim], key and value [kv_heads, time, head_dim]."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
@@ -56,7 +53,7 @@ class Decoder:
             query, key = normalise(attention.q_norm, query), normalise(attention.k_norm, key)
         return query, key, value
 
-    def rotate(self, states: Tensor, position: int | Tensor) -> Tensor:
+    def rotate(self, states, position):
         """Apply RoPE to states [..., head_dim] at one position, or [..., time, head_dim] at positions [time]."""
         rotary = self.model.model.rotary_emb
         angles = torch.as_tensor(position, dtype=torch.float64)[..., None] * rotary.inv_freq
@@ -65,6 +62,6 @@ class Decoder:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def normalise(norm: Any, states: Tensor) -> Tensor:
+def normalise(norm, states):
     """Root-mean-square norm over the last dimension, with the weight of a module of transformers."""
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight

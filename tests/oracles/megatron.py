@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,10 +54,10 @@ class Weights:
     layers: list[dict[str, Any]] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         generator = torch.Generator().manual_seed(self.seed)
 
-        def draw(*shape: int, mean: float = 0.0) -> Tensor:
+        def draw(*shape, mean=0.0):
             return (mean + 0.3 * torch.randn(shape, generator=generator)).to(self.dtype)
 
         for number in range(self.num_layers):
@@ -82,7 +81,7 @@ class Weights:
             norm=draw(self.hidden, mean=1.0),
         )
 
-    def arguments(self, tensor_size: int, pipeline_size: int, padded: int, **changes: Any) -> argparse.Namespace:
+    def arguments(self, tensor_size, pipeline_size, padded, **changes):
         """Say what Megatron stores of this model."""
         values = {
             "num_layers": self.num_layers,
@@ -110,12 +109,12 @@ class Weights:
         }
         return argparse.Namespace(**values)
 
-    def shard(self, rank: int, tensor_size: int, stage: int, pipeline_size: int, padded: int) -> dict[str, Tensor]:
+    def shard(self, rank, tensor_size, stage, pipeline_size, padded):
         """Make the tensors of one rank, named as Megatron-Core on Transformer Engine names them."""
         tensors = {}
         rows = padded // tensor_size
 
-        def vocabulary(table: Tensor) -> Tensor:
+        def vocabulary(table):
             ids = [min(row, self.vocab_size - 1) for row in range(rank * rows, (rank + 1) * rows)]
             return torch.stack([table[row] for row in ids])
 
@@ -146,16 +145,7 @@ class Weights:
         return tensors
 
 
-def write(
-    weights: Weights,
-    folder: Path,
-    *,
-    sizes: tuple[int, int] = (1, 1),
-    padded: int = 24,
-    dialect: str = "transformer_engine",
-    extra: dict[str, Any] | None = None,
-    **changes: Any,
-) -> Path:
+def write(weights, folder, *, sizes=(1, 1), padded=24, dialect="transformer_engine", extra=None, **changes):
     """Write a checkpoint with `sizes` tensor x pipeline ranks; `changes` are arguments, GATES among them by default."""
     arguments = weights.arguments(*sizes, padded, **{**GATES, **changes})
     (folder / "iter_0000040").mkdir(parents=True)
@@ -172,7 +162,7 @@ def write(
     return folder
 
 
-def spelled(tensors: dict[str, Tensor], dialect: str) -> dict[str, Any]:
+def spelled(tensors, dialect):
     """Name tensors as another kind of Megatron model does; Transformer Engine adds the states of its modules."""
     if dialect == "transformer_engine":
         modules = {name.removesuffix("weight") for name in tensors if ".linear_" in name and name.endswith(".weight")}
@@ -184,7 +174,7 @@ def spelled(tensors: dict[str, Tensor], dialect: str) -> dict[str, Any]:
         named[name] = tensor
     if dialect == "local":
         return named
-    tree: dict[str, Any] = {"language_model": {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}}
+    tree = {"language_model": {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}}
     for name, tensor in named.items():
         _, part, rest = name.split(".", 2)
         if part == "embedding":
@@ -197,18 +187,18 @@ def spelled(tensors: dict[str, Tensor], dialect: str) -> dict[str, Any]:
 class PlainHead:
     """One KV head without gates: every token stays."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim, theta):
         self.head_dim, self.theta = head_dim, theta
-        self.entries: list[tuple[np.ndarray, np.ndarray]] = []
+        self.entries = []
 
-    def rotate(self, state: np.ndarray, position: int) -> np.ndarray:
+    def rotate(self, state, position):
         first, second = np.split(state, 2)
         angles = position * self.theta ** (-2 * np.arange(self.head_dim // 2) / self.head_dim)
         return np.concatenate(
             (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles))
         )
 
-    def step(self, queries: list[np.ndarray], key: np.ndarray, value: np.ndarray, scaling: float) -> list[np.ndarray]:
+    def step(self, queries, key, value, scaling):
         position = len(self.entries)
         self.entries.append((self.rotate(key, position), value))
         outputs = []
@@ -222,8 +212,8 @@ class PlainHead:
 class ShardedOracle:
     """A checkpoint as it lies in its files, run token by token; rank r computes with the tensors of rank r alone."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, int]) -> None:
-        self.stages: list[list[dict[str, np.ndarray]]] = []
+    def __init__(self, folder, sizes):
+        self.stages = []
         for stage in range(sizes[1]):
             self.stages.append([])
             for rank in range(sizes[0]):
@@ -233,9 +223,9 @@ class ShardedOracle:
                 self.stages[-1].append({key: value.double().numpy() for key, value in tensors.items()})
         self.args = stored["args"]
         self.groups = self.args.num_query_groups if self.args.group_query_attention else self.args.num_attention_heads
-        self.heads: dict[tuple[int, int, int], list[Any]] = {}
+        self.heads = {}
 
-    def head(self) -> Any:
+    def head(self):
         if getattr(self.args, "dmc_init_val", None) is None:
             return PlainHead(self.args.kv_channels, self.args.rotary_base)
         settings = SimpleNamespace(
@@ -254,11 +244,11 @@ class ShardedOracle:
         )
         return HeadOracle(settings, self.args.kv_channels, self.args.rotary_base)
 
-    def run(self, tokens: list[int], vocab_size: int) -> Tensor:
+    def run(self, tokens, vocab_size):
         """Return the logits after each token, padding left out, float64 [time, vocab]."""
         return torch.from_numpy(np.stack([self.feed(token) for token in tokens])[:, :vocab_size])
 
-    def feed(self, token: int) -> np.ndarray:
+    def feed(self, token):
         rows = [rank["embedding.word_embeddings.weight"] for rank in self.stages[0]]
         hidden = rows[token // len(rows[0])][token % len(rows[0])]
         for stage, ranks in enumerate(self.stages):
@@ -270,7 +260,7 @@ class ShardedOracle:
         output = rows if tied else [rank["output_layer.weight"] for rank in last]
         return np.concatenate([each @ hidden for each in output])
 
-    def layer(self, stage: int, layer: int, ranks: list[dict[str, np.ndarray]], hidden: np.ndarray) -> np.ndarray:
+    def layer(self, stage, layer, ranks, hidden):
         name = f"decoder.layers.{layer}."
         normed = self.norm(hidden, ranks[0][name + "self_attention.linear_qkv.layer_norm_weight"])
         attended = [self.attention(stage, layer, number, rank, normed) for number, rank in enumerate(ranks)]
@@ -281,22 +271,20 @@ class ShardedOracle:
             hidden = hidden + rank[name + "mlp.linear_fc2.weight"] @ (gate / (1 + np.exp(-gate)) * up)
         return hidden
 
-    def attention(
-        self, stage: int, layer: int, number: int, rank: dict[str, np.ndarray], normed: np.ndarray
-    ) -> np.ndarray:
+    def attention(self, stage, layer, number, rank, normed):
         name, size = f"decoder.layers.{layer}.self_attention.", self.args.kv_channels
         own_groups = self.groups // len(self.stages[0])
         mixed = (rank[name + "linear_qkv.weight"] @ normed).reshape(own_groups, -1, size)
         heads = self.heads.setdefault((stage, layer, number), [self.head() for _ in range(own_groups)])
-        outputs: list[np.ndarray] = []
+        outputs = []
         for head, channels in zip(heads, mixed, strict=True):
             outputs += head.step(list(channels[:-2]), channels[-2], channels[-1], size**-0.5)
         return rank[name + "linear_proj.weight"] @ np.concatenate(outputs)
 
-    def norm(self, states: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    def norm(self, states, weight):
         return states / np.sqrt((states**2).mean() + self.args.norm_epsilon) * weight
 
-    def entries(self) -> Tensor:
+    def entries(self):
         """Entries held by every KV head, [layers, kv_heads]."""
         per_stage = self.args.num_layers // len(self.stages)
         return torch.tensor(

@@ -1,7 +1,5 @@
 """Gradients on two processes, sharded in different ways, against the same gradients in one piece."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,14 +12,14 @@ from dmc.training.strategies.parallelism import gradient_norm
 class Holder(torch.nn.Module):
     """Parameters with given gradients."""
 
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
+    def __init__(self, gradients):
         super().__init__()
         self.values = torch.nn.ParameterList([torch.zeros_like(each) for each in gradients])
         for value, gradient in zip(self.values, gradients, strict=True):
             value.grad = gradient
 
 
-def compare_norms(rank: int, count: int, port: int) -> None:
+def compare_norms(rank, count, port):
     """Check on every rank that the norm is the whole's, also where it is not finite."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)

@@ -4,10 +4,7 @@ Written from the paper's step form (arXiv:2403.09636, algorithm 1, with a window
 shares nothing with `dmc` but the configuration, and reads stock Hugging Face weights by their names.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +13,17 @@ import torch
 class HeadOracle:
     """One KV head of one layer: raw recent tokens, then slots; one token at a time."""
 
-    def __init__(self, compression: Any, head_dim: int, theta: float) -> None:
+    def __init__(self, compression, head_dim, theta):
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
         borrows = compression.decisions != "fixed" and compression.gate_input in ("neuron", "both")
         self.neuron = compression.neuron_index % head_dim if borrows else None
         self.leader_neuron = compression.neuron_index if compression.gate_input == "query" else None
-        self.raw: list[dict] = []
-        self.group: list[dict] = []
-        self.slots: list[tuple[np.ndarray, np.ndarray]] = []
-        self.decisions: list[int] = []
+        self.raw = []
+        self.group = []
+        self.slots = []
+        self.decisions = []
 
-    def rotate(self, state: np.ndarray, position: int) -> np.ndarray:
+    def rotate(self, state, position):
         half = self.head_dim // 2
         out = np.empty_like(state)
         for channel in range(half):
@@ -38,7 +35,7 @@ class HeadOracle:
             out[self.neuron] = 0
         return out
 
-    def read(self, queries: list[np.ndarray], key: np.ndarray, adapted: Any = (0.0, 0.0)) -> tuple[float, float]:
+    def read(self, queries, key, adapted=(0.0, 0.0)):
         """Logits of decision and importance that this head alone would go by; `adapted`: what an adapter adds."""
         decision, importance = adapted
         if self.neuron is not None:
@@ -49,14 +46,7 @@ class HeadOracle:
         settings = self.settings
         return settings.decision_scale * decision - settings.decision_offset, importance + settings.omega_offset
 
-    def step(
-        self,
-        queries: list[np.ndarray],
-        key: np.ndarray,
-        value: np.ndarray,
-        scaling: float,
-        logits: tuple[float, float] | None = None,
-    ) -> list[np.ndarray]:
+    def step(self, queries, key, value, scaling, logits=None):
         """Feed token t; return the output of each query head of the group. `logits`: None: as the head reads them."""
         position, settings = len(self.decisions), self.settings
         decision_logit, importance = self.read(queries, key) if logits is None else logits
@@ -95,7 +85,7 @@ class HeadOracle:
             outputs.append(sum(weight * each for weight, each in zip(weights, values, strict=True)))
         return outputs
 
-    def enter(self, token: dict) -> None:
+    def enter(self, token):
         """Let a token into the slots: append, merge into the last one, or drop."""
         position = token["position"]
         if self.settings.action == "drop":
@@ -114,7 +104,7 @@ class HeadOracle:
         self.slots.append((self.rotate(key, position), value))
 
     @property
-    def num_entries(self) -> int:
+    def num_entries(self):
         return len(self.slots) + len(self.raw)
 
 
@@ -123,14 +113,14 @@ class ModelOracle:
 
     head_class = HeadOracle
 
-    def __init__(self, model: Any, compression: Any) -> None:
+    def __init__(self, model, compression):
         self.weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
         self.config, self.compression = model.config, compression
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.theta = model.config.rope_parameters["rope_theta"]
 
     @torch.no_grad()
-    def run(self, tokens: list[int]) -> ModelRun:
+    def run(self, tokens):
         config = self.config
         caches = [
             [self.head_class(self.compression, self.head_dim, self.theta) for _ in range(config.num_key_value_heads)]
@@ -145,7 +135,7 @@ class ModelOracle:
             torch.tensor([[head.decisions for head in layer] for layer in caches]),
         )
 
-    def feed(self, token: int, caches: list[list[HeadOracle]]) -> np.ndarray:
+    def feed(self, token, caches):
         hidden = self.weights["model.embed_tokens.weight"][token]
         for index, heads in enumerate(caches):
             prefix = f"model.layers.{index}."
@@ -159,7 +149,7 @@ class ModelOracle:
         hidden = self.norm("model.norm", hidden)
         return self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]) @ hidden
 
-    def attention(self, prefix: str, heads: list[HeadOracle], hidden: np.ndarray) -> np.ndarray:
+    def attention(self, prefix, heads, hidden):
         query, key, value = (self.linear(prefix + name, hidden) for name in ("q_proj", "k_proj", "v_proj"))
         queries, keys, values = (state.reshape(-1, self.head_dim) for state in (query, key, value))
         if prefix + "q_norm.weight" in self.weights:
@@ -173,23 +163,23 @@ class ModelOracle:
             outputs += head.step(*states, self.head_dim**-0.5, logit)
         return self.linear(prefix + "o_proj", np.concatenate(outputs))
 
-    def logits(self, prefix: str, heads: list[HeadOracle], groups: Any, keys: Any, hidden: np.ndarray) -> list:
+    def logits(self, prefix, heads, groups, keys, hidden):
         adapted = np.zeros((len(heads), 2))
         if prefix + "gate_adapter.weight" in self.weights:
             adapted = self.linear(prefix + "gate_adapter", hidden).reshape(-1, 2)
         logits = [head.read(*each) for head, *each in zip(heads, groups, keys, adapted, strict=True)]
         return [tuple(np.mean(logits, axis=0))] * len(heads) if self.compression.decisions == "per_layer" else logits
 
-    def linear(self, name: str, states: np.ndarray) -> np.ndarray:
+    def linear(self, name, states):
         out = self.weights[f"{name}.weight"] @ states
         return out + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else out
 
-    def norm(self, name: str, states: np.ndarray) -> np.ndarray:
+    def norm(self, name, states):
         return states / np.sqrt((states**2).mean() + self.config.rms_norm_eps) * self.weights[f"{name}.weight"]
 
 
 class ModelRun:
     """What the oracle found: log-probs after each token [T, vocab], entries [L, H] and decisions [L, H, T]."""
 
-    def __init__(self, log_probs: torch.Tensor, entries: torch.Tensor, decisions: torch.Tensor) -> None:
+    def __init__(self, log_probs, entries, decisions):
         self.log_probs, self.entries, self.decisions = log_probs, entries, decisions

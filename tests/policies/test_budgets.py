@@ -1,7 +1,5 @@
 """Which entries stay and how budgets are shared out, against loops over lists."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings
@@ -75,12 +73,6 @@ def test_heads_compete_above_a_floor(scores, count, floor):
     assert marked(keep.flatten()) == expected
     for head, row in enumerate(scores):
         assert {head * length + index for index in best(row, floor)} <= expected
-
-
-def test_three_of_two_heads_are_the_highest_of_both():
-    attention, times_value = [[0.40, 0.12, 0.09, 0.05], [0.11, 0.10, 0.30, 0.21]], [[0.80, 0.24, 0.18, 0.10]]
-    assert marked(keep_top(torch.tensor(attention).flatten(), 3)) == {0, 4 + 2, 4 + 3}
-    assert marked(keep_top(torch.tensor([*times_value, attention[1]]).flatten(), 3)) == {0, 4 + 2, 1}
 
 
 @FEW

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,14 +17,14 @@ class Mine:
 
 
 @pytest.fixture
-def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def users_module(tmp_path, monkeypatch):
     (tmp_path / "users_policies.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_policy_can_be_built(path: Path) -> None:
-    settings: Any = OmegaConf.to_container(OmegaConf.load(path))
+def test_every_shipped_policy_can_be_built(path):
+    settings = OmegaConf.to_container(OmegaConf.load(path))
     if path.stem == "full":
         assert policy_from_config(settings, None) is None
     else:
@@ -46,20 +43,20 @@ def test_every_shipped_policy_can_be_built(path: Path) -> None:
         (Budget(tokens=7), Budget(tokens=7), "tokens:7"),
     ],
 )
-def test_budgets_are_ratios_or_entries(text: Any, budget: Budget, name: str) -> None:
+def test_budgets_are_ratios_or_entries(text, budget, name):
     assert parse_budget(text) == budget
     assert budget_name(budget) == name
     assert parse_budget(name) == budget
 
 
 @pytest.mark.parametrize("text", ["four", 0.5, "tokens:", "tokens:0", "tokens:1.5", "bytes:128", True, None, "nan"])
-def test_other_budgets_are_refused(text: Any) -> None:
+def test_other_budgets_are_refused(text):
     with pytest.raises(ValueError, match="budget="):
         parse_budget(text)
 
 
-def test_a_users_own_policy_is_built_with_its_budget(users_module: None) -> None:
-    policy: Any = policy_from_config({"_target_": "users_policies.Mine", "width": 3}, "tokens:9")
+def test_a_users_own_policy_is_built_with_its_budget(users_module):
+    policy = policy_from_config({"_target_": "users_policies.Mine", "width": 3}, "tokens:9")
     assert (policy.budget, policy.width) == (Budget(tokens=9), 3)
 
 
@@ -74,6 +71,6 @@ def test_a_users_own_policy_is_built_with_its_budget(users_module: None) -> None
         ({"_target_": "users_policies.mine"}, 4, "has no mine; did you mean 'Mine'"),
     ],
 )
-def test_wrong_settings_give_one_clear_error(users_module: None, settings: Any, budget: Any, message: str) -> None:
+def test_wrong_settings_give_one_clear_error(users_module, settings, budget, message):
     with pytest.raises(ValueError, match=message):
         policy_from_config(settings, budget)

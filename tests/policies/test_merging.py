@@ -1,7 +1,5 @@
 """Merging and spreading of what goes, against loops over lists."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -45,25 +43,6 @@ def test_of_equally_similar_entries_the_older_is_found():
     leaving = torch.tensor([False, False, False, True]).view(1, 1, 4)
     similarity, target = most_similar(states, leaving, ~leaving, torch.tensor([[[0, 7, 3, 9]]]))
     assert target.tolist() == [2] and similarity.item() == pytest.approx(1)
-
-
-def test_keys_merge_with_weights_that_sum_to_one():
-    states = torch.tensor([[2.0, 0], [4, 0], [0, 4], [7, 7]]).view(1, 1, 4, 2)
-    source, target = tuple(torch.tensor(each) for each in ([0, 0], [0, 0], [1, 2])), torch.tensor([0, 0])
-    similarity = torch.tensor([1.0, 0.5])
-    merged = merge_into(states, source, target, similarity, "weighted")
-    assert merged[0, 0, 0].tolist() == pytest.approx([2.301910, 0.930786], abs=1e-6)
-    torch.testing.assert_close(merged[0, 0, 1:], states[0, 0, 1:])
-    average = merge_into(states, source, target, similarity, "average")
-    assert average[0, 0, 0].tolist() == pytest.approx([2, 4 / 3])
-
-
-def test_an_identical_entry_changes_nothing():
-    states = torch.tensor([[2.0, -1], [2, -1]]).view(1, 1, 2, 2)
-    source = tuple(torch.tensor([each]) for each in (0, 0, 1))
-    for rule in ("weighted", "average"):
-        merged = merge_into(states, source, torch.tensor([0]), torch.tensor([0.3]), rule)
-        torch.testing.assert_close(merged, states)
 
 
 @pytest.mark.parametrize("rule", ["weighted", "average"])

@@ -1,7 +1,5 @@
 """Pooling against lists."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

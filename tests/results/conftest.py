@@ -6,7 +6,6 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ class Folders:
     text: Path
 
 
-def build_model() -> Any:
+def build_model():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -49,7 +48,7 @@ def build_model() -> Any:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     text = root / "text.txt"
@@ -64,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture
-def beginning_tokenizer(folders: Folders) -> Any:
+def beginning_tokenizer(folders):
     """One that puts a token of its own before a text, as Llama's do; the model has room for it."""
     found = AutoTokenizer.from_pretrained(folders.stock)
     found.bos_token = found.convert_ids_to_tokens(255)
@@ -76,7 +75,7 @@ def beginning_tokenizer(folders: Folders) -> Any:
 
 
 @pytest.fixture
-def offline_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline_lm_eval(monkeypatch):
     """lm-eval without a network, and without what takes it seconds and is not used."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -85,7 +84,7 @@ def offline_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def grid_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grid_page(tmp_path_factory):
     """A report of the synthetic grid of 14 methods and of a benchmark."""
     folder = tmp_path_factory.mktemp("grid")
     cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
@@ -127,13 +126,13 @@ metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher
 
 
 @pytest.fixture(scope="session")
-def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks_folder(tmp_path_factory):
     """Local tasks over local JSON; some texts are longer than the models' 512 positions, some end in spaces."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
 
-    def text(length: int) -> str:
+    def text(length):
         return " ".join(draw.choices(words, k=length))
 
     lengths = [3, 40, 9, 700, 25, 14]

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,16 +24,16 @@ SHAPE = {
 }
 
 
-def make_config(**changes: Any) -> BenchmarkConfig:
+def make_config(**changes):
     options = {"prompt_length": 256, "batch_sizes": [2], "new_tokens": 4, "rounds": 2, **changes}
     return BenchmarkConfig(BenchmarkedModel(shape=SHAPE), **options)
 
 
-def test_contestants_are_measured_at_their_ratios() -> None:
+def test_contestants_are_measured_at_their_ratios():
     config = make_config(ratios=[1.0, 4.0], delay=4, memory=2 * 4 * 256 * 2 * 16 * 4 * 3)
     stock = random_model(SHAPE, torch.float32, "cpu")
     models = {1.0: twin(stock), 4.0: retrofit(twin(stock), CompressionConfig(delay=4))}
-    stored: list[dict] = []
+    stored = []
     rows = run_benchmark(config, models, twin(stock), stored.append)
     assert rows == stored
     full, compressed, _ = rows[:3]
@@ -58,7 +55,7 @@ def test_contestants_are_measured_at_their_ratios() -> None:
     assert dict(zip(lines[0], lines[3], strict=True))["gain"] == gain and lines[4][7] == "1.00"
 
 
-def test_a_twin_shares_weights_and_nothing_else() -> None:
+def test_a_twin_shares_weights_and_nothing_else():
     stock = random_model({**SHAPE, "tie_word_embeddings": True}, torch.float32, "cpu")
     other = twin(stock)
     assert other.lm_head.weight is other.model.embed_tokens.weight
@@ -69,28 +66,19 @@ def test_a_twin_shares_weights_and_nothing_else() -> None:
     assert stock.config.rms_norm_eps != 7.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ratios": [0.5]}, "expected compression ratios >= 1"),
-        ({"batch_sizes": []}, "expected whole numbers >= 1"),
-        ({"new_tokens": 1, "rounds": 2}, "cannot be divided among rounds=2"),
-        ({"prompt_length": 0}, "prompt_length=0: expected a whole number >= 1"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_config(**changes)
+def test_tokens_that_rounds_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="cannot be divided among rounds=2"):
+        make_config(new_tokens=1, rounds=2)
 
 
-def test_a_model_has_a_path_or_a_shape() -> None:
+def test_a_model_has_a_path_or_a_shape():
     with pytest.raises(ValueError, match=r"give model=DIR .* or model.shape"):
         BenchmarkedModel()
     with pytest.raises(ValueError, match=r"model.dtype='float99': expected a torch dtype"):
         BenchmarkedModel(path="somewhere", dtype="float99")
 
 
-def test_the_script_stores_rows_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_stores_rows_table_and_plot(tmp_path, capsys):
     shape = ",".join(f"{key}:{value}" for key, value in SHAPE.items())
     command = ["benchmark.py", "prompt_length=64", "batch_sizes=1,2", "ratios=1,2"]
     command += ["new_tokens=2", "rounds=2", f"model.shape={{{shape}}}", f"output={tmp_path / 'out'}"]

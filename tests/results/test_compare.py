@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import csv
 import errno
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +44,7 @@ class Keep(LocalWindow):
 
 
 @pytest.fixture(autouse=True)
-def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def users_module(tmp_path, monkeypatch):
     (tmp_path / "users_keep.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "users_keep", raising=False)
@@ -56,8 +52,8 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
-    def build(**changes: Any) -> CompareConfig:
+def make_config(folders, tmp_path):
+    def build(**changes):
         values = {
             "models": {"base": str(folders.stock)},
             "policies": ["full", KEEP],
@@ -74,16 +70,16 @@ def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
 class Workshop:
     """Loads models and makes engines that leave policies aside, and counts both."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.loaded: list[str] = []
+    def __init__(self, stop_at=None):
+        self.loaded = []
         self.num_engines, self.stop_at = 0, stop_at
-        self.error: Exception = NotImplementedError("Keep does not serve this model")
+        self.error = NotImplementedError("Keep does not serve this model")
 
-    def load(self, model: Any) -> tuple[Any, Any]:
+    def load(self, model):
         self.loaded.append(model.path)
         return load_model(model.path), None
 
-    def make_engine(self, model: Any, tokenizer: Any, policy: Any = None, **options: Any) -> Engine:
+    def make_engine(self, model, tokenizer, policy=None, **options):
         if self.num_engines == self.stop_at:
             raise KeyboardInterrupt
         self.num_engines += 1
@@ -92,13 +88,13 @@ class Workshop:
         return Engine(model, tokenizer, **options)
 
 
-def run(config: CompareConfig, workshop: Workshop) -> list[dict[str, Any]]:
+def run(config, workshop):
     grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
     run_cells(unfinished(grid.cells, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
     return store.rows()
 
 
-def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config: Any, folders: Any) -> None:
+def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folders):
     models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
     cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
     assert [cell.title for cell in cells] == [
@@ -115,7 +111,7 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config: Any, 
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
-def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) -> None:
+def test_a_row_tells_quality_memory_and_speed(make_config, folders):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
     rows = run(make_config(models=models, speed_tokens=2, budgets=["tokens:8"]), Workshop())
     full, keep, small = rows
@@ -140,17 +136,17 @@ def test_a_row_tells_quality_memory_and_speed(make_config: Any, folders: Any) ->
     assert "versions" in full["provenance"]
 
 
-def test_every_task_that_is_shipped_can_be_planned(make_config: Any) -> None:
+def test_every_task_that_is_shipped_can_be_planned(make_config):
     names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
     grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
     assert sorted(grid.tasks) == names and len(names) > 9
     assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match", "share_held"}
 
 
-def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path: Path) -> None:
+def test_a_row_keeps_its_figures_by_length_and_depth(make_config, tmp_path):
     task = {"name": "passkey", "like": "passkey", "lengths": [130, 180], "depths": [0, 1], "samples_per_place": 2}
     workshop = Workshop()
-    workshop.load = lambda model: (load_model(model.path), AutoTokenizer.from_pretrained(model.path))  # type: ignore
+    workshop.load = lambda model: (load_model(model.path), AutoTokenizer.from_pretrained(model.path))
     (row,) = run(make_config(tasks=[task], policies=["full"]), workshop)
     table = row["by_length_and_depth"]
     assert (table["length"], table["depth"], table["samples"]) == ([130, 180], [0, 1], [[2, 2], [2, 2]])
@@ -165,7 +161,7 @@ def test_a_row_keeps_its_figures_by_length_and_depth(make_config: Any, tmp_path:
     ]
 
 
-def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config: Any, folders: Any) -> None:
+def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
     config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)})
     first = Workshop(stop_at=2)
     with pytest.raises(KeyboardInterrupt):
@@ -182,7 +178,7 @@ def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config: Any, folder
     assert third.loaded == []
 
 
-def test_a_cell_that_fails_is_recorded_and_tried_again(make_config: Any) -> None:
+def test_a_cell_that_fails_is_recorded_and_tried_again(make_config):
     config = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2])
     failed, full = run(config, Workshop())
     assert (failed["status"], failed["error"]) == ("failed", "NotImplementedError: Keep does not serve this model")
@@ -203,7 +199,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_whatever_a_cell_fails_with_the_grid_goes_on(error: Exception, make_config: Any, tmp_path: Path) -> None:
+def test_whatever_a_cell_fails_with_the_grid_goes_on(error, make_config, tmp_path):
     workshop = Workshop()
     workshop.error = error
     failed, full = run(make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), workshop)
@@ -212,9 +208,7 @@ def test_whatever_a_cell_fails_with_the_grid_goes_on(error: Exception, make_conf
     assert "in make_engine" in failed["traceback"]
 
 
-def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
-    make_config: Any, folders: Any, tmp_path: Path
-) -> None:
+def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders, tmp_path):
     config = make_config(
         models={"bad": str(folders.compressed), "good": str(folders.stock)},
         budgets=[2],
@@ -222,13 +216,13 @@ def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
     )
     workshop, loaded = Workshop(), []
 
-    def load(model: Any) -> Any:
+    def load(model):
         loaded.append(model.path)
         if model.path == str(folders.compressed):
             raise OSError("no file named model.safetensors")
         return load_model(model.path), None
 
-    workshop.load = load  # type: ignore[method-assign]
+    workshop.load = load
     rows = run(config, workshop)
     assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 4
     assert {row["error"] for row in rows[:2]} == {"OSError: no file named model.safetensors"}
@@ -236,9 +230,7 @@ def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(
 
 
 @pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
-def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
-    models: list[str], folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(models, folders, tmp_path, monkeypatch, capsys):
     shutil.copytree(folders.stock, tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)
@@ -254,14 +246,12 @@ def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(
     assert statuses == ["failed", "done"][: len(models)]
 
 
-def full_disk(*_: Any) -> Any:
+def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(("place", "name"), [("os.write", "cells.jsonl"), ("pathlib.Path.write_bytes", "table.md")])
-def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(
-    place: str, name: str, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, name, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["compare.py", "policies=full", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "speed_tokens=0"]
     command += [f"models={{base: {folders.stock}}}", f"output={tmp_path / 'out'}"]
@@ -276,7 +266,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, tmp_path: Path) -> None:
+def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_path):
     rows = [checked(plain_row(name, "4", [1.0, 2.0])) for name in ("h2o", "tova")]
     rows.insert(1, checked(plain_row("bad", "4", [1.0, value])))
     assert [row["status"] for row in rows] == ["done", "not finite", "done"]
@@ -291,8 +281,8 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value: float, 
 
 
 def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_others_table(
-    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folders, tmp_path, monkeypatch, capsys
+):
     model = load_model(folders.stock)
     model.model.norm.weight.data.fill_(float("nan"))
     shutil.copytree(folders.stock, tmp_path / "bad")
@@ -316,12 +306,12 @@ def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_oth
         assert "| base, full |" in told.out and "| bad, full |" not in told.out
 
 
-def test_figures_that_cannot_be_written_fail_their_cell_only() -> None:
+def test_figures_that_cannot_be_written_fail_their_cell_only():
     with pytest.raises(TypeError, match="not JSON serializable"):
         checked(plain_row("h2o", "4", [1.0]) | {"sample_values": [torch.ones(1)]})
 
 
-def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any) -> None:
+def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config):
     tasks = ["text_loss", {**NEEDLE, "vocab_size": 500}, {**NEEDLE, "name": "n"}]
     rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
     assert [row["status"] for row in rows] == ["failed", "failed", "done"]
@@ -329,13 +319,11 @@ def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config: Any
     assert "the model knows 300 tokens" in rows[1]["error"]
 
 
-def keys(config: CompareConfig) -> list[str]:
+def keys(config):
     return [cell.key for cell in plan_grid(config, CONFIGS).cells]
 
 
-def test_whatever_defines_a_cell_is_in_its_key(
-    make_config: Any, folders: Any, tmp_path: Path, users_module: Path
-) -> None:
+def test_whatever_defines_a_cell_is_in_its_key(make_config, folders, tmp_path, users_module):
     copy = tmp_path / "copy"
     shutil.copytree(folders.stock, copy)
     models = {"base": str(copy)}
@@ -343,7 +331,7 @@ def test_whatever_defines_a_cell_is_in_its_key(
     (key,) = keys(make_config(**keep))
     assert keys(make_config(**{**keep, "budgets": ["2.0"]})) == [key]
     assert keys(make_config(**keep, output="elsewhere")) == [key]
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"budgets": [4]},
         {"policies": [{**KEEP, "fails": True}]},
         {"tasks": [{**NEEDLE, "seed": 1}]},
@@ -373,12 +361,12 @@ def test_whatever_defines_a_cell_is_in_its_key(
         ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),
     ],
 )
-def test_wrong_settings_end_it_before_any_work(changes: dict[str, Any], message: str, make_config: Any) -> None:
+def test_wrong_settings_end_it_before_any_work(changes, message, make_config):
     with pytest.raises(ValueError, match=message):  # more of them: tests/test_bad_command_lines.py
         plan_grid(make_config(**changes), CONFIGS)
 
 
-def test_a_file_can_be_taken_with_other_options() -> None:
+def test_a_file_can_be_taken_with_other_options():
     (found,) = named_settings(
         [{"name": "long", "like": "text_loss", "context_tokens": 9}], CONFIGS / "task", "t"
     ).items()
@@ -387,9 +375,7 @@ def test_a_file_can_be_taken_with_other_options() -> None:
     assert found[1]["source"]["_target_"] == "dmc.data.StandardLibrarySource"
 
 
-def test_jobs_of_a_sweep_share_a_folder(
-    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     needle = json.dumps(NEEDLE).replace('"', "")
     command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{needle}]"]
@@ -404,7 +390,7 @@ def test_jobs_of_a_sweep_share_a_folder(
     assert "| small, learned | CR 2 |" in table
 
 
-def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config: Any, tmp_path: Path) -> None:
+def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config, tmp_path):
     names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle", "passkey"]
     own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
     held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}

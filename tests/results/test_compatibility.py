@@ -1,13 +1,9 @@
 """A compressed folder where Hugging Face's and lm-eval's own entry points are used."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, pipeline
@@ -24,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chat_folder(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_folder(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(folders.compressed, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -33,20 +29,20 @@ def chat_folder(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def generate(folder: Path, prompts: list[str]) -> list[str | None]:
+def generate(folder, prompts):
     engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder))
     return [each.text for each in engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_text_generation_pipeline_writes_what_the_engine_writes(batch_size: int, chat_folder: Path) -> None:
+def test_the_text_generation_pipeline_writes_what_the_engine_writes(batch_size, chat_folder):
     write = pipeline("text-generation", model=str(chat_folder), device="cpu")
     options = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False, "batch_size": batch_size}
     texts = [reply["generated_text"] for (reply,) in write(PROMPTS, **options)]
     assert texts == generate(chat_folder, PROMPTS)
 
 
-def test_a_conversation_goes_through_the_template_in_the_folder(chat_folder: Path) -> None:
+def test_a_conversation_goes_through_the_template_in_the_folder(chat_folder):
     write = pipeline("text-generation", model=str(chat_folder), device="cpu")
     conversation = [{"role": "user", "content": "alpha beta"}]
     (reply,) = write(conversation, max_new_tokens=12, do_sample=False)
@@ -58,9 +54,7 @@ def test_a_conversation_goes_through_the_template_in_the_folder(chat_folder: Pat
 
 
 @pytest.fixture
-def lm_eval_in_this_process(
-    tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_lm_eval: None
-) -> Any:
+def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval):
     """Run `python -m dmc.lm_eval` over the local tasks; gives what it has written."""
     import lm_eval.tasks
 
@@ -69,7 +63,7 @@ def lm_eval_in_this_process(
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # listing all tasks takes seconds
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
 
-    def run(model: str, arguments: str, *options: str) -> dict[str, Any]:
+    def run(model, arguments, *options):
         command = ["dmc.lm_eval", "--model", model, "--model_args", arguments, "--tasks", *TASKS, "--device", "cpu"]
         command += ["--include_path", str(tasks_folder), "--output_path", str(tmp_path / "out"), *options]
         monkeypatch.setattr(sys, "argv", command)
@@ -93,8 +87,8 @@ TASKS = ["local_choice", "local_generation", "local_rolling"]
     ],
 )
 def test_lm_evals_own_command_line_gives_the_engines_numbers(
-    model: str, arguments: str, policy: Any, folders: Any, tasks_folder: Path, lm_eval_in_this_process: Any
-) -> None:
+    model, arguments, policy, folders, tasks_folder, lm_eval_in_this_process
+):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -104,7 +98,7 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
     found = lm_eval_in_this_process(model, f"pretrained={folder}{arguments}", "--batch_size", "3")
     engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy)
     manager = TaskManager(include_path=str(tasks_folder))
-    own: Any = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
+    own = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
     for task in TASKS:
         for name, value in own["results"][task].items():
             if isinstance(value, float):
@@ -127,8 +121,8 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
     ],
 )
 def test_arguments_of_the_model_that_make_no_sense_are_told_in_one_line(
-    arguments: str, message: str, folders: Any, lm_eval_in_this_process: Any, tmp_path: Path
-) -> None:
+    arguments, message, folders, lm_eval_in_this_process, tmp_path
+):
     with pytest.raises(SystemExit) as ended:
         lm_eval_in_this_process("dmc", f"pretrained={folders.stock},{arguments}")
     assert str(ended.value).startswith("error: ") and message in str(ended.value)

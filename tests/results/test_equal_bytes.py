@@ -1,12 +1,8 @@
 """Methods in as many bytes as a learned model: measured there, never between two budgets."""
 
-from __future__ import annotations
-
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +17,7 @@ from dmc.results.tables import format_tables
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TASK = {"name": "copy", "like": "copy", "num_samples": 2, "sequence_length": 256, "answer_length": 64}
-SIZES: dict[str, Callable[[float], float]] = {
+SIZES = {
     "in proportion": lambda share: 1000 * share,
     "state beside": lambda share: 150 + 850 * share,
     "whole pages": lambda share: 60 * math.ceil(1000 * share / 60),
@@ -32,10 +28,10 @@ SIZES: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("wanted", [900.0, 500.0, 260.0, 190.0])
 @pytest.mark.parametrize("name", SIZES)
-def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name: str, wanted: float) -> None:
-    tried: list[float] = []
+def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name, wanted):
+    tried = []
 
-    def measure(ratio: float) -> dict[str, Any]:
+    def measure(ratio):
         tried.append(ratio)
         return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio)}
 
@@ -49,14 +45,14 @@ def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name: str, wante
     assert row["requested_ratio"] in tried and len(tried) <= TRIES
 
 
-def test_what_cannot_be_met_ends_with_what_comes_nearest() -> None:
+def test_what_cannot_be_met_ends_with_what_comes_nearest():
     for size in (700.0, 300.0):  # of methods that compress prompts alone, where there is hardly a prompt
-        tried: list[float] = []
+        tried = []
         same = {"mean_bytes_allocated_per_token": size}
         assert at_bytes(lambda ratio: tried.append(ratio) or same, 250, 4)["requested_ratio"] >= 4
         assert len(tried) <= 3
 
-    def measure(ratio: float) -> dict[str, Any]:
+    def measure(ratio):
         if ratio > 6:
             raise ValueError("a budget of 1 entry has no room")
         return {"mean_bytes_allocated_per_token": 400 + 600 / ratio}
@@ -70,11 +66,11 @@ def test_what_cannot_be_met_ends_with_what_comes_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_another_share(name: str) -> None:
+def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_another_share(name):
     for share in (1.0, 1.3, 0.6):
-        tried: list[float] = []
+        tried = []
 
-        def measure(ratio: float, share: float = 1.0, tried: list[float] = tried) -> dict[str, Any]:
+        def measure(ratio, share=1.0, tried=tried):
             if share == 1:
                 tried.append(ratio)
             return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio) * share}
@@ -87,21 +83,21 @@ def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_an
 
 
 @pytest.fixture
-def make_config(folders: Any, tmp_path: Path) -> Callable[..., CompareConfig]:
+def make_config(folders, tmp_path):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
     values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
     values |= {"tasks": [TASK], "speed_tokens": 0, "output": str(tmp_path / "out")}
     return lambda **changes: build_config(CompareConfig, {**values, **changes})
 
 
-def run(config: CompareConfig) -> Store:
+def run(config):
     grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
     run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
     return store
 
 
 @pytest.mark.parametrize("together", [1, 32])
-def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together: int, make_config: Any) -> None:
+def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together, make_config):
     store = run(make_config(budgets=["bytes:small", "bytes:0.5"], engine={"max_batch_size": together}))
     rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["own_gates"]}
     (small,) = (row for row in store.rows() if row["own_gates"])
@@ -130,7 +126,7 @@ def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together: i
     assert "↓" not in tables.partition("±")[0] and "≠ " not in tables  # as many bytes is all that was asked for
 
 
-def test_each_seed_is_given_the_bytes_of_its_own(make_config: Any, folders: Any) -> None:
+def test_each_seed_is_given_the_bytes_of_its_own(make_config, folders):
     models = {f"control-{seed}": {"path": str(folders.stock), "variant": "control", "seed": seed} for seed in (0, 1)}
     models |= {f"cr2-{seed}": {"path": str(folders.compressed), "variant": "cr2", "seed": seed} for seed in (0, 1)}
     for budgets in (["bytes"], ["bytes:cr2"]):
@@ -152,12 +148,12 @@ def test_each_seed_is_given_the_bytes_of_its_own(make_config: Any, folders: Any)
         ({"budgets": ["bytes:0.5"], "policies": ["tova"]}, "add full to policies"),
     ],
 )
-def test_bytes_of_nothing_are_told_before_anything_runs(changes: Any, told: str, make_config: Any) -> None:
+def test_bytes_of_nothing_are_told_before_anything_runs(changes, told, make_config):
     with pytest.raises(ValueError, match=told):
         plan_grid(make_config(**changes), CONFIGS)
 
 
-def test_processes_wait_for_the_bytes_that_another_one_measures(make_config: Any) -> None:
+def test_processes_wait_for_the_bytes_that_another_one_measures(make_config):
     config = make_config(budgets=["bytes:small"], policies=["full", "tova"])
     threads = [threading.Thread(target=run, args=(config,)) for _ in range(2)]
     for thread in threads:

@@ -1,9 +1,5 @@
 """lm-eval through the engine against lm-eval's own way of running Hugging Face models."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -24,33 +20,31 @@ TASKS = ["local_choice", "local_generation", "local_rolling"]
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
 
-def engine_lm(folder: Any, policy: Any = None, **options: Any) -> EngineLM:
+def engine_lm(folder, policy=None, **options):
     return EngineLM(Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy, **options))
 
 
-def run(lm: Any, tasks_folder: Any, tasks: list[str] = TASKS, **options: Any) -> Any:
+def run(lm, tasks_folder, tasks=TASKS, **options):
     manager = TaskManager(include_path=str(tasks_folder), include_defaults=False)
     return simple_evaluate(model=lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
 
 
-def ask(method: str, *arguments: tuple[Any, ...]) -> list[Instance]:
-    return [Instance(method, {}, each, index) for index, each in enumerate(arguments)]  # type: ignore[arg-type]
+def ask(method, *arguments):
+    return [Instance(method, {}, each, index) for index, each in enumerate(arguments)]
 
 
-def close(expected: Any) -> Any:
+def close(expected):
     """Sums of thousands of nats, such as those of rolling likelihoods, have float32's relative precision."""
     return pytest.approx(expected, abs=1e-4, rel=1e-6)
 
 
-def likelihoods(sample: dict[str, Any]) -> list[float]:
+def likelihoods(sample):
     return [float(reply[0] if isinstance(reply, tuple) else reply) for (reply,) in sample["resps"]]
 
 
 @pytest.mark.parametrize("kind", ["stock", "compressed"])
 @pytest.mark.parametrize("num_fewshot", [0, 2])
-def test_every_number_is_that_of_hugging_faces_own_adapter(
-    kind: str, num_fewshot: int, folders: Any, tasks_folder: Any
-) -> None:
+def test_every_number_is_that_of_hugging_faces_own_adapter(kind, num_fewshot, folders, tasks_folder):
     folder = getattr(folders, kind)
     theirs = HFLM(load_model(folder), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
     own, expected = (run(lm, tasks_folder, num_fewshot=num_fewshot) for lm in (engine_lm(folder), theirs))
@@ -65,7 +59,7 @@ def test_every_number_is_that_of_hugging_faces_own_adapter(
                 assert likelihoods(one) == close(likelihoods(other))
 
 
-def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders: Any) -> None:
+def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders):
     tokenizer = AutoTokenizer.from_pretrained(folders.stock)
     pair = ("alpha", " line 7 <b>xx</b>" * 29)
     theirs = HFLM(load_model(folders.stock), tokenizer=tokenizer, batch_size=1)
@@ -83,7 +77,7 @@ def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(f
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=Budget(ratio=4)), SnapKV(window=4, budget=Budget(tokens=12)), None])
-def test_a_compressed_likelihood_is_what_the_engine_scores(policy: Any, folders: Any, tasks_folder: Any) -> None:
+def test_a_compressed_likelihood_is_what_the_engine_scores(policy, folders, tasks_folder):
     folder = folders.compressed if policy is None else folders.stock
     lm = engine_lm(folder, policy)
     result = run(lm, tasks_folder, ["local_choice"])
@@ -113,7 +107,7 @@ def test_a_compressed_likelihood_is_what_the_engine_scores(policy: Any, folders:
 SAMPLED = {"until": [" gamma"], "do_sample": True, "temperature": 0.9, "top_p": 0.95, "max_gen_toks": 12}
 
 
-def test_results_do_not_depend_on_the_batch(folders: Any) -> None:
+def test_results_do_not_depend_on_the_batch(folders):
     pairs = [("alpha beta " * length, " gamma" * (1 + length % 3)) for length in range(1, 9)]
     answers = []
     for size, at_once, order in ((1, 1, 1), (8, 64, -1), (3, 2, 1)):
@@ -128,7 +122,7 @@ def test_results_do_not_depend_on_the_batch(folders: Any) -> None:
         assert texts == answers[0][1]
 
 
-def test_repeats_of_a_sampled_prompt_differ_and_come_again(folders: Any) -> None:
+def test_repeats_of_a_sampled_prompt_differ_and_come_again(folders):
     texts = [
         engine_lm(folders.stock).generate_until(ask("generate_until", *[("alpha beta", dict(SAMPLED))] * 4))
         for _ in range(2)
@@ -138,7 +132,7 @@ def test_repeats_of_a_sampled_prompt_differ_and_come_again(folders: Any) -> None
     assert not any(" gamma" in text for text in texts[0])
 
 
-def test_choices_that_differ_in_their_last_token_share_a_pass(folders: Any) -> None:
+def test_choices_that_differ_in_their_last_token_share_a_pass(folders):
     lm = engine_lm(folders.stock)
     scores = lm.loglikelihood(ask("loglikelihood", *[("alpha beta", choice) for choice in "ABCD"]), disable_tqdm=True)
     assert len(lm.stats) == 1
@@ -148,7 +142,7 @@ def test_choices_that_differ_in_their_last_token_share_a_pass(folders: Any) -> N
     assert scores == singles
 
 
-def test_cut_prompts_are_counted(folders: Any) -> None:
+def test_cut_prompts_are_counted(folders):
     lm = engine_lm(folders.stock)
     long = "alpha beta " * 400
     lm.loglikelihood(ask("loglikelihood", (long, " gamma"), ("alpha", " gamma")), disable_tqdm=True)
@@ -164,17 +158,17 @@ def test_cut_prompts_are_counted(folders: Any) -> None:
         ({"max_gen_toks": 512}, "max_gen_toks=512 leaves no room for a prompt: the model has 512 positions"),
     ],
 )
-def test_generation_settings_that_cannot_be_kept_are_refused(settings: dict, message: str, folders: Any) -> None:
+def test_generation_settings_that_cannot_be_kept_are_refused(settings, message, folders):
     with pytest.raises(ValueError, match=message):
         engine_lm(folders.stock).generate_until(ask("generate_until", ("alpha", settings)))
 
 
-def test_a_model_without_a_tokenizer_is_refused(folders: Any) -> None:
+def test_a_model_without_a_tokenizer_is_refused(folders):
     with pytest.raises(ValueError, match="the model's folder has no tokenizer"):
         EngineLM(Engine(load_model(folders.stock)))
 
 
-def test_a_stop_string_that_is_a_special_token_stops_where_hugging_faces_adapter_does(folders: Any) -> None:
+def test_a_stop_string_that_is_a_special_token_stops_where_hugging_faces_adapter_does(folders):
     lm = engine_lm(folders.stock)
     request = ask("generate_until", ("alpha beta", {"max_gen_toks": 24}))
     (text,) = lm.generate_until(request, disable_tqdm=True)
@@ -187,7 +181,7 @@ def test_a_stop_string_that_is_a_special_token_stops_where_hugging_faces_adapter
     assert [stopped] == theirs.generate_until(request, disable_tqdm=True)
 
 
-def test_the_harness_begins_a_text_as_training_begins_a_document(beginning_tokenizer: Any, folders: Any) -> None:
+def test_the_harness_begins_a_text_as_training_begins_a_document(beginning_tokenizer, folders):
     adapter = EngineLM(Engine(load_model(folders.stock), beginning_tokenizer))
     framing = framing_of(beginning_tokenizer)
     assert framing.begin == (beginning_tokenizer.bos_token_id,)

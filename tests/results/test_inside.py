@@ -1,9 +1,6 @@
 """What the task `inside` tells of a cache: the oracle's survivors of every method, the gates' own decisions."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,34 +21,28 @@ from dmc.results.tasks import Inside, Sample, by_coordinates
 from dmc.results.tasks.inside import PLACES, decisions_of, segment_lengths
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GATES = [
-    {"action": "merge", "delay": 0},
-    {"action": "merge", "delay": 4},
-    {"action": "drop", "delay": 3},
-]
-METHODS: list[tuple[str, dict[str, Any]]] = [
+GATES = [{"action": "merge", "delay": 0}, {"action": "merge", "delay": 4}, {"action": "drop", "delay": 3}]
+METHODS = [
     ("H2O", {}), ("TOVA", {}), ("StreamingLLM", {}), ("SnapKV", {"window": 4}), ("PyramidKV", {"window": 4}),
     ("AdaKV", {"window": 4}), ("D2O", {}),
 ]  # fmt: skip
 
 
-def tables(engine: Engine, prompts: list[list[int]], new_tokens: int = 1) -> dict[str, Any]:
+def tables(engine, prompts, new_tokens=1):
     task = Inside(source=TextSource("unread"), new_tokens=new_tokens)
     return by_coordinates(task.evaluate(engine, [Sample(prompt, []) for prompt in prompts]))
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize("new_tokens", [1, 5])
-def test_what_is_held_is_what_the_oracle_holds(
-    method: str, options: dict[str, Any], new_tokens: int, make_stock: Any, make_prompts: Any
-) -> None:
+def test_what_is_held_is_what_the_oracle_holds(method, options, new_tokens, make_stock, make_prompts):
     model, prompts, budget = make_stock(num_layers=3), make_prompts(37, 37), {"ratio": 2}
     engine = Engine(model, policy=getattr(policies, method)(budget=Budget(**budget), **options), kernels="reference")
     found = tables(engine, prompts, new_tokens)["by_position_and_layer"]
     assert engine.blocks_in_use == 0 and found["position"] == [*range(36 + new_tokens)]
     held = torch.zeros(36 + new_tokens, 3)
     for prompt in prompts:
-        answer: list[int] = []  # as the oracle continues
+        answer = []  # as the oracle continues
         for _ in range(new_tokens):
             answer.append(int(run(model, method, prompt, [*answer, 0], budget, **options).log_probs[-1].argmax()))
         trace = run(model, method, prompt, answer, budget, **options)
@@ -63,8 +54,8 @@ def test_what_is_held_is_what_the_oracle_holds(
 
 @pytest.mark.parametrize("gates", GATES, ids=["merge", "delayed merge", "delayed drop"])
 def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
-    gates: dict[str, Any], make_stock: Any, make_compressed: Any, make_gates: Any, make_prompts: Any
-) -> None:
+    gates, make_stock, make_compressed, make_gates, make_prompts
+):
     model, prompts, delay = make_compressed(gates=gates), make_prompts(24, 24), gates["delay"]
     oracle = ModelOracle(make_stock(), make_gates(**gates))
     decisions = torch.stack([oracle.run(prompt).decisions for prompt in prompts], dim=1)  # [L, B, H, T]
@@ -85,9 +76,9 @@ def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
         torch.testing.assert_close(torch.tensor(shares), slots.mean((0, 2)) / length)
 
 
-def lengths_one_by_one(merged: list[int]) -> list[int]:
+def lengths_one_by_one(merged):
     """Walk along one head's decisions."""
-    lengths: list[int] = []
+    lengths = []
     for position, decision in enumerate(merged):
         if position == 0 or not decision:
             lengths.append(1)
@@ -99,11 +90,11 @@ def lengths_one_by_one(merged: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("merged", "expected"), [([0], [1]), ([0, 1, 1], [3]), ([0, 0, 0], [1, 1, 1]), ([0, 1, 0, 1, 1], [2, 3]), ([], [])]
 )
-def test_segment_lengths_of_small_cases(merged: list[int], expected: list[int]) -> None:
+def test_segment_lengths_of_small_cases(merged, expected):
     assert segment_lengths(torch.tensor([merged]).bool()).tolist() == expected == lengths_one_by_one(merged)
 
 
-def test_long_texts_are_told_in_so_many_places(make_compressed: Any, make_prompts: Any) -> None:
+def test_long_texts_are_told_in_so_many_places(make_compressed, make_prompts):
     found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(PLACES * 2 + 7))
     assert [len(found[name][axis]) for name, axis in (("by_position_and_layer", "position"),
                                                       ("by_tokens_and_layer", "tokens"))] == [45, 45]  # fmt: skip
@@ -114,9 +105,7 @@ def test_long_texts_are_told_in_so_many_places(make_compressed: Any, make_prompt
 
 
 @pytest.mark.parametrize("case", ["reads fewer", "merges"])
-def test_whose_tokens_are_not_known_is_refused(
-    case: str, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_whose_tokens_are_not_known_is_refused(case, make_stock, make_compressed, make_prompts):
     if case == "merges":
         engine = Engine(make_compressed(), policy=policies.SnapKV(budget=Budget(ratio=2), window=4))
     else:
@@ -128,13 +117,13 @@ def test_whose_tokens_are_not_known_is_refused(
         decisions_of(make_stock(), [1, 2])
 
 
-def test_a_session_that_has_not_begun_holds_nothing(make_stock: Any) -> None:
+def test_a_session_that_has_not_begun_holds_nothing(make_stock):
     engine = Engine(make_stock(), policy=policies.H2O(budget=Budget(ratio=2)))
     with engine.session() as session, pytest.raises(ValueError, match="holds nothing: give it a turn first"):
         session.positions_held()
 
 
-def test_a_grid_looks_inside_and_the_page_draws_it(folders: Any, tmp_path: Path) -> None:
+def test_a_grid_looks_inside_and_the_page_draws_it(folders, tmp_path):
     task = {"name": "inside", "like": "inside", "num_samples": 3, "length": 48, "cache_folder": str(tmp_path / "cache")}
     task["source"] = {"_target_": "dmc.data.TextSource", "name": str(folders.text)}
     policy = {"name": "streaming", "like": "streaming_llm", "sinks": 2}

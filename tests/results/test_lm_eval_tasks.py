@@ -1,7 +1,5 @@
 """lm-eval's tasks as tasks of a grid: what a row keeps, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -10,9 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
 
 @pytest.fixture
-def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
-    def build(policy: Any = "full", budget: Any = None, **changes: Any) -> CompareConfig:
+def make_config(folders, tasks_folder, tmp_path):
+    def build(policy="full", budget=None, **changes):
         values = {"models": {"base": str(folders.stock)}, "tasks": [BOTH], "output": str(tmp_path / "out")}
         values |= {"policies": [policy], "budgets": [] if budget is None else [budget], "speed_tokens": 0}
         own = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
@@ -51,13 +47,13 @@ def make_config(folders: Any, tasks_folder: Path, tmp_path: Path) -> Callable[..
     return build
 
 
-def run(config: CompareConfig) -> list[dict[str, Any]]:
+def run(config):
     grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
     run_cells(unfinished(grid.cells, store.rows()), grid, config, store, lambda model: load_with_tokenizer(model.path))
     return store.rows()
 
 
-def test_a_row_tells_quality_memory_and_where_it_came_from(make_config: Any) -> None:
+def test_a_row_tells_quality_memory_and_where_it_came_from(make_config):
     config = make_config("h2o", 2, save_samples=True)
     choice, generation = run(config)
     assert [row["status"] for row in (choice, generation)] == ["done"] * 2
@@ -96,7 +92,7 @@ def documents(max_seq_lengths, pretrained, **settings):
 """
 
 
-def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config: Any, tmp_path: Path) -> None:
+def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config, tmp_path):
     folder = tmp_path / "made"
     folder.mkdir()
     (folder / "made.yaml").write_text(MADE_TASK)
@@ -113,9 +109,7 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config:
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("where", [{"context_field": "context"}, {"question_marks": ["Asked:", "\n\nQuestion:"]}])
-def test_a_hidden_question_comes_when_its_context_has_been_compressed(
-    where: dict[str, Any], policy: str, make_config: Any, folders: Any, tmp_path: Path
-) -> None:
+def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, policy, make_config, folders, tmp_path):
     folder = tmp_path / "asked"
     folder.mkdir()
     documents = [{"context": f"Question: alpha {'beta ' * count}", "answer": "x"} for count in (20, 40)]
@@ -158,14 +152,12 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(
         ),
     ],
 )
-def test_a_question_that_cannot_be_hidden_fails_its_task(task: Any, message: str, make_config: Any) -> None:
+def test_a_question_that_cannot_be_hidden_fails_its_task(task, message, make_config):
     (row,) = run(make_config(tasks=[task], question="hidden"))
     assert row["status"] == "failed" and message in row["error"]
 
 
-def test_a_task_whose_data_or_package_is_missing_fails_alone(
-    make_config: Any, tasks_folder: Path, tmp_path: Path
-) -> None:
+def test_a_task_whose_data_or_package_is_missing_fails_alone(make_config, tasks_folder, tmp_path):
     folder = tmp_path / "tasks"
     shutil.copytree(tasks_folder, folder)
     (folder / "choice.yaml").write_text((folder / "choice.yaml").read_text().replace("choice.jsonl", "nothing.jsonl"))
@@ -178,15 +170,15 @@ def test_a_task_whose_data_or_package_is_missing_fails_alone(
     assert "failed: " in write_tables(Store(Path(config.output) / "cells.jsonl"), tmp_path)
 
 
-def keys(config: CompareConfig) -> list[str]:
+def keys(config):
     return [cell.key for cell in plan_grid(config, CONFIGS).cells]
 
 
-def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, tasks_folder: Path) -> None:
+def test_whatever_defines_a_cell_is_in_its_key(make_config, tasks_folder):
     task = {"name": "local_choice"}
     (key,) = keys(make_config(tasks=[task]))
     assert keys(make_config(tasks=[task], output="elsewhere", save_samples=True)) == [key]
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"tasks": [{**task, "num_fewshot": 2}]},
         {"tasks": [{**task, "metric": "acc_norm"}]},
         {"limit": None},
@@ -209,15 +201,13 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config: Any, tasks_folder: P
         ({"question": "both"}, "question=both: where questions of 'both' begin is not known"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_written(
-    changes: dict, message: str, make_config: Any, tmp_path: Path
-) -> None:
+def test_bad_settings_are_refused_before_anything_is_written(changes, message, make_config, tmp_path):
     with pytest.raises(ValueError, match=message):
         plan_grid(make_config(**changes), CONFIGS)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_metric_that_is_shown_must_be_there() -> None:
+def test_the_metric_that_is_shown_must_be_there():
     assert Benchmark("a", metric=["acc_norm", "acc"]).choose(["acc", "f1"]) == "acc"
     assert Benchmark("a", metric="exact_match").choose(["exact_match,strict", "exact_match,loose"]).endswith("strict")
     assert (
@@ -231,7 +221,7 @@ SELECTIONS = sorted(path.stem for path in (CONFIGS / "evaluation").glob("*.yaml"
 
 
 @pytest.fixture(scope="module")
-def everything(tasks_folder: Path) -> TaskManager:
+def everything(tasks_folder):
     """The tasks that papers name: listing all that lm-eval has takes ten seconds."""
     names = ["aime", "arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
     names += ["minerva_math", "mmlu/default", "openbookqa", "piqa", "ruler", "super_glue", "truthfulqa", "winogrande"]
@@ -239,7 +229,7 @@ def everything(tasks_folder: Path) -> TaskManager:
     return TaskManager(include_path=[*folders, tasks_folder], include_defaults=False)
 
 
-def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_of_every_paper_is_known_to_lm_eval(everything, monkeypatch):
     monkeypatch.setenv(CODE_CONSENT, "1")
     names = {
         task for name in SELECTIONS for each in read_benchmarks([name], CONFIGS / "evaluation") for task in each.tasks
@@ -250,7 +240,7 @@ def test_every_task_of_every_paper_is_known_to_lm_eval(everything: Any, monkeypa
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everything: Any) -> None:
+def test_every_metric_of_every_paper_is_one_of_its_tasks(selection, everything):
     for benchmark in read_benchmarks([selection], CONFIGS / "evaluation"):
         for name in benchmark.tasks:
             config = everything.task_index[name].cfg
@@ -261,7 +251,7 @@ def test_every_metric_of_every_paper_is_one_of_its_tasks(selection: str, everyth
             assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
 
 
-def test_the_questions_of_ruler_and_longbench_can_be_hidden() -> None:
+def test_the_questions_of_ruler_and_longbench_can_be_hidden():
     folder, selections = Path(lm_eval.tasks.__file__).parent, CONFIGS / "evaluation"
     (ruler,) = read_benchmarks(["ruler_13"], selections)
     for name in ("niah", "vt", "cwe", "fwe", "qa"):
@@ -276,7 +266,7 @@ def test_the_questions_of_ruler_and_longbench_can_be_hidden() -> None:
         assert longbench.question_at(text, {"context": "{{context}}"}) < len(text) - 2
 
 
-def test_the_dmc_papers_benchmarks_are_table_1() -> None:
+def test_the_dmc_papers_benchmarks_are_table_1():
     mmlu, cs_qa, humaneval = read_benchmarks(["dmc_paper"], CONFIGS / "evaluation")
     assert (mmlu.tasks, mmlu.num_fewshot) == (["mmlu"], 5)
     assert (len(cs_qa.tasks), cs_qa.num_fewshot) == (6, 0)
@@ -293,12 +283,12 @@ def test_the_dmc_papers_benchmarks_are_table_1() -> None:
         ("ai2_arc", r"'ai2_arc' has no score of its own.*members: \[arc_challenge, arc_easy\]"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_refused(name: str, message: str, everything: Any) -> None:
+def test_a_task_that_cannot_be_run_is_refused(name, message, everything):
     with pytest.raises(ValueError, match=message):
         check_tasks([name], everything, SELECTIONS)
 
 
-def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: Any, folders: Any) -> None:
+def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config, folders):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
     config = make_config(models=models, policies=["full", "h2o"], budgets=["tokens:8"])
     rows = run(config)
@@ -316,9 +306,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config: 
         assert float(next(csv.DictReader(file))["value"]) == pytest.approx(statistics.fmean(values))
 
 
-def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(
-    folders: Any, tasks_folder: Path, tmp_path: Path
-) -> None:
+def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(folders, tasks_folder, tmp_path):
     ours = {"name": "ours", "like": "needle", "num_samples": 2, "sequence_length": 24, "answer_length": 2}
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
     values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "speed_tokens": 0, "output": str(tmp_path / "o")}
@@ -334,12 +322,12 @@ def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_le
     assert "### ours: exact_match" in table and "### local_choice: acc" in table and "### All tasks" in table
 
 
-def test_conversations_without_a_template_are_refused(make_config: Any) -> None:
+def test_conversations_without_a_template_are_refused(make_config):
     rows = run(make_config(chat_template=True))
     assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
 
 
-def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders: Any, tmp_path: Path) -> None:
+def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tmp_path):
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
     command = [sys.executable, "scripts/compare.py", f"models={{base: {folders.stock}}}", "tasks=piqa"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

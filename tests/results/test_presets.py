@@ -1,13 +1,10 @@
 """The presets of compare.py: lm-eval's own tasks over local data of the same schema, from one command to the table."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -35,7 +32,7 @@ AIME24 = {"Problem": "1 + 1?", "Answer": 2}
 
 
 @pytest.fixture
-def without_further_packages(monkeypatch: pytest.MonkeyPatch, offline_lm_eval: None) -> None:
+def without_further_packages(monkeypatch, offline_lm_eval):
     """As much of what the tasks' scores are made with as it takes to load them."""
     fuzz = SimpleNamespace(ratio=lambda one, other: 100.0 * (one == other))
     rouge = SimpleNamespace(get_scores=lambda *_, **__: {"rouge-l": {"f": 0.5}})
@@ -54,7 +51,7 @@ def without_further_packages(monkeypatch: pytest.MonkeyPatch, offline_lm_eval: N
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.11" if "antlr4" in name else version(name))
 
 
-def local_tasks(names: list[str], folders: list[str], target: Path) -> None:
+def local_tasks(names, folders, target):
     """Write lm-eval's tasks once more, over documents in a file; all else is theirs."""
     files = {
         name: path
@@ -72,14 +69,9 @@ def local_tasks(names: list[str], folders: list[str], target: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_runs_from_one_short_command_to_the_table(
-    preset: str,
-    folders: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    without_further_packages: None,
-) -> None:
-    settings: Any = OmegaConf.load(CONFIGS / "experiment" / f"{preset}.yaml")
+    preset, folders, tmp_path, monkeypatch, capsys, without_further_packages
+):
+    settings = OmegaConf.load(CONFIGS / "experiment" / f"{preset}.yaml")
     benchmarks = read_benchmarks(settings.tasks, CONFIGS / "evaluation")
     names = [task for each in benchmarks for task in each.tasks]
     (tmp_path / "tasks").mkdir()

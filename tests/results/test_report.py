@@ -73,7 +73,7 @@ def test_questions_known_and_hidden_stand_side_by_side(tmp_path):
     text = write_page(read(rows, tmp_path), tmp_path / "report").read_text()
     table = text[text.index("<h2>All tasks</h2>") :]
     assert re.findall(r"<button type=\"button\">([^<]*)", table)[:4] == [
-        *("method", "requested", "needle:known (exact_match)", "needle:hidden (exact_match)"),
+        *("method", "requested", "needle:known (exact_match)", "needle:hidden (exact_match)")
     ]
     assert "0.9375 ± " in table and "0.1250 ± 0.0594 ✗" in table
     assert len(re.findall(">known</td>", text)) == len(re.findall(">hidden</td>", text)) == 2

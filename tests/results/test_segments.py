@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,25 +12,25 @@ from dmc.results.tasks.inside import decisions_of
 class Page(HTMLParser):
     """Reads the text of segments back, and notes what a page would fetch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.in_pre, self.text, self.colors, self.titles, self.fetched = False, "", [], [], []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.in_pre |= tag == "pre"
         self.fetched += [value for name, value in attrs if name in ("src", "href")]
         self.colors += [value for name, value in attrs if name == "style"]
         self.titles += [value for name, value in attrs if name == "title"]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self.in_pre &= tag != "pre"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data if self.in_pre else ""
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (1, 1)])
-def test_segments_are_a_heads_decisions_and_make_up_the_text(folders: Any, layer: int, head: int) -> None:
+def test_segments_are_a_heads_decisions_and_make_up_the_text(folders, layer, head):
     model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
     text = "<b>&" + folders.text.read_text()
     tokens = tokenizer(text)["input_ids"][:90]
@@ -49,7 +46,7 @@ def test_segments_are_a_heads_decisions_and_make_up_the_text(folders: Any, layer
     assert f"compression ratio {90 / len(begins):.2f}" in html and f"Layer {layer}, KV head {head}" in html
 
 
-def test_what_cannot_be_cut_is_refused(folders: Any) -> None:
+def test_what_cannot_be_cut_is_refused(folders):
     model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
     with pytest.raises(ValueError, match="the text to cut into segments is empty"):
         segment_page(model, tokenizer, " \n", 0, 0, 10)

@@ -1,7 +1,5 @@
 """Several processes on one grid: each cell is measured once, and none is lost with a process that is killed."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ import torch
 from dmc.config import build_config
 from dmc.results import compare
 from dmc.results.compare import divide, run_cells, unfinished
-from dmc.results.grid import CompareConfig, Grid, plan_grid
+from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.store import Store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -67,12 +64,12 @@ class Model:
 
     device = torch.device("cpu")
 
-    def get_input_embeddings(self) -> Any:
+    def get_input_embeddings(self):
         return torch.nn.Embedding(4, 1)
 
 
 @pytest.fixture
-def grid(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CompareConfig, Grid]:
+def grid(folders, tmp_path, monkeypatch):
     (tmp_path / "users_slow.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "users_slow", raising=False)
@@ -87,22 +84,22 @@ def grid(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
     return config, plan_grid(config, CONFIGS)
 
 
-def work(config: CompareConfig, grid: Grid) -> None:
+def work(config, grid):
     store = Store(Path(config.output) / "cells.jsonl")
     cells = unfinished(grid.cells, store.rows())
     run_cells(cells, grid, config, store, lambda model: (Model(), None), lambda *_, **__: None)
 
 
-def lines(path: Path) -> list[list[int]]:
+def lines(path):
     return [[int(each) for each in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def written(config: CompareConfig) -> Counter[str]:
+def written(config):
     path = Path(config.output) / "cells.jsonl"
     return Counter(json.loads(line)["key"] for line in path.read_text().splitlines() if line)
 
 
-def test_four_processes_divide_a_grid(grid: Any, tmp_path: Path) -> None:
+def test_four_processes_divide_a_grid(grid, tmp_path):
     config, planned = grid
     workers = [FORK.Process(target=work, args=grid) for _ in range(4)]
     for worker in workers:
@@ -117,7 +114,7 @@ def test_four_processes_divide_a_grid(grid: Any, tmp_path: Path) -> None:
     assert not list((tmp_path / "out" / "claims").iterdir())
 
 
-def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(grid: Any, tmp_path: Path) -> None:
+def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(grid, tmp_path):
     config, planned = grid
     doomed, others = ([FORK.Process(target=work, args=grid) for _ in range(2)] for _ in range(2))
     (tmp_path / "log.hold").write_text("")
@@ -143,7 +140,7 @@ def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(gr
     assert sorted(began) == list(range(8)) and sorted(began.values())[-2:] == [2, 2]
 
 
-def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alone(grid: Any) -> None:
+def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alone(grid):
     config, planned = grid
     store = Store(Path(config.output) / "cells.jsonl")
     rows = [cell.identity() | {"status": "failed", "error": "an earlier start's"} for cell in planned.cells[:4]]
@@ -162,11 +159,11 @@ def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alon
     assert list(divide(planned.cells[:4], store)) == planned.cells[:4]  # once at every start
 
 
-def test_a_claim_is_given_back_when_the_work_ends_early(grid: Any, tmp_path: Path) -> None:
+def test_a_claim_is_given_back_when_the_work_ends_early(grid, tmp_path):
     config, planned = grid
     store = Store(tmp_path / "out" / "cells.jsonl")
 
-    def stop(model: Any) -> Any:
+    def stop(model):
         assert len(list((tmp_path / "out" / "claims").iterdir())) == 1
         raise KeyboardInterrupt
 

@@ -1,14 +1,11 @@
 """What the statistics claim, checked by simulation: where nothing differs, and where something does."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy
 import pytest
 
-from dmc.results.statistics import MARGIN, Estimate, difference, estimate, mean_of
+from dmc.results.statistics import MARGIN, difference, estimate, mean_of
 
 COMPARISONS = 1000
 DESIGNS = {
@@ -28,7 +25,7 @@ FEW = {
 """Too few for a claim: no power is asked of them."""
 
 
-def compare(draw: Any, shift: float, size: float, **design: Any) -> Estimate:
+def compare(draw, shift, size, **design):
     """Compare two methods on samples whose difference has a part of the context, of the seed, of both, and its own."""
     contexts = list(design["contexts"])
     seeds, groups = design.get("seeds", 1), max(contexts) + 1
@@ -41,14 +38,14 @@ def compare(draw: Any, shift: float, size: float, **design: Any) -> Estimate:
 
 
 @pytest.mark.parametrize("name", [*DESIGNS, *FEW])
-def test_what_does_not_differ_is_seldom_called_worse(name: str) -> None:
+def test_what_does_not_differ_is_seldom_called_worse(name):
     draw = numpy.random.default_rng(0)
     found = [compare(draw, 0.0, 1.0, **(DESIGNS | FEW)[name]) for _ in range(COMPARISONS)]
     assert sum(each.standing(0.0) == "worse" for each in found) <= 0.065 * COMPARISONS
 
 
 @pytest.mark.parametrize("name", DESIGNS)
-def test_what_is_worse_by_two_margins_is_found_and_what_is_worse_by_one_is_not_as_good(name: str) -> None:
+def test_what_is_worse_by_two_margins_is_found_and_what_is_worse_by_one_is_not_as_good(name):
     draw = numpy.random.default_rng(1)
     unit = numpy.std([compare(draw, 0.0, 1.0, **DESIGNS[name]).value for _ in range(500)])
     size = MARGIN / 3 / unit  # the standard error is a third of the margin
@@ -59,7 +56,7 @@ def test_what_is_worse_by_two_margins_is_found_and_what_is_worse_by_one_is_not_a
 
 
 @pytest.mark.parametrize(("samples", "rate"), [(10, 0.25), (40, 0.07), (40, 0.5)])
-def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples: int, rate: float) -> None:
+def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples, rate):
     """A method that loses a share of the answers above the margin is not taken for as good."""
     draw, margin = numpy.random.default_rng(2), 0.06
     right = numpy.ones((1, samples))
@@ -75,12 +72,12 @@ def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples: int, ra
 
 
 @pytest.mark.parametrize("design", [(16, 1, 0.9), (8, 4, 0.7), (100, 5, 0.9)], ids=str)
-def test_answers_that_are_as_often_right_are_seldom_called_worse(design: tuple[int, int, float]) -> None:
+def test_answers_that_are_as_often_right_are_seldom_called_worse(design):
     """Questions of one context are alike, and every seed has its own level."""
     groups, size, rate = design
     draw, contexts = numpy.random.default_rng(4), [i // size for i in range(groups * size)]
 
-    def answers(hard: Any) -> Any:
+    def answers(hard):
         return draw.random((3, groups * size)) < rate + hard + draw.normal(0, 0.05, (3, 1))
 
     found = []
@@ -90,7 +87,7 @@ def test_answers_that_are_as_often_right_are_seldom_called_worse(design: tuple[i
     assert found.count("worse") <= 0.065 * COMPARISONS
 
 
-def test_the_seeds_of_several_tasks_are_the_same() -> None:
+def test_the_seeds_of_several_tasks_are_the_same():
     """A seed that is bad on all tasks of a benchmark is one seed: their mean is no surer of it than each."""
     draw, worse = numpy.random.default_rng(5), 0
     for _ in range(COMPARISONS):
@@ -102,7 +99,7 @@ def test_the_seeds_of_several_tasks_are_the_same() -> None:
     assert worse <= 0.065 * COMPARISONS
 
 
-def test_samples_of_one_context_count_once() -> None:
+def test_samples_of_one_context_count_once():
     values = numpy.random.default_rng(3).normal(0, 1, 8)
     once, thrice = estimate([values]), estimate([numpy.repeat(values, 3)], [i // 3 for i in range(24)])
     assert (thrice.value, thrice.error) == pytest.approx((once.value, once.error))
@@ -111,14 +108,14 @@ def test_samples_of_one_context_count_once() -> None:
     assert thrice.of_contexts == pytest.approx(once.of_contexts)
 
 
-def test_nothing_is_claimed_without_its_spread() -> None:
+def test_nothing_is_claimed_without_its_spread():
     for found in (estimate([[1.0]]), estimate([[1.0, 2.0]], ["file", "file"]), estimate([[1.0], [2.0]])):
         assert found.error is None and found.standing(math.inf) == "unknown"
         assert (found.lower, found.upper) == (-math.inf, math.inf)
     assert mean_of([estimate([[1.0, 2.0]]), estimate([[1.0]])]).error is None
 
 
-def test_every_seed_is_told() -> None:
+def test_every_seed_is_told():
     found = estimate([[0.5, 0.7], [0.1, 0.1], [-0.2, -0.3]])
     assert found.by_seed == pytest.approx((0.6, 0.1, -0.25)) and found.num_seeds_above == 2
     assert mean_of([found, found]).by_seed == pytest.approx(found.by_seed)

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,18 +8,18 @@ from dmc.results.measurement import DONE, FAILED, new_row
 from dmc.results.store import Store, read_rows
 
 
-def row(key: str, **values: Any) -> dict[str, Any]:
+def row(key, **values):
     names = dict.fromkeys(("method", "model", "policy", "task", "model_key", "policy_key", "task_key"), "name")
     return {"key": key, "status": "failed", **names, "budget": None, "own_gates": False, **values}
 
 
-def append_many(path: Path, writer: str, count: int) -> None:
+def append_many(path, writer, count):
     store = Store(path)
     for number in range(count):
         store.append(row(f"{writer}{number}", padding=writer * 5000))
 
 
-def test_of_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
+def test_of_rows_with_one_key_the_last_counts(tmp_path):
     store = Store(tmp_path / "new" / "cells.jsonl")
     assert store.rows() == []
     for each in (row("a", value=1), row("b", value=2), row("a", value=3)):
@@ -31,7 +27,7 @@ def test_of_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
     assert store.rows() == [row("b", value=2), row("a", value=3)]
 
 
-def line(**changes: Any) -> bytes:
+def line(**changes):
     return json.dumps(row("k") | changes).encode() + b"\n"
 
 
@@ -43,9 +39,7 @@ EARLIER = json.dumps({name: value for name, value in row("k").items() if name !=
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, EARLIER], ids=lambda damage: damage[:40].decode(errors="replace"))
-def test_damaged_lines_are_told_once_and_swallow_no_other(
-    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_told_once_and_swallow_no_other(damage, tmp_path, caplog):
     path = tmp_path / "cells.jsonl"
     store = Store(path)
     store.append(row("before"))
@@ -60,7 +54,7 @@ def test_damaged_lines_are_told_once_and_swallow_no_other(
     ]
 
 
-def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
+def test_two_processes_append_whole_lines(tmp_path):
     path = tmp_path / "cells.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=append_many, args=(path, writer, 50)) for writer in "xy"]
@@ -74,9 +68,9 @@ def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
     assert all(each["padding"] == each["key"][0] * 5000 for each in rows)
 
 
-def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path: Path) -> None:
+def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path):
     stores = [Store(tmp_path / name / "cells.jsonl") for name in ("a", "b")]
-    settings: dict[str, Any] = {"model": {}, "policy": {}, "task": {}}
+    settings = {"model": {}, "policy": {}, "task": {}}
     figures = {"metrics": {"loss": 1.0}, "achieved_ratio": 4.0, "bytes_allocated_per_token": 1.0}
     done = new_row("base", "h2o", "loss", settings, **figures)
     stores[0].append(done)

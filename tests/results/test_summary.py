@@ -1,10 +1,6 @@
 """Lines of a table: over seeds, beside the full cache and beside rivals in as many bytes."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pandas
@@ -19,7 +15,7 @@ from dmc.results.tables import format_tables
 NOISE = numpy.random.default_rng(0).normal(0, 0.002, 16)
 
 
-def row(model: str, policy: str, budget: str | None, size: float, lost: float, **changes: Any) -> dict[str, Any]:
+def row(model, policy, budget, size, lost, **changes):
     """A finished cell whose 16 samples, two of each file, lose `lost` over the full cache's."""
     values = [2.0 + index / 8 + lost + (NOISE[index] if lost else 0.0) for index in range(16)]
     row = plain_row(policy, budget, values, key=f"{model} {policy} {budget}", model=model, method=f"{model}, {policy}")
@@ -33,7 +29,7 @@ def row(model: str, policy: str, budget: str | None, size: float, lost: float, *
     return row | changes
 
 
-def study(seeds: int = 3) -> pandas.DataFrame:
+def study(seeds=3):
     rows = []
     for seed in range(seeds):
         shift = 0.001 * seed
@@ -46,7 +42,7 @@ def study(seeds: int = 3) -> pandas.DataFrame:
     return to_frame(rows)
 
 
-def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seeds() -> None:
+def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seeds():
     summary = summarize(study()).set_index("title")
     assert list(summary.index) == [
         "control, full", "control, h2o, CR 2", "control, h2o, CR 4", "control, snapkv, CR 4", "merge, learned, CR 4",
@@ -62,7 +58,7 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
     assert pareto_front(summary.reset_index()) == [4, 3, 0]
 
 
-def test_rivals_are_compared_in_as_many_bytes_sample_by_sample() -> None:
+def test_rivals_are_compared_in_as_many_bytes_sample_by_sample():
     beside = beside_rivals(study()).set_index("rival")
     assert list(beside.index) == ["h2o"]  # snapkv has no budget so small, though it was asked for CR 4
     h2o = beside.loc["h2o"]
@@ -76,7 +72,7 @@ def test_rivals_are_compared_in_as_many_bytes_sample_by_sample() -> None:
     ("sizes", "chosen"),
     [((500, 254, 246), 254), ((500, 240), None), ((300, 280), 280), ((251, 249.5, 280), 249.5), ((244, 270), 270)],
 )
-def test_only_what_was_measured_in_as_many_bytes_is_a_rival(sizes: tuple[float, ...], chosen: float | None) -> None:
+def test_only_what_was_measured_in_as_many_bytes_is_a_rival(sizes, chosen):
     """Within 2 %, the nearest; or what pages leave, a little more; never between two budgets, and never in fewer."""
     rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
     rows += [row("control", "h2o", str(index + 2), size, 1 / size) for index, size in enumerate(sizes)]
@@ -111,7 +107,7 @@ def test_a_heading_names_the_full_cache_that_all_lines_are_compared_with() -> No
     assert "| against its full cache |" in table and "(control, full) |" in table and "(other, full) |" in table
 
 
-def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds() -> None:
+def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds():
     table, legend = format_tables(study())
     (merge,) = [line for line in table.splitlines() if line.startswith("| merge, learned |")]
     assert "worse, 3 of 3 seeds worse" in merge and "better than h2o, 3 of 3 seeds better |" in merge
@@ -121,7 +117,7 @@ def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seed
     assert "nan" not in "".join(format_tables(mixed)) and "question hidden" in "".join(format_tables(mixed))
 
 
-def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show_it() -> None:
+def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show_it():
     right = [float(index % 4 > 0) for index in range(16)]
     scores = {"sample_values": right, "metrics": {"match": 0.75}, "main_metric": "match", "higher_is_better": True}
     scores |= {"contexts": []}
@@ -133,21 +129,21 @@ def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show
     assert "| +0.0000 ± 0.0000 | no significant loss; calling it as good takes 150 texts |" in h2o
 
 
-def test_ratios_of_seeds_are_all_tokens_over_all_entries() -> None:
+def test_ratios_of_seeds_are_all_tokens_over_all_entries():
     ratios = {"control-s0": 2.0, "control-s1": 8.0}
     rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
     (line,) = summarize(to_frame(rows)).to_dict("records")
     assert line["achieved_ratio"] == pytest.approx(2 / (1 / 2 + 1 / 8))
 
 
-def test_another_stock_models_full_cache_is_no_yardstick() -> None:
+def test_another_stock_models_full_cache_is_no_yardstick():
     rows = [row("one", "full", None, 1000, 0.0), row("two", "h2o", "4", 250, 0.3)]
     frame = to_frame(rows)
     assert list(summarize(frame)["standing"]) == ["", ""]
     assert beside_rivals(frame).empty
 
 
-def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error() -> None:
+def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error():
     rows = [
         row("one", policy, budget, size, lost, task=task, benchmark="both", key=f"{policy}{task}")
         for policy, budget, size, lost in (("full", None, 1000, 0.0), ("h2o", "4", 250, 0.3))
@@ -160,7 +156,7 @@ def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error() -> None:
     assert summary["lost_error"][1] == pytest.approx(alone["lost_error"][1] / 2**0.5)
 
 
-def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path: Path) -> None:
+def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path):
     table = {"length": [8, 16], "depth": [0, 1], "samples": [[2, 2], [2, 0]], "loss": [[1.0, 2.0], [3.0, None]]}
     store = Store(tmp_path / "cells.jsonl")
     assert store.frame().empty
@@ -177,7 +173,7 @@ def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path: Path) -> None:
     assert asked_of(frame.iloc[0]) == "CR 4"
 
 
-def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
+def test_the_table_ranks_methods_within_each_budget(tmp_path):
     gates = {"key": "gates", "model": "small", "method": "small, learned", "own_gates": True, "requested_ratio": 4.0}
     rows = [
         plain_row("tova", "4", [2.0, 2.5]),
@@ -218,20 +214,20 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.*")} >= {"results.csv", "measurements.csv", "table.md"}
 
 
-def test_speeds_of_several_devices_are_told(tmp_path: Path) -> None:
+def test_speeds_of_several_devices_are_told(tmp_path):
     rows = [plain_row("h2o", "4", [1.0, 2.0]), plain_row("tova", "4", [1.0, 2.0], device="NVIDIA H100")]
     assert "several devices, which do not compare: NVIDIA H100, cpu" in write_report(rows, tmp_path)
     assert "devices" not in write_report(rows[:1], tmp_path / "one")
 
 
-def lost(rows: list[dict[str, Any]], reference: str | None = None) -> Any:
+def lost(rows, reference=None):
     """What the first row loses over the full cache; None where there is none for it."""
     frame = to_frame(rows)
     found = summarize(frame, reference).iloc[0]["lost"]
     return None if pandas.isna(found) else found
 
 
-def test_nothing_is_compared_across_settings_samples_or_models() -> None:
+def test_nothing_is_compared_across_settings_samples_or_models():
     new = plain_row("h2o", "4", [2.0], key="2")
     full = plain_row("full", None, [1.0], key="4")
     assert lost([new, full]) == 1.0

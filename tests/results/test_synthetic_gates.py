@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from dmc import Engine, SamplingParams
@@ -7,7 +5,7 @@ from dmc.results.synthetic_gates import set_synthetic_gates
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
-def test_the_cache_tends_to_the_ratio_and_heads_differ(ratio: float, make_compressed: Any, make_prompts: Any) -> None:
+def test_the_cache_tends_to_the_ratio_and_heads_differ(ratio, make_compressed, make_prompts):
     model = make_compressed(group=1, num_layers=3)
     set_synthetic_gates(model, ratio)
     (generation,) = Engine(model).generate(make_prompts(2000), SamplingParams(max_new_tokens=2, temperature=0.0))
@@ -17,6 +15,6 @@ def test_the_cache_tends_to_the_ratio_and_heads_differ(ratio: float, make_compre
         assert (slots.amax(-1) / slots.amin(-1)).min() > 1.5
 
 
-def test_ratios_below_one_are_refused(make_compressed: Any) -> None:
+def test_ratios_below_one_are_refused(make_compressed):
     with pytest.raises(ValueError, match=r"ratio=0.5.*>= 1"):
         set_synthetic_gates(make_compressed(), 0.5)

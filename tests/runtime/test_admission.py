@@ -1,7 +1,5 @@
 """Requests are let in by the compression ratio that is expected of them, and what follows where it was wrong."""
 
-from typing import Any
-
 import pytest
 
 from dmc import Engine, SamplingParams, policies
@@ -15,16 +13,16 @@ HOPEFUL = {"decision_offset": 1e6, "target_ratio": 4.0}
 """Expected to merge, and never does."""
 
 
-def engine_for(model: Any, num_tokens: int, **options: Any) -> Engine:
+def engine_for(model, num_tokens, **options):
     """Make an engine whose memory holds so many tokens uncompressed."""
     return Engine(model, memory=HEADS * num_tokens // 16 * Engine(model).cache.block_bytes, **options)
 
 
-def greedy(count: int) -> SamplingParams:
+def greedy(count):
     return SamplingParams(max_new_tokens=count, temperature=0)
 
 
-def longest(engine: Engine, prompts: list[list[int]]) -> int:
+def longest(engine, prompts):
     """Find the longest prompt that is answered with 20 tokens."""
     lengths = [0]
     for prompt in prompts:
@@ -38,9 +36,7 @@ def longest(engine: Engine, prompts: list[list[int]]) -> int:
     return lengths[-1]
 
 
-def test_the_longest_request_grows_with_the_compression_ratio(
-    make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_the_longest_request_grows_with_the_compression_ratio(make_stock, make_compressed, make_prompts):
     full = longest(engine_for(make_stock(), 480), make_prompts(*range(441, 500, 10)))
     prompts = make_prompts(*range(1400, 2000, 50))
     for chunk in (None, 64):
@@ -48,7 +44,7 @@ def test_the_longest_request_grows_with_the_compression_ratio(
         assert longest(engine, prompts) >= 3 * full == 3 * 461
 
 
-def largest_batch(engine: Engine, prompts: list[list[int]], least: int) -> int:
+def largest_batch(engine, prompts, least):
     """Find how many requests run together from the first token to the last, from `least` on."""
     for count in range(least, len(prompts) + 1):
         requests = [engine.submit(prompt, greedy(60)) for prompt in prompts[:count]]
@@ -61,9 +57,7 @@ def largest_batch(engine: Engine, prompts: list[list[int]], least: int) -> int:
     return len(prompts)
 
 
-def test_the_largest_batch_grows_with_the_compression_ratio(
-    make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_the_largest_batch_grows_with_the_compression_ratio(make_stock, make_compressed, make_prompts):
     prompts, num_tokens = make_prompts(*[300] * 24), 5 * 368  # 359 tokens each
     full = largest_batch(engine_for(make_stock(), num_tokens), prompts, 5)
     compressed = largest_batch(engine_for(make_compressed(gates=QUARTER), num_tokens), prompts, 18)
@@ -73,8 +67,8 @@ def test_the_largest_batch_grows_with_the_compression_ratio(
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_request_that_outgrows_the_memory_ends_alone_and_keeps_its_tokens(
-    prefix_cache: bool, make_compressed: Any, make_prompts: Any
-) -> None:
+    prefix_cache, make_compressed, make_prompts
+):
     model, prompts = make_compressed(gates=HOPEFUL), make_prompts(90, 20, 30)
     expected = Engine(model).generate(prompts, greedy(100))
     engine = engine_for(model, 128, prefix_cache=prefix_cache)
@@ -111,9 +105,7 @@ def test_a_request_that_outgrows_the_memory_ends_alone_and_keeps_its_tokens(
 
 
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_a_policy_beside_gates_needs_room_for_the_whole_prompt(
-    chunk: int | None, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_a_policy_beside_gates_needs_room_for_the_whole_prompt(chunk, make_compressed, make_prompts):
     policy = policies.SnapKV(budget=Budget(ratio=2), window=4)
     engine = engine_for(make_compressed(), 128, policy=policy, prefill_chunk_size=chunk)
     with pytest.raises(ValueError, match="may need 36 blocks at the compression ratio 1"):
@@ -121,7 +113,7 @@ def test_a_policy_beside_gates_needs_room_for_the_whole_prompt(
     assert len(engine.generate(make_prompts(120), greedy(4))[0].token_ids) == 4
 
 
-def test_what_cannot_be_expected_to_fit_is_refused(make_compressed: Any, make_prompts: Any) -> None:
+def test_what_cannot_be_expected_to_fit_is_refused(make_compressed, make_prompts):
     engine = engine_for(make_compressed(gates=HOPEFUL), 128)
     with pytest.raises(
         ValueError, match="may need 36 blocks at the compression ratio 4 that is expected, memory= holds"

@@ -9,27 +9,8 @@ from measured_memory import allocated_peak
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 
 
-def test_blocks_are_handed_out_once_and_come_back() -> None:
-    allocator = BlockAllocator(5)
-    first, second = allocator.allocate(2), allocator.allocate(3)
-    assert first.dtype == torch.int32
-    assert sorted(first.tolist() + second.tolist()) == [0, 1, 2, 3, 4]
-    assert (allocator.num_free, allocator.num_in_use) == (0, 5)
-    allocator.free(second)
-    assert sorted(allocator.allocate(3).tolist()) == sorted(second.tolist())
-
-
-def test_too_many_blocks_are_refused_and_nothing_is_taken() -> None:
-    allocator = BlockAllocator(3)
-    allocator.allocate(1)
-    with pytest.raises(OutOfBlocksError, match="3 blocks asked for, 2 of 3 are free"):
-        allocator.allocate(3)
-    assert allocator.num_free == 2
-    assert allocator.allocate(2).numel() == 2
-
-
 @pytest.mark.parametrize("again", [[0], [0, 1], [2, 2], [1, 2]])
-def test_double_free_is_detected_and_nothing_is_given_back(again: list[int]) -> None:
+def test_double_free_is_detected_and_nothing_is_given_back(again):
     allocator = BlockAllocator(4)
     blocks = allocator.allocate(3)
     allocator.free(blocks[:2])
@@ -40,29 +21,21 @@ def test_double_free_is_detected_and_nothing_is_given_back(again: list[int]) -> 
     assert sorted(allocator.allocate(4).tolist()) == [0, 1, 2, 3]
 
 
-def test_growth_keeps_what_is_in_use() -> None:
-    allocator = BlockAllocator(2)
-    held = allocator.allocate(1)
-    allocator.grow(5)
-    assert (allocator.num_blocks, allocator.num_free) == (5, 4)
-    assert sorted(allocator.allocate(4).tolist() + held.tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_a_pool_of_negative_size_is_refused() -> None:
+def test_a_pool_of_negative_size_is_refused():
     with pytest.raises(ValueError, match="num_blocks=-1: expected a number >= 0"):
         BlockAllocator(-1)
 
 
-def test_freeing_needs_no_more_memory_however_large_the_pool() -> None:
+def test_freeing_needs_no_more_memory_however_large_the_pool():
     allocator = BlockAllocator(50_000)
     blocks = allocator.allocate(7)
     assert allocated_peak(lambda: allocator.free(blocks)) < 5_000  # a copy of the free list has 200,000 bytes
     assert allocator.num_in_use == 0
 
 
-def test_blocks_that_kernels_took_and_gave_back_are_never_taken_for_freed_twice() -> None:
+def test_blocks_that_kernels_took_and_gave_back_are_never_taken_for_freed_twice():
     allocator, generator = BlockAllocator(30), random.Random(0)
-    held: list[int] = []
+    held = []
     for _ in range(300):
         if generator.random() < 0.5 and held:  # as `compact` does
             block = held.pop(generator.randrange(len(held)))
@@ -76,7 +49,7 @@ def test_blocks_that_kernels_took_and_gave_back_are_never_taken_for_freed_twice(
         assert allocator.num_in_use == len(held) == len(set(held))
 
 
-def test_shared_blocks_come_back_with_their_last_holder() -> None:
+def test_shared_blocks_come_back_with_their_last_holder():
     allocator = BlockAllocator(4)
     blocks = allocator.allocate(3)
     allocator.share(blocks[:2])
@@ -92,7 +65,7 @@ def test_shared_blocks_come_back_with_their_last_holder() -> None:
         allocator.free(blocks[:1])
 
 
-def test_more_blocks_than_are_in_use_are_never_given_back() -> None:
+def test_more_blocks_than_are_in_use_are_never_given_back():
     allocator = BlockAllocator(3)
     allocator.allocate(1)
     allocator.height.fill_(3)  # a kernel has given it back
@@ -102,7 +75,7 @@ def test_more_blocks_than_are_in_use_are_never_given_back() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "grow"]), st.integers(0, 6)), max_size=25))
-def test_any_history_keeps_blocks_disjoint_and_counted(history: list[tuple[str, int]]) -> None:
+def test_any_history_keeps_blocks_disjoint_and_counted(history):
     allocator, held = BlockAllocator(4), []
     for verb, number in history:
         if verb == "grow":
@@ -111,7 +84,8 @@ def test_any_history_keeps_blocks_disjoint_and_counted(history: list[tuple[str, 
             allocator.free(held.pop(number % len(held)))
         elif verb == "allocate":
             if number > allocator.num_free:
-                with pytest.raises(OutOfBlocksError):
+                said = f"{number} blocks asked for, {allocator.num_free} of {allocator.num_blocks} are free"
+                with pytest.raises(OutOfBlocksError, match=said):
                     allocator.allocate(number)
             else:
                 held.append(allocator.allocate(number))

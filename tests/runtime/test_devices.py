@@ -1,10 +1,7 @@
 """Everything that serves, on a GPU that is none: an operation over two devices raises, as it would on a real one."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 from claimed_gpu import claim_model, claimed_gpu
@@ -30,7 +27,7 @@ SAMPLED = [
 ]
 
 
-def answers(engine: Engine, prompts: list[list[int]]) -> list[Any]:
+def answers(engine, prompts):
     """Two requests beside each other, a scoring, and a conversation of two turns."""
     generations = engine.generate(prompts, SAMPLED)
     with engine.session() as session:
@@ -43,7 +40,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     ]
 
 
-def assert_same_on_a_gpu(model: Any, prompts: list[list[int]], **options: Any) -> None:
+def assert_same_on_a_gpu(model, prompts, **options):
     expected = answers(Engine(model, kernels="reference", **options), prompts)
     with claimed_gpu():
         engine = Engine(claim_model(copy.deepcopy(model)), kernels="reference", **options)
@@ -53,12 +50,12 @@ def assert_same_on_a_gpu(model: Any, prompts: list[list[int]], **options: Any) -
 
 @pytest.mark.parametrize("settings", [*PLAIN, *VARIANTS], ids=str)
 @pytest.mark.filterwarnings("ignore:.*")
-def test_policies_work_on_one_device(settings: dict, make_stock: Any, make_prompts: Any) -> None:
+def test_policies_work_on_one_device(settings, make_stock, make_prompts):
     policy = policy_from_config(settings, Budget(ratio=2.5))
     assert_same_on_a_gpu(make_stock(), make_prompts(21, 9), policy=policy)
 
 
 @pytest.mark.parametrize("gates", [None, {"delay": 3}, {"window_size": None}, {"action": "drop", "delay": 2}], ids=str)
-def test_gates_work_on_one_device(gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any) -> None:
+def test_gates_work_on_one_device(gates, make_stock, make_compressed, make_prompts):
     model = make_stock() if gates is None else make_compressed(gates=gates)
     assert_same_on_a_gpu(model, make_prompts(11, 5), prefill_chunk_size=8, memory=200_000)

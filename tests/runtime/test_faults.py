@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,28 +15,28 @@ POISON = 7
 METHODS = [None, {}, {"action": "drop", "delay": 4}, policies.H2O(budget=Budget(ratio=2))]
 
 
-def build(method: Any, make_stock: Any, make_compressed: Any, **options: Any) -> Engine:
+def build(method, make_stock, make_compressed, **options):
     policy = method if isinstance(method, policies.CachePolicy) else None
     model = make_stock() if method is None or policy else make_compressed(gates=method)
     never = torch.zeros(model.config.vocab_size).index_fill(0, torch.tensor(POISON), -1e4)
     model.lm_head.register_forward_hook(lambda module, states, logits: logits + never)
 
-    def refuse(module: Any, arguments: tuple[torch.Tensor]) -> None:
+    def refuse(module, arguments):
         if (arguments[0] == POISON).any():
             raise RuntimeError("the kernel cannot read this")
 
     # after the first layer, so that a part of the pass has been written
     model.get_input_embeddings().register_forward_pre_hook(lambda module, tokens: seen.append(tokens[0]))
-    seen: list[torch.Tensor] = []
+    seen = []
     model.model.layers[1].register_forward_pre_hook(lambda module, _: refuse(module, (seen[-1],)))
     return Engine(model, policy=policy, **options)
 
 
-def clean(prompts: list[list[int]]) -> list[list[int]]:
+def clean(prompts):
     return [[token for token in prompt if token != POISON] for prompt in prompts]
 
 
-def finish(engine: Engine, requests: list[Any]) -> list[Any]:
+def finish(engine, requests):
     events = []
     for _ in range(2000):
         if all(request.generation is not None for request in requests):
@@ -51,9 +49,7 @@ def finish(engine: Engine, requests: list[Any]) -> list[Any]:
     "options", [{}, {"prefill_chunk_size": 8}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str
 )
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_only_the_request_that_makes_a_pass_fail_fails(
-    method: Any, options: dict[str, Any], make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_only_the_request_that_makes_a_pass_fail_fails(method, options, make_stock, make_compressed, make_prompts):
     engine = build(method, make_stock, make_compressed, **options)
     prompts = clean(make_prompts(20, 90, 9, 30))
     expected = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
@@ -80,7 +76,7 @@ def test_only_the_request_that_makes_a_pass_fail_fails(
         engine.generate([prompts[0], broken, prompts[1]], GREEDY)
 
 
-def test_sessions_forks_and_scores_outlive_anothers_fault(make_compressed: Any, make_prompts: Any) -> None:
+def test_sessions_forks_and_scores_outlive_anothers_fault(make_compressed, make_prompts):
     engine = build({}, None, make_compressed)
     prompts = clean(make_prompts(20, 40, 9))
     sampled = SamplingParams(max_new_tokens=9, n=3, seed=5)
@@ -105,7 +101,7 @@ def test_sessions_forks_and_scores_outlive_anothers_fault(make_compressed: Any, 
     assert engine.blocks_in_use == 0
 
 
-def test_a_small_memory_and_a_fault_end_all_requests(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_small_memory_and_a_fault_end_all_requests(make_compressed, make_prompts):
     engine = build({"target_ratio": 1.0}, None, make_compressed, memory=4 * 6 * 16 * 2 * 16 * 4)
     prompts = clean(make_prompts(30, 40, 30, 40))
     expected = [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
@@ -123,13 +119,13 @@ def test_a_small_memory_and_a_fault_end_all_requests(make_compressed: Any, make_
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str)
 def test_sampling_that_fails_once_after_a_fork_costs_nothing_but_time(
-    options: dict[str, Any], make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    options, make_compressed, make_prompts, monkeypatch
+):
     model, prompts, sampled = make_compressed(), make_prompts(20, 40), SamplingParams(max_new_tokens=9, n=3, seed=5)
     expected = Engine(model).generate(prompts, sampled)
     engine, choose, failures = Engine(model, **options), engine_module.choose_tokens, [ValueError("once")]
 
-    def stumble(logits: torch.Tensor, *arguments: Any) -> Any:
+    def stumble(logits, *arguments):
         if failures and len(logits) > 1:
             raise failures.pop()
         return choose(logits, *arguments)
@@ -149,16 +145,16 @@ class Stumbling:
 
     bad: int = -1
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text, add_special_tokens):
         return {"input_ids": [ord(letter) - 33 for letter in text]}
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         if self.bad in tokens:
             raise KeyError(self.bad)
         return "".join(chr(token + 33) for token in tokens)
 
 
-def test_a_tokenizer_that_fails_ends_its_request_alone(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_tokenizer_that_fails_ends_its_request_alone(make_compressed, make_prompts):
     tokenizer = Stumbling()
     engine, prompts = Engine(make_compressed(), tokenizer), make_prompts(5, 20)
     expected = [generation.token_ids for generation in engine.generate(prompts, GREEDY)]
@@ -175,8 +171,8 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(make_compressed: Any, mak
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("gates", [None, {}, {"action": "drop", "delay": 4}], ids=str)
 def test_the_prompts_own_tokens_are_as_likely_as_scores_say(
-    gates: dict | None, chunk: int | None, memory: int | None, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+    gates, chunk, memory, make_stock, make_compressed, make_prompts
+):
     model = make_stock() if gates is None else make_compressed(gates=gates)
     engine = Engine(model, prefill_chunk_size=chunk, memory=memory, prefix_cache=True)
     prompts = make_prompts(70, 1, 90, 70)
@@ -194,7 +190,7 @@ def test_the_prompts_own_tokens_are_as_likely_as_scores_say(
     assert plain[0].prompt_logprobs == []
 
 
-def test_a_policy_has_no_prompt_likelihoods_of_its_own(make_stock: Any) -> None:
+def test_a_policy_has_no_prompt_likelihoods_of_its_own(make_stock):
     engine = Engine(make_stock(), policy=policies.H2O(budget=Budget(ratio=2)))
     with pytest.raises(ValueError, match="prompt_logprobs=0: a policy compresses a prompt when it ends"):
         engine.submit([1, 2], SamplingParams(prompt_logprobs=0))

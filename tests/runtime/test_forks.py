@@ -1,31 +1,23 @@
 """Several continuations of one prompt: each is what a request of its own would be, the prompt is held once."""
 
-from typing import Any
-
 import pytest
 import torch
-from runtime.test_laws import BOTH, GATES, POLICIES
+from runtime.test_laws import READING, layers_of, of
 from runtime.test_prefix_cache import count_fed
 
-from dmc import Engine, SamplingParams, policies
-from dmc.budget import Budget
+from dmc import Engine, SamplingParams
 
-READING = {
-    "Quest": policies.Quest(budget=Budget(tokens=32), dense_layers=0),
-    "OmniKV": policies.OmniKV(budget=Budget(ratio=4), filter_layers=(0,), selector="exponential", lazy_reload=0.4),
-    "OmniKV, offloaded": policies.OmniKV(budget=Budget(ratio=4), filter_layers=(0,), offload=True),
-    "InfLLM": policies.InfLLM(budget=Budget(tokens=40), block_size=8, initial=4, local=12, chunk=8),
-}
-METHODS = [*GATES, *POLICIES, *BOTH, *READING]
+KINDS = ["full cache", "merge", "merge, short window", "merge, exact", "merge, delay 4", "merge, exact, delay 1"]
+KINDS += ["drop, delay 4", "query for the previous, drop, delay 5", "fixed", "fixed, window, delay 4", "H2O", "SnapKV"]
+KINDS += ["StreamingLLM, rerotate", "H2O, tokens", "H2O, prompt only", "CAKE, cascading", "VATP", "RoCo", "CaM", "D2O"]
+KINDS += ["LAVa", "KVzip", "merge, SnapKV", "drop, delay 4, AdaKV", *READING]
+"""One for each kind of state that a fork takes along."""
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 @pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
-def test_continuations_equal_requests_of_their_own(
-    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
-    gates, policy = BOTH.get(method) or (GATES.get(method), POLICIES.get(method) or READING.get(method))
-    layers = 4 if method in READING else 2
+def test_continuations_equal_requests_of_their_own(method, make_stock, make_compressed, make_prompts):
+    (gates, policy), layers = of(method), layers_of(method)
     model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
     prompts = make_prompts(50)
     alone, engine = Engine(model, policy=policy, max_batch_size=1), Engine(model, policy=policy, max_batch_size=3)
@@ -50,13 +42,10 @@ def test_continuations_equal_requests_of_their_own(
         assert sum(fed) == 50 + 3 * 8
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 @pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
-def test_what_goes_on_from_a_session_equals_a_session_of_its_own(
-    method: str, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
-    gates, policy = BOTH.get(method) or (GATES.get(method), POLICIES.get(method) or READING.get(method))
-    layers = 4 if method in READING else 2
+def test_what_goes_on_from_a_session_equals_a_session_of_its_own(method, make_stock, make_compressed, make_prompts):
+    (gates, policy), layers = of(method), layers_of(method)
     model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
     context, *questions = make_prompts(50, 5, 9, 6)
     greedy, expected = SamplingParams(max_new_tokens=4, temperature=0.0), []
@@ -98,9 +87,7 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(
 
 
 @pytest.mark.parametrize("gates", [None, {}, {"action": "drop", "delay": 4}], ids=str)
-def test_the_prompt_of_several_is_held_once(
-    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_the_prompt_of_several_is_held_once(gates, make_stock, make_compressed, make_prompts):
     engine = Engine(make_stock() if gates is None else make_compressed(gates=gates))
     request = engine.submit(make_prompts(400)[0], SamplingParams(max_new_tokens=4, n=8, seed=1))
     engine.step()
@@ -117,8 +104,8 @@ def test_the_prompt_of_several_is_held_once(
 
 @pytest.mark.parametrize("gates", [None, {"delay": 4}], ids=str)
 def test_a_continuation_without_a_place_that_ends_at_once_tells_what_the_prompt_held(
-    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+    gates, make_stock, make_compressed, make_prompts
+):
     model, prompts = make_stock() if gates is None else make_compressed(gates=gates), make_prompts(50)
     (expected,) = Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, seed=3))
     (first,) = Engine(model, max_batch_size=2).generate(prompts, SamplingParams(max_new_tokens=1, seed=3, n=4))
@@ -129,11 +116,11 @@ def test_a_continuation_without_a_place_that_ends_at_once_tells_what_the_prompt_
         assert ours == theirs
 
 
-def test_several_are_taken_off_together_and_told_apart(make_compressed: Any, make_prompts: Any) -> None:
+def test_several_are_taken_off_together_and_told_apart(make_compressed, make_prompts):
     engine, (prompt,) = Engine(make_compressed(), max_batch_size=2), make_prompts(30)
     params = SamplingParams(max_new_tokens=6, n=3, seed=2, top_logprobs=2)
     (expected,) = engine.generate([prompt], params)
-    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    tokens = {0: [], 1: [], 2: []}
     for event in engine.stream(prompt, params):
         tokens[event.number].append(event.token_id)
         assert len(event.top_logprobs) == 2
@@ -155,8 +142,8 @@ def test_several_are_taken_off_together_and_told_apart(make_compressed: Any, mak
     assert engine.blocks_in_use == 0 and engine.step() == []
 
 
-def test_a_processor_that_fails_ends_its_request_alone(make_compressed: Any, make_prompts: Any) -> None:
-    def fail_late(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def test_a_processor_that_fails_ends_its_request_alone(make_compressed, make_prompts):
+    def fail_late(tokens, scores):
         if tokens.shape[1] > 12:
             raise KeyError("lost")
         return scores

@@ -1,5 +1,4 @@
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ NONE = Activations(0, 0, 0.0, 0.0)
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> int:
+def free(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
     return 1_000_000
 
 
-def test_bytes_fractions_and_no_limit_are_what_they_say(free: int) -> None:
+def test_bytes_fractions_and_no_limit_are_what_they_say(free):
     assert pool_bytes(None, CPU, most=10, activations=NONE) is None
     assert pool_bytes(12345, CPU, most=10, activations=NONE) == 12345
     assert pool_bytes(0.25, CPU, most=10, activations=NONE) == free // 4
@@ -32,9 +31,7 @@ def test_bytes_fractions_and_no_limit_are_what_they_say(free: int) -> None:
     assert pool_bytes(1, CPU, most=10, activations=NONE) == 1
 
 
-def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(
-    free: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(free, caplog):
     with caplog.at_level(logging.INFO, logger="dmc"):
         assert pool_bytes("auto", CPU, most=10**9, activations=NONE) == free // 2
     assert "memory=auto: 500000 bytes for the cache's pages, of 1000000 that are free on cpu" in caplog.text
@@ -43,12 +40,12 @@ def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(
 
 
 @pytest.mark.parametrize("setting", [0, -1, 0.0, -0.5, 1.5, float("nan"), "lots", "", True, [5]])
-def test_settings_out_of_range_are_refused(setting: object) -> None:
+def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=r"memory=.*expected a whole number of bytes > 0, a float in"):
-        pool_bytes(setting, CPU, most=10, activations=NONE)  # type: ignore[arg-type]
+        pool_bytes(setting, CPU, most=10, activations=NONE)
 
 
-def test_free_memory_is_found_without_psutil_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_found_without_psutil_too(monkeypatch):
     known = free_bytes(CPU)
     monkeypatch.setitem(__import__("sys").modules, "psutil", None)
     assert free_bytes(CPU) > 0
@@ -56,9 +53,9 @@ def test_free_memory_is_found_without_psutil_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_with_automatic_memory_holds_every_row_at_full_length(
-    free: int, make_compressed: object, make_prompts: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_compressed(max_position_embeddings=100)  # type: ignore[operator]
+    free, make_compressed, make_prompts, monkeypatch
+):
+    model = make_compressed(max_position_embeddings=100)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
     engine = Engine(model, memory="auto", max_batch_size=3)
     assert engine.cache.allocator.num_blocks == 3 * 2 * 2 * -(-100 // 16)
@@ -66,17 +63,17 @@ def test_an_engine_with_automatic_memory_holds_every_row_at_full_length(
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2_000_000)
     engine = Engine(model, memory=0.5, max_batch_size=3)
     assert engine.cache.allocator.num_blocks == 1_000_000 // engine.cache.block_bytes
-    (generation,) = engine.generate(make_prompts(9), SamplingParams(max_new_tokens=4))  # type: ignore[operator]
+    (generation,) = engine.generate(make_prompts(9), SamplingParams(max_new_tokens=4))
     assert len(generation.token_ids) == 4
 
 
-def test_auto_leaves_room_for_the_largest_pass_or_for_what_the_pool_can_feed(free: int) -> None:
+def test_auto_leaves_room_for_the_largest_pass_or_for_what_the_pool_can_feed(free):
     assert pool_bytes("auto", CPU, most=10**9, activations=Activations(200_000, 10**9, 9.0, 9.0)) == 300_000
     assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 10**12, 3.0, 3.0)) == 125_000
     assert pool_bytes("auto", CPU, most=10**9, activations=Activations(10**12, 100_000, 9.0, 1.0)) == 200_000
 
 
-def test_a_policy_leaves_pages_room_though_whole_prompts_pass_at_once() -> None:
+def test_a_policy_leaves_pages_room_though_whole_prompts_pass_at_once():
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
     config.vocab_size, config.max_position_embeddings = 128_256, 131_072
     layout = CacheLayout(32, 8, 128, torch.bfloat16, CPU)
@@ -85,7 +82,7 @@ def test_a_policy_leaves_pages_room_though_whole_prompts_pass_at_once() -> None:
     assert pages > alone / 4
 
 
-SHAPES: list[dict[str, Any]] = [
+SHAPES = [
     {},
     {"hidden_size": 512},
     {"intermediate_size": 1024},
@@ -100,9 +97,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_pass_needs_more_than_auto_leaves(
-    shape: dict, make_stock: Any, make_compressed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pass_needs_more_than_auto_leaves(shape, make_stock, make_compressed, monkeypatch):
     options = {"max_position_embeddings": 256, "hidden_size": 64} | shape
     gates, policy, dtype, kernels = (options.pop(name, None) for name in ("gates", "policy", "dtype", "kernels"))
     model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
@@ -119,9 +114,7 @@ def test_no_pass_needs_more_than_auto_leaves(
 
 
 @pytest.mark.parametrize("gates", [None, {"delay": 4}], ids=str)
-def test_a_prompt_beside_decoding_requests_needs_no_rectangle(
-    gates: dict | None, make_stock: Any, make_compressed: Any
-) -> None:
+def test_a_prompt_beside_decoding_requests_needs_no_rectangle(gates, make_stock, make_compressed):
     options = {"max_position_embeddings": 256, "hidden_size": 64, "head_dim": 64}
     model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
     peaks = []

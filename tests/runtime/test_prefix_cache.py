@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from dmc.budget import Budget
 from dmc.ranks import Ranks
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS = {
     "full cache": None,
     "merge": {},
     "merge, exact": {"window_size": None},
@@ -24,24 +23,24 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(params=METHODS)
-def model(request: pytest.FixtureRequest, make_stock: Any, make_compressed: Any) -> Any:
+def model(request, make_stock, make_compressed):
     gates = METHODS[request.param]
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
-def count_fed(engine: Engine) -> list[int]:
+def count_fed(engine):
     """Tokens of each pass from now on."""
     fed, forward = [], engine._runner.forward
 
-    def counting(segments: list[Any]) -> Any:
+    def counting(segments):
         fed.append(sum(len(segment.tokens) for segment in segments))
         return forward(segments)
 
-    engine._runner.forward = counting  # type: ignore[method-assign]
+    engine._runner.forward = counting
     return fed
 
 
-def assert_same(generations: list[Any], expected: list[Any]) -> None:
+def assert_same(generations, expected):
     for ours, theirs in zip(generations, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
@@ -50,7 +49,7 @@ def assert_same(generations: list[Any], expected: list[Any]) -> None:
         torch.testing.assert_close(ours.stats.mean_slots, theirs.stats.mean_slots)
 
 
-def test_a_prefix_of_2k_tokens_over_16_requests_is_computed_once(model: Any, make_prompts: Any) -> None:
+def test_a_prefix_of_2k_tokens_over_16_requests_is_computed_once(model, make_prompts):
     (prefix,) = make_prompts(2000)
     prompts = [prefix + rest for rest in make_prompts(*range(3, 19), seed=2)]
     alone = Engine(model, max_batch_size=1)
@@ -73,7 +72,7 @@ def test_a_prefix_of_2k_tokens_over_16_requests_is_computed_once(model: Any, mak
     assert engine.prefix_cache_bytes > 0
 
 
-def test_a_prefix_is_found_by_those_who_come_later(model: Any, make_prompts: Any) -> None:
+def test_a_prefix_is_found_by_those_who_come_later(model, make_prompts):
     """Known once it was seen twice, or where a chunk ended; a conversation that is sent again goes on from its end."""
     (prefix,), engine = make_prompts(160), Engine(model, prefix_cache=True)
     prompts = [prefix + rest for rest in make_prompts(20, 9, 30, seed=2)]
@@ -96,7 +95,7 @@ def test_a_prefix_is_found_by_those_who_come_later(model: Any, make_prompts: Any
     assert sum(fed) <= 20 + 2 * 16 + 3 * 5
 
 
-def test_scores_go_on_from_what_prompts_share(model: Any, make_prompts: Any) -> None:
+def test_scores_go_on_from_what_prompts_share(model, make_prompts):
     (prompt,), continuations = make_prompts(300), make_prompts(4, 9, 2, 7, seed=2)
     engine = Engine(model, prefix_cache=True, token_budget=96)
     fed = count_fed(engine)
@@ -107,7 +106,7 @@ def test_scores_go_on_from_what_prompts_share(model: Any, make_prompts: Any) -> 
     assert engine.blocks_in_use == 0
 
 
-def test_what_prefixes_hold_is_given_up_for_others(model: Any, make_prompts: Any) -> None:
+def test_what_prefixes_hold_is_given_up_for_others(model, make_prompts):
     heads = 4
     layout = Engine(model).cache
     memory = heads * 14 * layout.block_bytes  # one of 200 tokens and a little more
@@ -124,7 +123,7 @@ def test_what_prefixes_hold_is_given_up_for_others(model: Any, make_prompts: Any
     assert cache.allocator.num_in_use == 0 and not cache.allocator.extra.any()
 
 
-def test_a_pool_that_grows_does_not_grow_for_prefixes(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_pool_that_grows_does_not_grow_for_prefixes(make_compressed, make_prompts):
     engine = Engine(make_compressed(), prefix_cache=True, max_batch_size=2)
     for prompt in make_prompts(*[400] * 30):
         engine.generate([prompt], SamplingParams(max_new_tokens=1))
@@ -132,7 +131,7 @@ def test_a_pool_that_grows_does_not_grow_for_prefixes(make_compressed: Any, make
 
 
 @pytest.mark.parametrize("scores", [False, True])
-def test_what_was_no_number_is_kept_for_nobody(scores: bool, model: Any, make_prompts: Any) -> None:
+def test_what_was_no_number_is_kept_for_nobody(scores, model, make_prompts):
     (prefix,), (more, other) = make_prompts(130), make_prompts(20, 9, seed=2)
     expected = Engine(model).generate([prefix + more, prefix + other], GREEDY)
     engine, weight = Engine(model, prefix_cache=True), model.model.layers[0].self_attn.v_proj.weight
@@ -156,9 +155,7 @@ def test_what_was_no_number_is_kept_for_nobody(scores: bool, model: Any, make_pr
     ],
     ids=lambda own: next(iter(own)),
 )
-def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(
-    own: dict[str, Any], make_stock: Any, make_prompts: Any
-) -> None:
+def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(own, make_stock, make_prompts):
     (prompt,) = make_prompts(100)
     engine = Engine(make_stock(), prefix_cache=True)
     engine.generate([prompt], GREEDY)
@@ -171,9 +168,7 @@ def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(
 
 
 @pytest.mark.parametrize("holder", ["a session that rests", "its own rest"])
-def test_a_request_does_not_give_up_the_prefix_that_it_goes_on_from(
-    holder: str, make_stock: Any, make_prompts: Any
-) -> None:
+def test_a_request_does_not_give_up_the_prefix_that_it_goes_on_from(holder, make_stock, make_prompts):
     """Others make room first; of what is longer than the prefix, the rest does."""
     model, (prefix, other, first, second) = make_stock(), make_prompts(320, 200, 150, 230)
     engine = Engine(model, memory=4 * 40 * Engine(model).cache.block_bytes, prefix_cache=True)
@@ -190,7 +185,7 @@ def test_a_request_does_not_give_up_the_prefix_that_it_goes_on_from(
     assert engine.blocks_in_use == 0
 
 
-def test_who_waits_for_a_prefix_keeps_nobody_back(model: Any, make_prompts: Any) -> None:
+def test_who_waits_for_a_prefix_keeps_nobody_back(model, make_prompts):
     prefix, more, short = make_prompts(320, 9, 12)
     engine = Engine(model, prefix_cache=True, prefill_chunk_size=64)
     fed = count_fed(engine)
@@ -206,7 +201,7 @@ def test_who_waits_for_a_prefix_keeps_nobody_back(model: Any, make_prompts: Any)
     assert sum(fed) <= 320 + 9 + 12 + 3 * 5 + 16
 
 
-def test_other_weights_need_an_empty_prefix_cache(model: Any, make_prompts: Any) -> None:
+def test_other_weights_need_an_empty_prefix_cache(model, make_prompts):
     (prompt,), engine = make_prompts(150), Engine(model, prefix_cache=True)
     engine.generate([prompt], GREEDY)
     model.model.layers[0].self_attn.v_proj.weight.data.mul_(-1)
@@ -215,7 +210,7 @@ def test_other_weights_need_an_empty_prefix_cache(model: Any, make_prompts: Any)
     assert_same(engine.generate([prompt], GREEDY), Engine(model).generate([prompt], GREEDY))
 
 
-def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed: Any, make_prompts: Any) -> None:
+def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed, make_prompts):
     model = make_compressed(gates={"action": "drop", "delay": 256})
     engine = Engine(model, memory=2**20, max_batch_size=2, prefix_cache=True)
     for prompt in make_prompts(*[80] * 40):
@@ -226,11 +221,11 @@ def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed: Any
 class BesideAFullRank(Ranks):
     """One of two ranks, the other of which has taken all that it may for states."""
 
-    def maximum(self, number: int) -> int:
+    def maximum(self, number):
         return max(number, 1)
 
 
-def test_ranks_drop_the_same_prefixes(make_compressed: Any, make_prompts: Any) -> None:
+def test_ranks_drop_the_same_prefixes(make_compressed, make_prompts):
     engine = Engine(make_compressed(), prefix_cache=True)
     engine.cache.layout = dataclasses.replace(engine.cache.layout, ranks=BesideAFullRank())
     for prompt in make_prompts(100, 120):
@@ -238,7 +233,7 @@ def test_ranks_drop_the_same_prefixes(make_compressed: Any, make_prompts: Any) -
     assert engine.prefix_cache_bytes == 0
 
 
-def test_an_engine_with_a_prefix_cache_goes_with_its_last_reference(make_stock: Any, make_prompts: Any) -> None:
+def test_an_engine_with_a_prefix_cache_goes_with_its_last_reference(make_stock, make_prompts):
     engine = Engine(make_stock(), prefix_cache=True)
     engine.generate(make_prompts(80), GREEDY)
     cache = weakref.ref(engine.cache)
@@ -251,7 +246,7 @@ def test_an_engine_with_a_prefix_cache_goes_with_its_last_reference(make_stock: 
         gc.enable()
 
 
-def test_continuations_take_the_place_of_prefixes(make_stock: Any, make_prompts: Any) -> None:
+def test_continuations_take_the_place_of_prefixes(make_stock, make_prompts):
     model, params = make_stock(), SamplingParams(max_new_tokens=4, n=6, temperature=0)
     memory = 4 * 40 * Engine(model).cache.block_bytes
     engine, *others = Engine(model, memory=memory, prefix_cache=True), *make_prompts(*[120] * 8, seed=3)
@@ -262,7 +257,7 @@ def test_continuations_take_the_place_of_prefixes(make_stock: Any, make_prompts:
     assert sum(fed) == 120 + 6 * 3
 
 
-def test_sessions_and_interrupts_leave_prefixes_sound(model: Any, make_prompts: Any) -> None:
+def test_sessions_and_interrupts_leave_prefixes_sound(model, make_prompts):
     engine, (prefix, more, rest) = Engine(model, prefix_cache=True), make_prompts(130, 40, 9)
     (expected,) = Engine(model).generate([prefix + more], GREEDY)
     with engine.session() as session:
@@ -278,7 +273,7 @@ def test_sessions_and_interrupts_leave_prefixes_sound(model: Any, make_prompts: 
 
 
 @pytest.mark.parametrize("policy", [policies.H2O(budget=Budget(ratio=2)), policies.SnapKV(budget=Budget(ratio=2))])
-def test_what_a_policy_has_compressed_is_computed_again(policy: Any, make_stock: Any, make_prompts: Any) -> None:
+def test_what_a_policy_has_compressed_is_computed_again(policy, make_stock, make_prompts):
     (prefix,), model = make_prompts(150), make_stock()
     prompts = [prefix + rest for rest in make_prompts(9, 20, seed=2)]
     expected = Engine(model, policy=policy).generate(prompts, GREEDY)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +18,24 @@ METHODS = [None, {}, {"window_size": None}, {"action": "drop", "delay": 4}]
 class Letters:
     """One token for each character; a special one at the start of a text."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text, add_special_tokens):
         return {"input_ids": [82] * add_special_tokens + [ord(letter) - 33 for letter in text]}
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         return "".join(chr(token + 33) for token in tokens if token != 82)
 
 
-def build(gates: dict | None, make_stock: Any, make_compressed: Any) -> Any:
+def build(gates, make_stock, make_compressed):
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
-def run(engine: Engine, request: Any) -> Any:
+def run(engine, request):
     while request.generation is None:
         engine.step()
     return request.generation
 
 
-def test_steps_bring_the_tokens_of_generate(make_compressed: Any, make_prompts: Any) -> None:
+def test_steps_bring_the_tokens_of_generate(make_compressed, make_prompts):
     engine, prompts = Engine(make_compressed(), tokenizer=Letters(), prefill_chunk_size=8), make_prompts(5, 20, 9)
     expected = engine.generate(prompts, GREEDY)
     requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
@@ -54,19 +53,8 @@ def test_steps_bring_the_tokens_of_generate(make_compressed: Any, make_prompts: 
         assert generation.finish_reason == "length"
 
 
-def test_a_request_may_come_while_others_run(make_compressed: Any, make_prompts: Any) -> None:
-    engine, prompts = Engine(make_compressed()), make_prompts(5, 20, 9)
-    expected = engine.generate(prompts, GREEDY)
-    requests = []
-    for prompt in prompts:
-        requests.append(engine.submit(prompt, GREEDY))
-        engine.step()
-    for request, generation in zip(requests, expected, strict=True):
-        assert run(engine, request).token_ids == generation.token_ids
-
-
 @pytest.mark.parametrize("length", [1024, 1023, 1025])
-def test_a_prompt_that_joins_others_leaves_them_their_blocks(length: int, make_stock: Any, make_prompts: Any) -> None:
+def test_a_prompt_that_joins_others_leaves_them_their_blocks(length, make_stock, make_prompts):
     """The pool of 256 blocks is full when the second prompt comes: 64 blocks in each of 2 layers and 2 heads."""
     model, prompts = make_stock(), make_prompts(length, 5)
     expected = Engine(model, memory=2**23).generate(prompts, GREEDY)
@@ -80,7 +68,7 @@ def test_a_prompt_that_joins_others_leaves_them_their_blocks(length: int, make_s
         assert run(engine, request).token_ids == generation.token_ids
 
 
-def test_generate_and_score_run_beside_submitted_requests(make_compressed: Any, make_prompts: Any) -> None:
+def test_generate_and_score_run_beside_submitted_requests(make_compressed, make_prompts):
     engine, prompts = Engine(make_compressed(), max_batch_size=2), make_prompts(5, 20, 9)
     expected = [generation.token_ids for generation in engine.generate(prompts, GREEDY)]
     request = engine.submit(prompts[0], GREEDY)
@@ -91,7 +79,7 @@ def test_generate_and_score_run_beside_submitted_requests(make_compressed: Any, 
     assert run(engine, request).token_ids == expected[0]
 
 
-def test_abort_returns_the_blocks_and_keeps_what_there_is(make_compressed: Any, make_prompts: Any) -> None:
+def test_abort_returns_the_blocks_and_keeps_what_there_is(make_compressed, make_prompts):
     engine, prompts = Engine(make_compressed(), tokenizer=Letters(), max_batch_size=2), make_prompts(5, 20, 9)
     expected = engine.generate(prompts, GREEDY)
     running, other, waiting = (engine.submit(prompt, GREEDY) for prompt in prompts)
@@ -111,7 +99,7 @@ def test_abort_returns_the_blocks_and_keeps_what_there_is(make_compressed: Any, 
     assert engine.blocks_in_use == 0
 
 
-def test_streams_interleave_and_lose_nothing(make_compressed: Any, make_prompts: Any) -> None:
+def test_streams_interleave_and_lose_nothing(make_compressed, make_prompts):
     engine, prompts = Engine(make_compressed(), tokenizer=Letters()), make_prompts(5, 20)
     expected = engine.generate(prompts, GREEDY)
     streams = [engine.stream(prompt, GREEDY) for prompt in prompts]
@@ -123,7 +111,7 @@ def test_streams_interleave_and_lose_nothing(make_compressed: Any, make_prompts:
     assert engine.blocks_in_use == 0
 
 
-def test_a_stream_that_is_closed_is_aborted(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_stream_that_is_closed_is_aborted(make_compressed, make_prompts):
     engine = Engine(make_compressed())
     never_begun = engine.stream(make_prompts(5)[0], GREEDY)
     stream = engine.stream(make_prompts(5)[0], GREEDY)
@@ -137,7 +125,7 @@ def test_a_stream_that_is_closed_is_aborted(make_compressed: Any, make_prompts: 
     assert engine.step() == []
 
 
-def test_bad_requests_are_refused_when_they_are_made(make_compressed: Any) -> None:
+def test_bad_requests_are_refused_when_they_are_made(make_compressed):
     engine = Engine(make_compressed(gates={"target_ratio": 1.0}), memory=4 * 2 * BLOCK_BYTES)
     with pytest.raises(ValueError, match="a sequence of 40 tokens may need 12 blocks at the compression ratio 1 that"):
         engine.stream([1] * 29, GREEDY)
@@ -146,7 +134,7 @@ def test_bad_requests_are_refused_when_they_are_made(make_compressed: Any) -> No
     assert engine.step() == []
 
 
-def test_stop_strings_cut_the_text(make_compressed: Any, make_prompts: Any) -> None:
+def test_stop_strings_cut_the_text(make_compressed, make_prompts):
     model, (prompt,) = make_compressed(), make_prompts(9)
     engine = Engine(model, tokenizer=Letters())
     (free,) = engine.generate([prompt], GREEDY)
@@ -162,18 +150,10 @@ def test_stop_strings_cut_the_text(make_compressed: Any, make_prompts: Any) -> N
     assert generation.stats.tokens_seen == 9 + count - 1
 
 
-def test_stop_tokens_are_a_reason(make_compressed: Any, make_prompts: Any) -> None:
-    engine, (prompt,) = Engine(make_compressed()), make_prompts(9)
-    (free,) = engine.generate([prompt], GREEDY)
-    params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(free.token_ids[3],))
-    (generation,) = engine.generate([prompt], params)
-    assert generation.finish_reason == "stop"
-
-
-def test_unseeded_requests_follow_torchs_default_generator(make_compressed: Any, make_prompts: Any) -> None:
+def test_unseeded_requests_follow_torchs_default_generator(make_compressed, make_prompts):
     engine, prompts = Engine(make_compressed()), make_prompts(5, 9)
 
-    def draw(seed: int) -> list[list[int]]:
+    def draw(seed):
         torch.manual_seed(seed)
         return [generation.token_ids for generation in engine.generate(prompts, SamplingParams(max_new_tokens=8))]
 
@@ -181,9 +161,7 @@ def test_unseeded_requests_follow_torchs_default_generator(make_compressed: Any,
 
 
 @pytest.mark.parametrize("gates", METHODS, ids=str)
-def test_turns_of_a_session_equal_the_whole_conversation(
-    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_turns_of_a_session_equal_the_whole_conversation(gates, make_stock, make_compressed, make_prompts):
     model = build(gates, make_stock, make_compressed)
     engine, history = Engine(model, prefill_chunk_size=7), []
     params = [GREEDY, SamplingParams(max_new_tokens=15, seed=3), GREEDY]
@@ -202,9 +180,7 @@ def test_turns_of_a_session_equal_the_whole_conversation(
     assert engine.blocks_in_use == 0
 
 
-def test_a_further_turn_feeds_the_prompt_and_one_token(
-    make_compressed: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_further_turn_feeds_the_prompt_and_one_token(make_compressed, make_prompts, monkeypatch):
     engine, fed = Engine(make_compressed()), []
     forward = engine._runner.forward
     monkeypatch.setattr(
@@ -218,9 +194,7 @@ def test_a_further_turn_feeds_the_prompt_and_one_token(
 
 @pytest.mark.parametrize("evicted", [False, True])
 @pytest.mark.parametrize("gates", METHODS, ids=str)
-def test_contexts_that_are_fed_equal_one_prompt_of_all(
-    gates: dict | None, evicted: bool, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_contexts_that_are_fed_equal_one_prompt_of_all(gates, evicted, make_stock, make_compressed, make_prompts):
     model = build(gates, make_stock, make_compressed)
     engine, rows = Engine(model, prefill_chunk_size=7, max_batch_size=1), []
     contexts, fed = make_prompts(20, 1, 33), []
@@ -260,9 +234,7 @@ def test_contexts_that_are_fed_equal_one_prompt_of_all(
     [policies.SnapKV(budget=Budget(ratio=2), window=4), policies.H2O(budget=Budget(ratio=2))],
     ids=lambda policy: type(policy).__name__,
 )
-def test_a_policy_takes_the_end_of_what_is_fed_for_a_prompts_end(
-    policy: Any, chunk: int | None, make_stock: Any, make_prompts: Any
-) -> None:
+def test_a_policy_takes_the_end_of_what_is_fed_for_a_prompts_end(policy, chunk, make_stock, make_prompts):
     engine, (context, question) = Engine(make_stock(), policy=policy, prefill_chunk_size=chunk), make_prompts(40, 5)
     session, other = engine.session(), engine.session()
     stats = session.feed(context)
@@ -278,7 +250,7 @@ def test_a_policy_takes_the_end_of_what_is_fed_for_a_prompts_end(
     assert torch.equal(answer.stats.slots, expected.stats.slots)
 
 
-def test_a_context_that_was_cut_short_is_a_part_of_the_next(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_context_that_was_cut_short_is_a_part_of_the_next(make_compressed, make_prompts):
     model, prompts = make_compressed(gates={"target_ratio": 1.0}), make_prompts(20, 9, 5)
     engine = Engine(model, memory=4 * 4 * BLOCK_BYTES)
     session = engine.session()
@@ -305,35 +277,14 @@ def test_a_context_that_was_cut_short_is_a_part_of_the_next(make_compressed: Any
     assert engine.blocks_in_use == 0
 
 
-def test_text_that_is_fed_begins_a_conversation(make_compressed: Any) -> None:
+def test_text_that_is_fed_begins_a_conversation(make_compressed):
     session = Engine(make_compressed(), tokenizer=Letters()).session()
     session.feed("HI")
     session.feed("BYE")
     assert session.tokens == Letters()("HIBYE", True)["input_ids"]
 
 
-@pytest.mark.parametrize("gates", METHODS, ids=str)
-def test_sessions_that_lost_their_cache_answer_the_same(
-    gates: dict | None, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
-    model = build(gates, make_stock, make_compressed)
-    prompts = make_prompts(40, 40, 9, 9, 5, 5)
-    free = Engine(model)
-    free_sessions = [free.session() for _ in range(2)]
-    tight = Engine(model, max_batch_size=1)  # each session takes the other's row
-    tight_sessions = [tight.session() for _ in range(2)]
-    for turn in range(3):
-        for prompt, mine, theirs in zip(prompts[2 * turn : 2 * turn + 2], tight_sessions, free_sessions, strict=True):
-            generation, expected = mine.generate(prompt, GREEDY), theirs.generate(prompt, GREEDY)
-            assert generation.token_ids == expected.token_ids
-            assert torch.equal(generation.stats.slots, expected.stats.slots)
-            assert generation.stats.num_preemptions == (turn > 0)
-    for session in tight_sessions:
-        session.close()
-    assert tight.blocks_in_use == 0
-
-
-def test_a_session_survives_an_exception_and_an_abort(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_session_survives_an_exception_and_an_abort(make_compressed, make_prompts):
     model, prompts = make_compressed(), make_prompts(20, 9, 5)
     engine = Engine(model)
     session = engine.session()
@@ -360,7 +311,7 @@ def test_a_session_survives_an_exception_and_an_abort(make_compressed: Any, make
         session.generate(prompts[0], GREEDY)
 
 
-def test_a_running_turn_ends_with_its_session(make_compressed: Any, make_prompts: Any) -> None:
+def test_a_running_turn_ends_with_its_session(make_compressed, make_prompts):
     engine = Engine(make_compressed())
     with engine.session() as session:
         stream = session.stream(make_prompts(5)[0], GREEDY)
@@ -373,7 +324,7 @@ BROKEN = 7
 """A token whose embedding is no number, so that nothing after it is."""
 
 
-def with_broken_token(model: Any) -> Any:
+def with_broken_token(model):
     with torch.no_grad():
         model.get_input_embeddings().weight[BROKEN] = math.nan
         model.lm_head.weight[BROKEN] = 0  # so it is hardly ever the most likely one
@@ -384,9 +335,7 @@ def with_broken_token(model: Any) -> Any:
 @pytest.mark.parametrize(
     "method", [*METHODS, policies.SnapKV(budget=HALF, window=4), policies.D2O(budget=HALF)], ids=str
 )
-def test_logits_that_are_no_numbers_end_their_request_alone(
-    method: Any, kernels: str, make_stock: Any, make_compressed: Any, make_prompts: Any
-) -> None:
+def test_logits_that_are_no_numbers_end_their_request_alone(method, kernels, make_stock, make_compressed, make_prompts):
     policy = method if isinstance(method, policies.CachePolicy) else None
     model = with_broken_token(build(None if policy else method, make_stock, make_compressed))
     prompts = [[token for token in prompt if token != BROKEN] for prompt in make_prompts(20, 9, 30)]
@@ -418,9 +367,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_no_token_is_drawn_from_what_are_no_numbers(
-    value: float, temperature: float, make_stock: Any, make_prompts: Any
-) -> None:
+def test_no_token_is_drawn_from_what_are_no_numbers(value, temperature, make_stock, make_prompts):
     model, (prompt,) = make_stock(), make_prompts(9)
     engine, params = Engine(model), SamplingParams(max_new_tokens=8, temperature=temperature, top_p=0.9, seed=1)
     (free,) = engine.generate([prompt], params)
@@ -432,13 +379,13 @@ def test_no_token_is_drawn_from_what_are_no_numbers(
         session.generate(prompt, params)
     hook.remove()
 
-    def later(module: Any, args: Any, output: Any) -> None:
+    def later(module, args, output):
         rows.append(1)
         if len(rows) > 3:
             output[..., 1:] = -math.inf  # one token is left: it is drawn
             output[..., 0] = 0 if len(rows) < 6 else value
 
-    rows: list[int] = []
+    rows = []
     hook = model.lm_head.register_forward_hook(later)
     stream, tokens = engine.stream(prompt, params), []
     with pytest.raises(ArithmeticError, match="and 5 generated ones"):
@@ -450,7 +397,7 @@ def test_no_token_is_drawn_from_what_are_no_numbers(
     assert engine.blocks_in_use == 0
 
 
-def test_special_tokens_begin_a_conversation_once(make_compressed: Any) -> None:
+def test_special_tokens_begin_a_conversation_once(make_compressed):
     engine = Engine(make_compressed(), tokenizer=Letters())
     session = engine.session()
     answer = session.generate("HI", GREEDY)
@@ -463,7 +410,7 @@ def test_special_tokens_begin_a_conversation_once(make_compressed: Any) -> None:
     torch.testing.assert_close(score, engine.score([session.tokens[:3]], [ids])[0])
 
 
-def test_what_a_turn_may_need_counts_the_turns_before(make_compressed: Any, make_prompts: Any) -> None:
+def test_what_a_turn_may_need_counts_the_turns_before(make_compressed, make_prompts):
     engine = Engine(make_compressed(gates={"target_ratio": 1.0}), memory=4 * 3 * BLOCK_BYTES)
     session, prompts = engine.session(), make_prompts(20, 6, 5)
     session.generate(prompts[0], GREEDY)
@@ -474,9 +421,7 @@ def test_what_a_turn_may_need_counts_the_turns_before(make_compressed: Any, make
     session.generate(prompts[2], GREEDY)
 
 
-def test_a_bar_shows_tokens_and_what_waits(
-    make_compressed: Any, make_prompts: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_bar_shows_tokens_and_what_waits(make_compressed, make_prompts, capsys):
     engine, prompts = Engine(make_compressed(), max_batch_size=2), make_prompts(5, 9, 3)
     params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=tuple(range(0, 83, 7)))
     generations = engine.generate(prompts, params, progress=True)

@@ -1,40 +1,34 @@
 import math
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import Choice, History, choose_tokens, next_uniform
+from dmc.runtime.sampling import History, choose_tokens, next_uniform
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
 
-def choose_or_fail(
-    logits: torch.Tensor,
-    params: list[SamplingParams],
-    generators: list[torch.Generator | None],
-    histories: list[History] | None = None,
-) -> tuple[Choice, dict[int, Exception]]:
+def choose_or_fail(logits, params, generators, histories=None):
     uniforms = [next_uniform(each, generator) for each, generator in zip(params, generators, strict=True)]
     return choose_tokens(logits, params, uniforms, histories)
 
 
-def choose(*arguments: Any) -> Choice:
+def choose(*arguments):
     choice, errors = choose_or_fail(*arguments)
     assert errors == {}
     return choice
 
 
-def frequencies(count: int = 5_000, **settings: object) -> list[float]:
-    params = SamplingParams(**settings)  # type: ignore[arg-type]
+def frequencies(count=5_000, **settings):
+    params = SamplingParams(**settings)
     generator = torch.Generator().manual_seed(0)
     drawn, *_ = choose(LOG_PROBS.expand(count, 5), [params] * count, [generator] * count)
     return (drawn.bincount(minlength=5) / count).tolist()
 
 
-def test_zero_temperature_is_greedy() -> None:
+def test_zero_temperature_is_greedy():
     tokens, log_probs, *_ = choose(3 + LOG_PROBS[None], [SamplingParams(temperature=0)], [None])
     assert tokens.tolist() == [1]
     assert log_probs.tolist() == pytest.approx([LOG_PROBS[1].item()])
@@ -65,11 +59,11 @@ def test_zero_temperature_is_greedy() -> None:
         ({"min_p": 0.1, "temperature": 0.5}, [0, 0.16 / 0.2725, 0, 0.09 / 0.2725, 0.0225 / 0.2725]),
     ],
 )
-def test_tokens_come_with_the_probabilities_asked_for(settings: dict, expected: list[float]) -> None:
+def test_tokens_come_with_the_probabilities_asked_for(settings, expected):
     assert frequencies(**settings) == pytest.approx(expected, abs=0.025)
 
 
-def choose_naively(logits: list[float], params: SamplingParams, uniform: float) -> int:
+def choose_naively(logits, params, uniform):
     """Walk along the cumulative distribution of one row, in double precision."""
     if params.temperature == 0:
         return logits.index(max(logits))
@@ -106,7 +100,7 @@ SETTINGS = [
 ]
 
 
-def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
+def test_every_row_of_a_mixed_batch_is_what_it_is_alone():
     logits = 3 * torch.randn(40, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
     for trial, rows in enumerate(logits):
         seeds = [100 * trial + row for row in range(len(SETTINGS))]
@@ -121,7 +115,7 @@ def test_every_row_of_a_mixed_batch_is_what_it_is_alone() -> None:
         torch.testing.assert_close(log_probs, expected)
 
 
-def test_an_impossible_token_is_never_drawn() -> None:
+def test_an_impossible_token_is_never_drawn():
     logits = torch.tensor([0.0, -math.inf, 1.0]).expand(300, 3)
     for temperature in (1e-45, 1.0, 1e39, 1e300):
         params = [SamplingParams(temperature=temperature, top_p=0.99)] * 300
@@ -129,7 +123,7 @@ def test_an_impossible_token_is_never_drawn() -> None:
         assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
-def test_greedy_rows_take_nothing_from_a_generator() -> None:
+def test_greedy_rows_take_nothing_from_a_generator():
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     before = generators[0].get_state()
     choose(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
@@ -137,24 +131,14 @@ def test_greedy_rows_take_nothing_from_a_generator() -> None:
     assert not torch.equal(generators[1].get_state(), before)
 
 
-def test_unseeded_rows_follow_the_default_generator() -> None:
-    logits = torch.zeros(6, 50)
-
-    def draw(seed: int) -> list[int]:
-        torch.manual_seed(seed)
-        return choose(logits, [SamplingParams()] * 6, [None] * 6)[0].tolist()
-
-    assert draw(3) == draw(3) != draw(4)
-
-
-def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too():
     logits = torch.tensor([2.0, 1.0, 2.0, 1.0, 1.0, 0.0]).expand(600, 6)
     tokens, *_ = choose(logits, [SamplingParams(top_k=3)] * 600, [torch.Generator().manual_seed(0)] * 600)
     assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
+def test_sixteen_bit_logits_are_summed_in_float32(dtype):
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     tokens, log_probs, *_ = choose(logits, [SamplingParams(temperature=0)] * 3, [None] * 3)
     assert log_probs.dtype == torch.float32
@@ -165,13 +149,13 @@ def test_sixteen_bit_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
 HISTORIES = [([3, 7, 7, 11], [7, 2]), ([5], []), ([], [9, 9, 9, 1]), ([], [])]
 
 
-def warped(scores: torch.Tensor, history: list[int], params: SamplingParams) -> torch.Tensor:
+def warped(scores, history, params):
     """Do what transformers' own sampling does with a row [vocab]."""
     processors = transformers.LogitsProcessorList()
     if params.repetition_penalty != 1 and history:
         processors.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.logits_processor is not None:
-        processors.append(params.logits_processor)  # type: ignore[arg-type]
+        processors.append(params.logits_processor)
     processors.append(transformers.TemperatureLogitsWarper(params.temperature))
     if params.top_k is not None:
         processors.append(transformers.TopKLogitsWarper(params.top_k))
@@ -194,7 +178,7 @@ def warped(scores: torch.Tensor, history: list[int], params: SamplingParams) -> 
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_distributions_are_those_of_transformers(settings: dict) -> None:
+def test_distributions_are_those_of_transformers(settings):
     params, uniforms = SamplingParams(**settings), 200
     for trial, history in enumerate(HISTORIES):
         (logits,) = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(trial)) + 1
@@ -216,7 +200,7 @@ def test_distributions_are_those_of_transformers(settings: dict) -> None:
         torch.testing.assert_close(choice.logprobs, logits.log_softmax(-1)[choice.tokens])
 
 
-def test_penalties_and_processors_act_on_their_own_rows() -> None:
+def test_penalties_and_processors_act_on_their_own_rows():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(3))
     params = [
         SamplingParams(temperature=0, repetition_penalty=1.5),
@@ -237,7 +221,7 @@ def test_penalties_and_processors_act_on_their_own_rows() -> None:
     assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
 
 
-def test_a_history_that_has_grown_is_one_made_of_all_its_tokens() -> None:
+def test_a_history_that_has_grown_is_one_made_of_all_its_tokens():
     for before, since in HISTORIES:
         grown, more = History(before, since, 40), torch.randint(40, (200,)).tolist()
         for count, token in enumerate(more, 1):
@@ -246,32 +230,14 @@ def test_a_history_that_has_grown_is_one_made_of_all_its_tokens() -> None:
             assert torch.equal(grown.tokens, whole.tokens) and torch.equal(grown.marks, whole.marks)
 
 
-def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone() -> None:
-    def fail(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone():
+    def fail(tokens, scores):
         raise KeyError("lost")
 
     processors = [fail, lambda tokens, scores: scores[0], lambda tokens, scores: scores - torch.inf, None]
-    params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]  # type: ignore[arg-type]
+    params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]
     choice, errors = choose_or_fail(torch.zeros(4, 9), params, [None] * 4)
     assert [type(errors.get(row)) for row in range(4)] == [RuntimeError, RuntimeError, type(None), type(None)]
     assert isinstance(errors[0].__cause__, KeyError)
     assert "gave (9,): expected (1, 9)" in str(errors[1])
     assert choice.logprobs.isfinite().tolist() == [True, True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number >= 1"),
-        ({"temperature": -0.1}, "temperature=-0.1: expected a number >= 0"),
-        ({"temperature": float("nan")}, "temperature=nan: expected a number >= 0"),
-        ({"top_k": 0}, "top_k=0: expected a whole number >= 1, or None"),
-        ({"top_p": 0.0}, r"top_p=0.0: expected a number in \(0, 1\]"),
-        ({"top_p": 1.1}, "top_p=1.1"),
-        ({"stop": "end"}, "stop='end': expected a tuple of strings that are not empty"),
-        ({"stop": ("a", "")}, r"stop=\('a', ''\)"),
-    ],
-)
-def test_settings_out_of_range_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**arguments)

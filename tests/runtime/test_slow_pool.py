@@ -1,7 +1,5 @@
 """The pool in the host's memory against plain tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from dmc.runtime.slow_pool import FIRST_BLOCKS, CopyStream, SlowPool

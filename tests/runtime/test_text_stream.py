@@ -1,5 +1,4 @@
 import random
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,7 +10,7 @@ TEXT = "Füße, naïve 日本語 and 😀👍🏽 — the quick brown fox jumps 
 
 
 @pytest.fixture(scope="module")
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """Every byte is a token, and some longer pieces: most characters beyond ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -23,7 +22,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback():
     """Like Llama 2's: pieces that begin with a space mark, the first one loses it; unknown characters as bytes."""
     letters = ["a", "b", ".", "▁", "▁a", "▁b", "<s>"]
     vocabulary = {piece: index for index, piece in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *letters])}
@@ -37,11 +36,11 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 class Letters:
     """One token for each character."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         return "".join(map(chr, tokens))
 
 
-def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
+def pieces(stream, tokens):
     found = []
     for token in tokens:
         found.append(stream.push(token))
@@ -51,8 +50,8 @@ def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_pieces_are_whole_characters_and_make_up_the_text(name: str, request: pytest.FixtureRequest) -> None:
-    tokenizer: Any = request.getfixturevalue(name)
+def test_pieces_are_whole_characters_and_make_up_the_text(name, request):
+    tokenizer = request.getfixturevalue(name)
     text = TEXT if name == "byte_level" else "a b. é😀 ab 日 a"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(text.split())
@@ -63,7 +62,7 @@ def test_pieces_are_whole_characters_and_make_up_the_text(name: str, request: py
     assert any(not piece for piece in found[:-1])  # some character took several tokens
 
 
-def test_any_tokens_make_up_what_the_tokenizer_decodes(byte_level: Any) -> None:
+def test_any_tokens_make_up_what_the_tokenizer_decodes(byte_level):
     """Random bytes too: what is no character comes out as the tokenizer writes it, at the latest in the end."""
     draw = random.Random(0)
     for _ in range(200):
@@ -72,7 +71,7 @@ def test_any_tokens_make_up_what_the_tokenizer_decodes(byte_level: Any) -> None:
         assert "".join(found) == byte_level.decode(tokens, skip_special_tokens=True)
 
 
-def test_half_a_character_waits_for_its_other_half_or_the_end(byte_level: Any) -> None:
+def test_half_a_character_waits_for_its_other_half_or_the_end(byte_level):
     smile = byte_level("😀", add_special_tokens=False)["input_ids"]
     assert len(smile) > 1
     stream = TextStream(byte_level)
@@ -94,14 +93,14 @@ def test_half_a_character_waits_for_its_other_half_or_the_end(byte_level: Any) -
         ("aaaa", ("aaa",), ""),
     ],
 )
-def test_text_ends_before_a_stop_string(text: str, stop: tuple[str, ...], expected: str) -> None:
+def test_text_ends_before_a_stop_string(text, stop, expected):
     stream = TextStream(Letters(), stop)
     found = pieces(stream, [ord(letter) for letter in text])
     assert "".join(found) == "".join(stream.pieces) == expected
     assert stream.stopped == any(each in text for each in stop)
 
 
-def test_random_texts_stop_where_a_search_of_the_whole_text_says() -> None:
+def test_random_texts_stop_where_a_search_of_the_whole_text_says():
     draw = random.Random(1)
     for _ in range(500):
         text = "".join(draw.choices("ab", k=draw.randrange(1, 14)))
@@ -119,6 +118,6 @@ def test_random_texts_stop_where_a_search_of_the_whole_text_says() -> None:
         assert seen == expected
 
 
-def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
+def test_what_cannot_begin_a_stop_string_is_not_held_back():
     stream = TextStream(Letters(), ("<end>",))
     assert [stream.push(ord(letter)) for letter in "a<eb"] == ["a", "", "", "<eb"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,7 +61,7 @@ class Slurm:
     environment: dict[str, str]
     jobs: list[str] = field(default_factory=list)
 
-    def call(self, *command: str, seconds: float = 30) -> str:
+    def call(self, *command, seconds=30):
         """Run a Slurm client and return what it prints."""
         done = subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -70,20 +69,20 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, *arguments: str) -> str:
+    def submit(self, *arguments):
         """Submit from the project's root as a user does and return the job's number."""
         self.jobs.append(self.call("sbatch", "--parsable", *arguments))
         return self.jobs[-1]
 
-    def state(self, job: str) -> str:
+    def state(self, job):
         """Return the states of a job's tasks, such as RUNNING; empty once it is gone from the queue."""
         return self.call("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
 
-    def signal(self, job: str, name: str) -> None:
+    def signal(self, job, name):
         """Send a signal to the processes that srun started for a job."""
         self.call("scancel", f"--signal={name}", job)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
+    def wait_until(self, condition, what, seconds=300):
         """Poll until something holds.
 
         Raises:
@@ -95,7 +94,7 @@ class Slurm:
                 raise TimeoutError(f"{what}: not within {seconds} s\n{self.call('scontrol', 'show', 'job')}")
             time.sleep(0.05)
 
-    def wait(self, job: str, seconds: float = 300) -> str:
+    def wait(self, job, seconds=300):
         """Wait until every task of a job has ended, requeues included, and return the state."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
         self.wait_until(lambda: set(self.state(job).split()) <= ended, f"end of job {job}", seconds)
@@ -103,7 +102,7 @@ class Slurm:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
+def slurm():
     """Start the cluster once for all tests and take it down by its pid files.
 
     Jobs' numbers, from which their rendezvous follows, are other ones than those of another process's cluster.
@@ -123,7 +122,7 @@ def slurm() -> Iterator[Slurm]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(folder: Path) -> Slurm:
+def _start(folder):
     ports = _free_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]
     nodes = [
@@ -151,7 +150,7 @@ def _start(folder: Path) -> Slurm:
     return cluster
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count):
     sockets = [socket.socket() for _ in range(count)]
     for item in sockets:
         item.bind(("127.0.0.1", 0))
@@ -161,7 +160,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _stop(folder: Path) -> None:
+def _stop(folder):
     """End the daemons: nodes, controller, munge."""
     for name in (*(f"slurmd-{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
         try:

@@ -44,16 +44,16 @@ def settings(tmp_path_factory):
     ]  # fmt: skip
 
 
-def long_run(steps: int) -> list[str]:
+def long_run(steps):
     stages = f"{{zero_out:{{steps:6}},retrofit:{{steps:{steps - 6}}},solidify:null}}"
     return [f"training.stages={stages}", "training.checkpoint_every_steps=1000", "trainer.strategy=ddp"]
 
 
-def starts(folder: Path) -> list[dict]:
+def starts(folder):
     return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
 
 
-def logs(folder: Path) -> str:
+def logs(folder):
     return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.rglob("*.log")))
 
 
@@ -89,7 +89,7 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert sorted(logged_losses(folder)) == list(range(steps))
 
 
-def table_of(folder: Path) -> list[dict]:
+def table_of(folder):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert run_script("collect.py", f"folder={folder}") == ""
     assert (folder / "table.md").read_text() in printed.getvalue()
@@ -98,7 +98,7 @@ def table_of(folder: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def ratios_of(table: list[dict]) -> list[tuple[str, float]]:
+def ratios_of(table):
     return [(row["variant"], float(row["requested_ratio"])) for row in table]
 
 

@@ -1,10 +1,5 @@
 """A run small enough to train in a test: a random tiny Llama on a few made-up documents."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dmc.config import RunConfig, build_config
@@ -15,7 +10,7 @@ STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"step
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for split, count in (("train", 60), ("held_out", 20)):
         (folder / split).mkdir()
@@ -26,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_values(corpus: Path, tmp_path: Path) -> dict[str, Any]:
+def run_values(corpus, tmp_path):
     """Plain values of a run; tests change them and call `build_config`."""
     return {
         "model": {
@@ -70,7 +65,7 @@ def run_values(corpus: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def only_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_trained(monkeypatch):
     """Leave out what a run writes beside its checkpoints."""
     monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
     monkeypatch.setattr(Validation, "log_score", lambda *_: None)
@@ -78,5 +73,5 @@ def only_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run_config(run_values: dict[str, Any]) -> RunConfig:
+def run_config(run_values):
     return build_config(RunConfig, run_values)

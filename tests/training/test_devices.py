@@ -3,10 +3,7 @@
 There is no GPU: tensors without data refuse to be mixed and to be read.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +41,7 @@ def test_gates_alone_are_trained_on_the_device_that_gradients_are_on(make_stock,
         keep_rows(elsewhere, rows)
 
 
-def build_module(run_values: dict[str, Any], make_stock: Any, device: str, **training: Any) -> RetrofitModule:
+def build_module(run_values, make_stock, device, **training):
     """Make the module of a run whose model and teacher have no data."""
     run_values["training"] |= {"snapshot_ratios": [], "sequence_length": LENGTH, **training}
     if "distillation" in training:
@@ -61,7 +58,7 @@ def build_module(run_values: dict[str, Any], make_stock: Any, device: str, **tra
     return module
 
 
-def batch_of(module: RetrofitModule, device: str) -> dict[str, Any]:
+def batch_of(module, device):
     """A micro-batch as the loader gives it, brought to the device as Lightning does."""
     with unset_fake_temporarily():
         input_ids = torch.randint(6, 80, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -96,7 +93,7 @@ def variant(run_values, request):
     return request.param
 
 
-def steps_of_stages(module: RetrofitModule) -> set[int]:
+def steps_of_stages(module):
     return {0, module.plan.total_steps - 1}
 
 
@@ -129,7 +126,7 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
 def test_backward_and_what_a_step_logs_stay_on_the_device(
     run_values, make_stock, monkeypatch, tmp_path, variant, training
 ):
-    reads: list[int] = []
+    reads = []
 
     class Late:
         """Notes the step that runs when the figures of one are read."""
@@ -143,7 +140,7 @@ def test_backward_and_what_a_step_logs_stay_on_the_device(
             return [0.5] * self.size
 
     monkeypatch.setattr(step_metrics, "LateNumbers", Late)
-    trainer: Any = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
+    trainer = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)
         optimizer = SimpleNamespace()

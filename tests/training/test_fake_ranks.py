@@ -4,10 +4,6 @@ Tensors have shapes and no data, collectives return at once. What is shown: the 
 enters the same collectives in the same order. Layers are alike, so two stand for all of them.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dmc.config import RunConfig
 from dmc.training.planning.fake_step import fake_step
 
 SHARDED = sorted(name for name in names("experiment") if name.startswith("llama"))
@@ -28,11 +23,11 @@ REPEATS = dict.fromkeys(("llama2_7b_cr4", "llama2_7b_cr8"), pytest.mark.slow)
 class Collectives(TorchDispatchMode):
     """Writes down every collective, with what it carries and between how many ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.entered: list[tuple[Any, ...]] = []
+        self.entered = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # what is entered within it is not missed
         if function.namespace in ("c10d", "_c10d_functional"):
@@ -47,7 +42,7 @@ class Collectives(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def collectives_of(config: RunConfig, rank: int) -> list[tuple[Any, ...]]:
+def collectives_of(config, rank):
     """Return what one rank enters while the model is laid over the ranks, and in a step."""
     collectives = Collectives()
     with fake_step(config, 2, rank, collectives) as step:

@@ -1,9 +1,5 @@
 """What a mixed-precision run computes in: the attention of retrofit and control, validation, and the optimizer."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,18 +25,18 @@ PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
 class Products(TorchDispatchMode):
     """Notes (operator, dtype of each operand) of every matrix product and attention kernel, backward included."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, tuple[torch.dtype, ...]]] = []
+        self.found = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name.removesuffix("_backward") in PRODUCTS:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 3]
             self.found.append((name, tuple(tensor.dtype for tensor in tensors)))
         return func(*args, **(kwargs or {}))
 
-    def attention(self) -> set[torch.dtype]:
+    def attention(self):
         """Dtypes of query, key and value that attention kernels were given."""
         return {dtype for name, dtypes in self.found if "attention" in name for dtype in dtypes[:3]}
 
@@ -71,7 +67,7 @@ def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_masks_and_sums_of_bfloat16_attention_stay_float32(make_compressed, monkeypatch, flash, delay):
-    seen: dict[str, torch.dtype] = {}
+    seen = {}
 
     kernel = masked_attention_module.FlashAttention
 
@@ -159,7 +155,7 @@ def test_the_optimizer_is_fused_and_steps_under_autocast(two_steps, monkeypatch,
 SEPARATOR = 5
 
 
-def loss_of_each_document_alone(model: Any, input_ids: Tensor) -> float:
+def loss_of_each_document_alone(model, input_ids):
     """Naive: every document by itself at the places it has; the separator predicts the next document's first token."""
     ends = [*((input_ids[0, :-1] == SEPARATOR).nonzero().flatten() + 1).tolist(), input_ids.shape[1]]
     pieces, begin = [], 0

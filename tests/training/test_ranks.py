@@ -24,17 +24,17 @@ def two_ranks(run_values):
     return run_values
 
 
-def saved_step(folder: Path) -> int:
+def saved_step(folder):
     """Step of the checkpoint that the next start will take; 0 where there is none."""
     saved = saved_checkpoints(folder / "checkpoints")
     return read_header(saved[0]).global_step if saved else 0
 
 
-def starts(folder: Path) -> list[int]:
+def starts(folder):
     return [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
 
 
-def wait_until(condition, ranks: Ranks, seconds: float = 60) -> None:
+def wait_until(condition, ranks, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert ranks.alive, ranks.log.read_text()[-4000:]
@@ -42,7 +42,7 @@ def wait_until(condition, ranks: Ranks, seconds: float = 60) -> None:
         time.sleep(0.001)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one, other):
     assert logged_losses(one) == logged_losses(other)
     model, same = load_model(one / "final").state_dict(), load_model(other / "final").state_dict()
     assert all(torch.equal(value, same[name]) for name, value in model.items())

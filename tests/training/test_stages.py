@@ -72,7 +72,7 @@ def test_zero_out_after_the_gates_is_refused():
         Plan(training, 4.0)
 
 
-def climbing(fraction: float | None, **changes) -> TrainingConfig:
+def climbing(fraction, **changes):
     stages = {"zero_out": StageConfig(steps=5), "retrofit": StageConfig(steps=20, ramp_fraction=fraction)}
     return TrainingConfig(stages={**stages, "solidify": StageConfig(steps=10)}, **changes)
 

@@ -1,13 +1,9 @@
 """Slow float64 answers to what `dmc.policies` computes fast; written from the papers, sharing no code with `dmc`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from oracles.decoder import Decoder
 
 from .agnostic import ExpectedAttention, KVzip
-from .base import Method, Trace
+from .base import Trace as Trace
 from .cake import CAKE
 from .d2o import D2O
 from .h2o import H2O, VATP, CaM
@@ -23,12 +19,10 @@ from .window import LocalWindow, StreamingLLM
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
 EVICTING += (ExpectedAttention, KVzip)
 READING = (OmniKV, Quest, InfLLM)
-METHODS: dict[str, type[Method]] = {method.__name__: method for method in EVICTING + READING}
+METHODS = {method.__name__: method for method in EVICTING + READING}
 
 
-def run(
-    model: Any, method: str, prompt: list[int], continuation: list[int], budget: dict[str, float], **options: Any
-) -> Trace:
+def run(model, method, prompt, continuation, budget, **options):
     """Teacher-force a continuation after a prompt with a compressed cache.
 
     Args:

@@ -1,14 +1,10 @@
 """Expected Attention (arXiv:2510.00636) and KVzip (arXiv:2505.23416): what stays does not depend on a question."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from .base import Layer, Method
+from .base import Method
 from .choices import highest
 from .snapkv import share_among_heads
 
@@ -16,25 +12,17 @@ from .snapkv import share_among_heads
 class ExpectedAttention(Method):
     """Queries to come are Gaussian as those of the prompt, turned by the mean rotation of the next positions."""
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        sinks: int = 4,
-        future: int = 512,
-        epsilon: float = 0.01,
-        covariance: bool = True,
-        alpha_f: float = 0.2,
-    ) -> None:
+    def __init__(self, budget, sinks=4, future=512, epsilon=0.01, covariance=True, alpha_f=0.2):
         super().__init__(budget)
         self.sinks, self.future, self.epsilon = sinks, future, epsilon
         self.covariance, self.alpha_f = covariance, alpha_f
-        self.raw_queries: dict[int, Tensor] = {}
+        self.raw_queries = {}
 
-    def attend_prompt(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_prompt(self, index, query, key, value, first):
         self.raw_queries[index] = query
         return super().attend_prompt(index, query, key, value, first)
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         capacity = self.limit(self.prompt_length)
         if self.prompt_length <= capacity:
             return
@@ -47,7 +35,7 @@ class ExpectedAttention(Method):
                 [entries[number] for number in kept] for entries, kept in zip(layer.heads, chosen, strict=True)
             ]
 
-    def scores(self, layer: Layer, head: int, sinks: int) -> list[float]:
+    def scores(self, layer, head, sinks):
         entries, size = layer.heads[head][sinks:], self.decoder.head_dim
         ahead = range(self.prompt_length, self.prompt_length + self.future)
         turn = sum(self.decoder.rotate(torch.eye(size).double(), position) for position in ahead).T / self.future
@@ -61,30 +49,23 @@ class ExpectedAttention(Method):
         norms = torch.stack([entry.value.norm() for entry in entries])
         return ((expected + self.epsilon) * norms).tolist()
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         """Hold the new entry too."""
 
 
 class KVzip(Method):
     """The prompt is fed once more behind itself, chunk by chunk; what these queries attend to most stays."""
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        sinks: int = 4,
-        chunk: int = 2048,
-        lead: int = 8,
-        instruction: Sequence[int] | str = "",
-    ) -> None:
+    def __init__(self, budget, sinks=4, chunk=2048, lead=8, instruction=""):
         super().__init__(budget)
         self.sinks, self.chunk, self.lead = sinks, chunk, lead
         self.instruction = [] if isinstance(instruction, str) else list(instruction)
 
-    def feed_prompt(self, prompt: list[int]) -> Tensor:
+    def feed_prompt(self, prompt):
         self.prompt = prompt
         return super().feed_prompt(prompt)
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         capacity, length = self.limit(self.prompt_length), self.prompt_length
         if length <= capacity:
             return
@@ -104,7 +85,7 @@ class KVzip(Method):
         for layer in layers:
             layer.heads = [[entry for entry in entries if next(order) in kept] for entries in layer.heads]
 
-    def attend_again(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_again(self, index, query, key, value, first):
         outputs, places = [], torch.arange(first, first + query.shape[1])
         for head, entries in enumerate(self.layers[index].heads):
             keys = torch.stack([entry.key for entry in entries])
@@ -123,5 +104,5 @@ class KVzip(Method):
                 outputs.append(torch.stack(rows))
         return torch.stack(outputs)
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         """Hold the new entry too."""

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from oracles.decoder import Decoder
 from torch import Tensor
 
 
@@ -27,7 +26,7 @@ class Entry:
     num_queries: int = 0
 
     @property
-    def mean_received(self) -> float:
+    def mean_received(self):
         return float(self.received.mean())
 
 
@@ -61,11 +60,11 @@ class Trace:
 class Method:
     """Keeps everything; the methods say otherwise in `after_prompt`, `after_step` and `read`."""
 
-    def __init__(self, budget: dict[str, float]) -> None:
+    def __init__(self, budget):
         self.budget = budget
         self.num_seen = 0
 
-    def limit(self, num_tokens: int) -> int:
+    def limit(self, num_tokens):
         """Entries per KV head allowed for `num_tokens` tokens; a ratio of 1 allows all there will ever be."""
         if "tokens" in self.budget:
             return int(self.budget["tokens"])
@@ -73,7 +72,7 @@ class Method:
             return 10**9
         return max(1, math.floor(num_tokens / self.budget["ratio"]))
 
-    def run(self, decoder: Decoder, prompt: list[int], continuation: list[int]) -> Trace:
+    def run(self, decoder, prompt, continuation):
         self.decoder, self.prompt_length = decoder, len(prompt)
         self.layers = [
             Layer(index, [[] for _ in range(decoder.num_kv_heads)], []) for index in range(len(decoder.layers))
@@ -88,14 +87,14 @@ class Method:
             [[[entry.position for entry in entries] for entries in layer.heads] for layer in self.layers],
         )
 
-    def feed_prompt(self, prompt: list[int]) -> Tensor:
+    def feed_prompt(self, prompt):
         """Feed the whole prompt and compress; return the log-probs after its last token, [vocab]."""
         self.num_seen = len(prompt)
         log_probs = self.decoder.feed(prompt, 0, self.attend_prompt)
         self.after_prompt(self.layers)
         return log_probs[-1]
 
-    def attend_prompt(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_prompt(self, index, query, key, value, first):
         """Full causal attention; the entries of the prompt come to be."""
         layer = self.layers[index]
         layer.weights = []
@@ -113,7 +112,7 @@ class Method:
                 self.record(entry, weights[:, column:, column])
         return torch.cat(outputs)
 
-    def attend_step(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_step(self, index, query, key, value, first):
         """One new token: it enters, the entries that may be read are attended to, then the layer is compressed."""
         layer = self.layers[index]
         for head, entries in enumerate(layer.heads):
@@ -132,47 +131,47 @@ class Method:
         self.after_step(layer)
         return torch.cat(outputs)[:, None]
 
-    def append(self, entries: list[Entry], key: Tensor, value: Tensor, position: int) -> None:
+    def append(self, entries, key, value, position):
         received = torch.zeros(self.decoder.group, dtype=torch.float64)
         entries.append(Entry(position, key, self.decoder.rotate(key, position), value, received))
 
-    def queries_of(self, query: Tensor, head: int) -> Tensor:
+    def queries_of(self, query, head):
         """Query heads of a KV head's group."""
         return query[head * self.decoder.group : (head + 1) * self.decoder.group]
 
     @staticmethod
-    def record(entry: Entry, weights: Tensor) -> None:
+    def record(entry, weights):
         """Add the attention [group, queries] that an entry receives."""
         entry.received = entry.received + weights.sum(-1)
         entry.squared = entry.squared + weights.mean(0).square().sum()
         entry.num_queries += weights.shape[-1]
 
-    def place(self, layer: Layer) -> int:
+    def place(self, layer):
         """Return the position at which the new token's query is rotated; keys may be moved here."""
         return self.num_seen - 1
 
-    def read(self, layer: Layer, query: Tensor) -> list[list[int]]:
+    def read(self, layer, query):
         """Indices of the entries each KV head attends to, given the rotated query [query_heads, head_dim]."""
         return [list(range(len(entries))) for entries in layer.heads]
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         """Compress all layers after the prompt: by default as after a step."""
         for layer in layers:
             self.after_step(layer)
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         """Compress one layer after a decode step."""
 
 
 class GrowingMethod(Method):
     """Holds at most b(n) entries in every head at any time."""
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         budget = self.limit(self.num_seen)
         for head, entries in enumerate(layer.heads):
             if len(entries) > budget:
                 layer.heads[head] = [entries[number] for number in self.keep(layer, head, budget)]
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         """Ascending indices of the `budget` entries that a KV head keeps."""
         raise NotImplementedError

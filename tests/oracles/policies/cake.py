@@ -1,13 +1,8 @@
 """CAKE (arXiv:2503.12491): layers whose attention is spread and restless hold more entries."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from .base import Layer, Method
+from .base import Method
 from .choices import highest, pool, window_within
 
 
@@ -18,20 +13,12 @@ class CAKE(Method):
     attention, average-pooled over those before only. A prompt with P <= C is held whole: the limit is then C per head.
     """
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        window: int = 32,
-        kernel_size: int = 5,
-        gamma: float = 200,
-        tau1: float = 1,
-        tau2: float = 1,
-    ) -> None:
+    def __init__(self, budget, window=32, kernel_size=5, gamma=200, tau1=1, tau2=1):
         super().__init__(budget)
         self.window, self.kernel_size, self.gamma = window, kernel_size, gamma
         self.tau1, self.tau2 = tau1, tau2
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         capacity = self.limit(self.prompt_length)
         self.window = window_within(self.window, capacity)
         self.counts = [capacity - self.window] * len(layers)
@@ -45,11 +32,11 @@ class CAKE(Method):
             scores = [weights[:, -self.window :, :num_candidates] for weights in layer.weights]
             self.evict(layer, [each.mean(1) + self.gamma * variance(each) for each in scores])
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         if len(layer.heads[0]) > self.counts[layer.index] + self.window:
             self.evict(layer, [weights[:, 0, : -self.window] for weights in layer.weights])
 
-    def evict(self, layer: Layer, scores: list[Tensor]) -> None:
+    def evict(self, layer, scores):
         """Keep the highest scores of each head ([group, entries before the window], pooled here) and the window."""
         for head, entries in enumerate(layer.heads):
             pooled = [pool(row.tolist(), self.kernel_size, "avg") for row in scores[head]]
@@ -58,22 +45,22 @@ class CAKE(Method):
             layer.heads[head] = [entries[number] for number in kept] + entries[-self.window :]
 
 
-def variance(weights: Tensor) -> Tensor:
+def variance(weights):
     """Unbiased variance over the queries of weights [..., queries, keys]; 0 for a single query."""
     return weights.var(-2) if weights.shape[-2] > 1 else torch.zeros_like(weights[..., 0, :])
 
 
-def entropy_and_variance(weights: Tensor) -> tuple[float, float]:
+def entropy_and_variance(weights):
     """Sum of -A log(A + 1e-10), and of the variances over the queries, of weights [heads, queries, keys]."""
     return float(-(weights * (weights + 1e-10).log()).sum()), float(variance(weights).sum())
 
 
-def preference(entropy: float, variance: float, tau1: float, tau2: float) -> float:
+def preference(entropy, variance, tau1, tau2):
     """How much of the memory a layer asks for."""
     return entropy ** (1 / tau1) * variance ** (1 / tau2)
 
 
-def layer_budgets(preferences: Sequence[float], average: int, cap: int) -> list[int]:
+def layer_budgets(preferences, average, cap):
     """Entries outside the window of each layer's heads, `average * layers` in all and none above `cap`.
 
     Shares of the preferences (equal if all are 0), truncated and capped. What is missing is spread evenly over the

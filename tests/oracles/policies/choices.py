@@ -1,26 +1,23 @@
 """Small pure functions that several methods share: what is highest, pooling, shares under a cap."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from fractions import Fraction
 
 Number = float | Fraction
 
 
-def highest(scores: Sequence[float], count: int) -> list[int]:
+def highest(scores, count):
     """Ascending indices of the `count` highest scores; among equals the smaller index wins."""
     return sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count])
 
 
-def heavy_and_recent(scores: Sequence[float], heavy: int, recent: int, sinks: int = 0) -> list[int]:
+def heavy_and_recent(scores, heavy, recent, sinks=0):
     """Keep the last `recent` entries and `heavy` of those before: the first `sinks`, then the highest scores."""
     border = len(scores) - recent
     chosen = highest(scores[sinks:border], heavy - sinks)
     return [*range(sinks), *(sinks + index for index in chosen), *range(border, len(scores))]
 
 
-def pool(scores: Sequence[float], kernel_size: int, pooling: str) -> list[float]:
+def pool(scores, kernel_size, pooling):
     """Slide a window over the scores: stride 1, same length; an average divides by `kernel_size` at the borders too."""
     pooled = []
     for centre in range(len(scores)):
@@ -29,14 +26,14 @@ def pool(scores: Sequence[float], kernel_size: int, pooling: str) -> list[float]
     return pooled
 
 
-def window_within(window: int, budget: int) -> int:
+def window_within(window, budget):
     """Size of an observation window that leaves half of a small budget to other entries."""
     return min(window, max(1, budget // 2))
 
 
-def share_out(weights: Sequence[Number], total: Number, cap: Number) -> list[Number]:
+def share_out(weights, total, cap):
     """Share `total` in proportion to the weights, none above `cap`: what is cut off goes to the others, likewise."""
-    capped: set[int] = set()
+    capped = set()
     while True:
         free = [index for index in range(len(weights)) if index not in capped]
         rest = total - cap * len(capped)

@@ -1,14 +1,10 @@
 """D2O (arXiv:2406.13035): H2O with layer budgets, whose evicted entries merge into similar kept ones."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from .base import Entry, Layer, Method
+from .base import Method
 from .choices import heavy_and_recent, share_out
 
 SMALLEST_SHARE, LARGEST_SHARE = 0.01, 1.0
@@ -32,23 +28,23 @@ class D2O(Method):
 
     def __init__(
         self,
-        budget: dict[str, float],
-        sinks: int = 4,
-        beta: float = 0.7,
+        budget,
+        sinks=4,
+        beta=0.7,
         *,
-        similarity: str = "key",
-        merge: str = "weighted",
-        allocation: str = "variance",
-        scaled: bool = True,
-        heavy_to_recent: tuple[int, int] = (3, 1),
-    ) -> None:
+        similarity="key",
+        merge="weighted",
+        allocation="variance",
+        scaled=True,
+        heavy_to_recent=(3, 1),
+    ):
         super().__init__(budget)
         self.sinks, self.beta = sinks, beta
         self.similarity, self.merge, self.allocation, self.scaled = similarity, merge, allocation, scaled
         self.heavy_to_recent = heavy_to_recent
-        self.thresholds: dict[int, float] = {}
+        self.thresholds = {}
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         capacity = self.limit(self.prompt_length)
         if self.prompt_length <= capacity:
             self.sizes = [capacity] * len(layers)
@@ -59,7 +55,7 @@ class D2O(Method):
             self.sizes = [max(1, math.floor(each * self.prompt_length + 1e-9)) for each in shares]
         super().after_prompt(layers)
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         size = self.sizes[layer.index]
         if len(layer.heads[0]) <= size:
             return
@@ -72,7 +68,7 @@ class D2O(Method):
             self.merge_into(kept[head], evicted[head], of_head, self.thresholds[layer.index])
             layer.heads[head] = kept[head]
 
-    def split(self, entries: list[Entry], size: int) -> tuple[list[Entry], list[Entry]]:
+    def split(self, entries, size):
         """Return the entries kept and those evicted."""
         sinks = max(0, min(self.sinks, size - 2))
         heavy = self.heavy_to_recent[0] * (size - sinks) // sum(self.heavy_to_recent)
@@ -82,7 +78,7 @@ class D2O(Method):
             entry for number, entry in enumerate(entries) if number not in kept
         ]
 
-    def compare(self, evicted: list[Entry], kept: list[Entry]) -> Tensor:
+    def compare(self, evicted, kept):
         """Cosine similarities, [evicted, kept]."""
         first, second = (
             torch.stack([entry.key if self.similarity == "key" else entry.value for entry in entries])
@@ -90,9 +86,9 @@ class D2O(Method):
         )
         return (first @ second.T) / (first.norm(dim=-1)[:, None] * second.norm(dim=-1))
 
-    def merge_into(self, kept: list[Entry], evicted: list[Entry], similarities: Tensor, threshold: float) -> None:
+    def merge_into(self, kept, evicted, similarities, threshold):
         """Merge what reaches the threshold into its most similar kept entry."""
-        taken: dict[int, list[tuple[Entry, float]]] = {}
+        taken = {}
         for entry, row in zip(evicted, similarities.tolist(), strict=True):
             target = max(range(len(row)), key=lambda number: (row[number], -number))
             if row[target] >= threshold:
@@ -108,7 +104,7 @@ class D2O(Method):
             kept[target].key, kept[target].value = key, value
 
 
-def spread(received: Tensor, scaled: bool = True) -> float:
+def spread(received, scaled=True):
     """How unevenly a layer's attention falls on the prompt: F_l, from the sums received [query_heads, prompt].
 
     Unbiased variance over the prompt of each query head, scaled to [0, 1] across the heads if asked, and their mean.
@@ -120,7 +116,7 @@ def spread(received: Tensor, scaled: bool = True) -> float:
     return float(scaled.mean())
 
 
-def layer_weights(spreads: Sequence[float], allocation: str) -> list[float]:
+def layer_weights(spreads, allocation):
     """What the layers' shares are proportional to.
 
     "variance": exp(-F_l), the paper's softmax. "reciprocal": 1 / (F_l + 1e-6). "uniform": 1. "exponential":
@@ -135,7 +131,7 @@ def layer_weights(spreads: Sequence[float], allocation: str) -> list[float]:
     return weights[allocation]
 
 
-def clamped_shares(weights: Sequence[float], average: float) -> list[float]:
+def clamped_shares(weights, average):
     """Shares alpha_l of the prompt in proportion to the weights, in [0.01, 1], averaging `average`.
 
     What the upper clamp cuts off goes to the layers below it, in proportion to their weights, until none is above;
@@ -155,12 +151,12 @@ def clamped_shares(weights: Sequence[float], average: float) -> list[float]:
     return shares
 
 
-def moving_average(threshold: float, mean: float, beta: float) -> float:
+def moving_average(threshold, mean, beta):
     """Threshold after a step whose evicted entries have a mean similarity of `mean`."""
     return beta * mean + (1 - beta) * threshold
 
 
-def merge_weights(similarities: Sequence[float]) -> list[float]:
+def merge_weights(similarities):
     """Weights of a kept entry and of what it takes in, which sum to 1: exp(1) and exp(similarity), normalised."""
     exponentials = [math.e, *(math.exp(similarity) for similarity in similarities)]
     return [each / sum(exponentials) for each in exponentials]

@@ -1,10 +1,6 @@
 """H2O (arXiv:2306.14048), and what builds on it: VATP (arXiv:2406.12335) and CaM."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from .base import Entry, GrowingMethod, Layer
+from .base import GrowingMethod
 from .choices import heavy_and_recent
 
 
@@ -17,17 +13,15 @@ class H2O(GrowingMethod):
 
     num_sinks = 0
 
-    def __init__(
-        self, budget: dict[str, float], recent: int | None = None, reduce: str = "mean", normalise: bool = False
-    ) -> None:
+    def __init__(self, budget, recent=None, reduce="mean", normalise=False):
         super().__init__(budget)
         self.recent, self.reduce, self.normalise = recent, reduce, normalise
 
-    def score(self, entry: Entry) -> float:
+    def score(self, entry):
         received = entry.received.max() if self.reduce == "max" else entry.received.mean()
         return float(received) / (entry.num_queries if self.normalise else 1)
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         recent = -(-budget // 2) if self.recent is None else min(self.recent, budget)
         scores = [self.score(entry) for entry in layer.heads[head]]
         return heavy_and_recent(scores, budget - recent, recent, min(self.num_sinks, budget - recent))
@@ -39,24 +33,24 @@ class VATP(H2O):
     The sinks, min(sinks, heavy), are part of the heavy half.
     """
 
-    def __init__(self, budget: dict[str, float], sinks: int = 4) -> None:
+    def __init__(self, budget, sinks=4):
         super().__init__(budget)
         self.num_sinks = sinks
 
-    def score(self, entry: Entry) -> float:
+    def score(self, entry):
         return value_aware(entry.mean_received, entry.value.tolist())
 
 
 class CaM(H2O):
     """H2O whose evicted values are spread over the kept entries right after them (in expectation, not sampled)."""
 
-    def __init__(self, budget: dict[str, float], m: int = 32, expectation: bool = True) -> None:
+    def __init__(self, budget, m=32, expectation=True):
         if not expectation:
             raise ValueError("the oracle of CaM has no random numbers: expectation=True")
         super().__init__(budget)
         self.m = m
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         entries, kept = layer.heads[head], super().keep(layer, head, budget)
         added = []
         for number in sorted(set(range(len(entries))) - set(kept)):
@@ -70,11 +64,11 @@ class CaM(H2O):
         return kept
 
 
-def value_aware(score: float, value: Sequence[float]) -> float:
+def value_aware(score, value):
     """Score of an entry times the L1 norm of its value."""
     return score * sum(abs(number) for number in value)
 
 
-def merge_probability(received: float, targets: Sequence[float]) -> float:
+def merge_probability(received, targets):
     """Attention an evicted entry has received over the mean of its targets', clamped to [0, 1]."""
     return min(1.0, max(0.0, received * len(targets) / sum(targets)))

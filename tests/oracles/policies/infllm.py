@@ -1,11 +1,8 @@
 """InfLLM (arXiv:2402.04617): the distant past in blocks, found by representative keys, read without positions."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
-from .base import Entry, Method
+from .base import Method
 from .choices import highest
 
 
@@ -41,22 +38,12 @@ class InfLLM(Method):
     are exact, where theirs puts every token beyond `local` at that distance.
     """
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        *,
-        block_size: int = 128,
-        representatives: int = 4,
-        initial: int = 128,
-        local: int = 4096,
-        num_blocks: int = 32,
-        chunk: int = 512,
-    ) -> None:
+    def __init__(self, budget, *, block_size=128, representatives=4, initial=128, local=4096, num_blocks=32, chunk=512):
         super().__init__(budget)
         self.block_size, self.representatives, self.num_blocks = block_size, representatives, num_blocks
         self.initial, self.local, self.chunk = initial, local, chunk
 
-    def feed_prompt(self, prompt: list[int]) -> Tensor:
+    def feed_prompt(self, prompt):
         self.exact_length = self.initial + self.local
         if self.budget:
             budget = self.limit(self.prompt_length)
@@ -68,7 +55,7 @@ class InfLLM(Method):
         self.num_seen = len(prompt)
         return log_probs[-1]
 
-    def attend_step(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_step(self, index, query, key, value, first):
         """Attention of a chunk of queries that begins at position `first`."""
         heads = self.layers[index].heads
         for head, entries in enumerate(heads):
@@ -91,7 +78,7 @@ class InfLLM(Method):
                 outputs[rows, offset] = self.attend_one(entries, query[rows, offset], position, distant, near)
         return outputs
 
-    def chosen_tokens(self, heads: list[list[Entry]], query: Tensor, num_complete: int) -> list[int]:
+    def chosen_tokens(self, heads, query, num_complete):
         """Positions of the blocks that a chunk reads, given the mean of its queries [query_heads, head_dim]."""
         blocks = [
             range(self.initial + number * self.block_size, self.initial + (number + 1) * self.block_size)
@@ -105,13 +92,11 @@ class InfLLM(Method):
                 relevance[number] += float((queries @ representative).sum())
         return [position for number in highest(relevance, self.num_blocks) for position in blocks[number]]
 
-    def representative_key(self, block: list[Entry]) -> Tensor:
+    def representative_key(self, block):
         best = highest([entry.mean_received for entry in block], self.representatives)
         return torch.stack([self.decoder.rotate(block[number].raw_key, 0) for number in best]).mean(0)
 
-    def attend_one(
-        self, entries: list[Entry], query: Tensor, position: int, distant: list[int], near: list[int]
-    ) -> Tensor:
+    def attend_one(self, entries, query, position, distant, near):
         """Output of a group's query heads [group, head_dim] at one position."""
         keys = torch.stack([entries[number].key for number in near])
         scores = self.decoder.rotate(query, position) @ keys.T

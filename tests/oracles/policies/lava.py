@@ -1,11 +1,7 @@
 """LAVa (arXiv:2509.09754): attention times the largest value, pooled over a layer's heads, entropy over the layers."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
-from .base import Layer
 from .choices import pool, share_out
 from .snapkv import WindowMethod, pyramid_budgets, share_among_heads
 
@@ -20,19 +16,19 @@ class LAVa(WindowMethod):
 
     def __init__(
         self,
-        budget: dict[str, float],
-        window: int = 32,
-        kernel_size: int = 7,
-        pooling: str = "max",
+        budget,
+        window=32,
+        kernel_size=7,
+        pooling="max",
         *,
-        layer_budget: str = "entropy",
-        head_budget: str = "pooled",
-        floor: float = 0.0,
-    ) -> None:
+        layer_budget="entropy",
+        head_budget="pooled",
+        floor=0.0,
+    ):
         super().__init__(budget, window, kernel_size, pooling)
         self.layer_budget, self.head_budget, self.floor = layer_budget, head_budget, floor
 
-    def choose(self, layers: list[Layer], average: int) -> list[list[list[int]]]:
+    def choose(self, layers, average):
         scores = [self.scores(layer) for layer in layers]
         chosen = []
         for of_heads, count in zip(scores, self.count(scores, average), strict=True):
@@ -40,7 +36,7 @@ class LAVa(WindowMethod):
             chosen.append(share_among_heads(of_heads, count * len(of_heads), floor))
         return chosen
 
-    def count(self, scores: list[list[list[float]]], average: int) -> list[int]:
+    def count(self, scores, average):
         """Entries of each layer, per head on average."""
         if self.layer_budget == "pyramid":
             return pyramid_budgets(len(scores), average, self.num_candidates)
@@ -49,7 +45,7 @@ class LAVa(WindowMethod):
         entropies = [entropy([score for row in of_heads for score in row]) for of_heads in scores]
         return layer_budgets(entropies, average * len(scores), self.num_candidates)
 
-    def scores(self, layer: Layer) -> list[list[float]]:
+    def scores(self, layer):
         """Mean attention of the window times the head's largest value, pooled, then the maximum over the group."""
         of_heads = []
         for weights, entries in zip(layer.weights, layer.heads, strict=True):
@@ -60,13 +56,13 @@ class LAVa(WindowMethod):
         return of_heads
 
 
-def entropy(scores: Sequence[float]) -> float:
+def entropy(scores):
     """Entropy of the scores as a distribution, over its largest possible value: in [0, 1]."""
     total = sum(scores)
     shares = [score / total for score in scores]
     return -sum(share * math.log(share) for share in shares if share > 0) / math.log(max(2, len(scores)))
 
 
-def layer_budgets(entropies: Sequence[float], total: int, cap: int) -> list[int]:
+def layer_budgets(entropies, total, cap):
     """Whole entries per head of each layer: `total` shared by the entropies of the layers seen, none above `cap`."""
     return [math.floor(share + 1e-9) for share in share_out(entropies, total, cap)]  # 12 e / e may lie below 12

@@ -1,14 +1,10 @@
 """OmniKV (ICLR 2025): a few filter layers choose the prompt tokens that the layers after them read."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from .base import Layer, Method
+from .base import Method
 from .choices import highest
 
 WINDOW = 16
@@ -27,20 +23,18 @@ class OmniKV(Method):
     `selector_weights`. Tokens of the prompt still among the last 16 are candidates like any other.
     """
 
-    def __init__(
-        self, budget: dict[str, float], filter_layers: Sequence[int] | None = None, selector: str = "last"
-    ) -> None:
+    def __init__(self, budget, filter_layers=None, selector="last"):
         super().__init__(budget)
         self.filter_layers, self.selector = filter_layers, selector
         self.window = 1 if selector == "last" else WINDOW
-        self.queries: dict[int, list[tuple[int, Tensor]]] = {}
+        self.queries = {}
 
-    def attend_prompt(self, index: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    def attend_prompt(self, index, query, key, value, first):
         positions = range(query.shape[1])[-self.window :]
         self.queries[index] = [(place, self.decoder.rotate(query[:, place], place)) for place in positions]
         return super().attend_prompt(index, query, key, value, first)
 
-    def read(self, layer: Layer, query: Tensor) -> list[list[int]]:
+    def read(self, layer, query):
         layers = filter_layers_of(len(self.layers)) if self.filter_layers is None else sorted(self.filter_layers)
         self.queries[layer.index] = [*self.queries[layer.index], (self.num_seen - 1, query)][-self.window :]
         if layer.index in layers:
@@ -49,13 +43,13 @@ class OmniKV(Method):
             return super().read(layer, query)
         return [[*self.chosen, *range(self.prompt_length, self.num_seen)] for _ in layer.heads]
 
-    def choose(self, layer: Layer) -> list[int]:
+    def choose(self, layer):
         """Ascending positions of the prompt's tokens that the sparse layers read."""
         weights = torch.stack([self.weigh(layer, *query) for query in self.queries[layer.index]], 1)
         scores = select_scores(weights.tolist(), selector_weights(weights.shape[1], self.selector))
         return highest(scores, self.limit(self.prompt_length))
 
-    def weigh(self, layer: Layer, position: int, query: Tensor) -> Tensor:
+    def weigh(self, layer, position, query):
         """Attention of one position's query heads to the prompt alone, [query_heads, prompt]."""
         rows = []
         for head, entries in enumerate(layer.heads):
@@ -66,24 +60,24 @@ class OmniKV(Method):
         return torch.cat(rows)
 
 
-def filter_layers_of(num_layers: int) -> list[int]:
+def filter_layers_of(num_layers):
     """Return the default filter layers of a model."""
     return sorted({num_layers * layer // 32 for layer in (2, 8, 18)})
 
 
-def is_full(layer: int, filter_layers: Sequence[int]) -> bool:
+def is_full(layer, filter_layers):
     """Whether a layer reads everything."""
     return layer < filter_layers[0] or layer in filter_layers or layer - 1 in filter_layers
 
 
-def selector_weights(num_queries: int, selector: str) -> list[float]:
+def selector_weights(num_queries, selector):
     """Weights of the last queries, oldest first: the newest has 1/2 and each one before it half of that, or all 1."""
     if selector == "exponential":
         return [2.0 ** (number - num_queries) for number in range(num_queries)]
     return [1.0] * num_queries if selector == "uniform" else [0.0] * (num_queries - 1) + [1.0]
 
 
-def select_scores(weights: Sequence[Sequence[Sequence[float]]], selector: Sequence[float]) -> list[float]:
+def select_scores(weights, selector):
     """Maximum over the heads of weights [heads, queries, keys], summed over the queries with the selector's weights."""
     num_queries, num_keys = len(weights[0]), len(weights[0][0])
     return [

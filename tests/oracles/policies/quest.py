@@ -1,13 +1,8 @@
 """Quest (arXiv:2406.10774): a query reads the pages of keys whose bounds promise the highest scores."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from .base import Entry, Layer, Method
+from .base import Method
 from .choices import highest
 
 
@@ -20,11 +15,11 @@ class Quest(Method):
     layers read all, and so does every layer while there are at most b(P) tokens. The prompt attends in full.
     """
 
-    def __init__(self, budget: dict[str, float], page_size: int = 16, dense_layers: int = 2) -> None:
+    def __init__(self, budget, page_size=16, dense_layers=2):
         super().__init__(budget)
         self.page_size, self.dense_layers = page_size, dense_layers
 
-    def read(self, layer: Layer, query: Tensor) -> list[list[int]]:
+    def read(self, layer, query):
         budget = self.limit(self.prompt_length)
         if layer.index < self.dense_layers or self.num_seen <= budget:
             return super().read(layer, query)
@@ -40,13 +35,13 @@ class Quest(Method):
         return chosen
 
     @staticmethod
-    def bound(page: list[Entry], queries: Tensor) -> float:
+    def bound(page, queries):
         """Sum over the query heads of a page's upper bounds."""
         keys = torch.stack([entry.key for entry in page])
         lowest, largest = keys.amin(0).tolist(), keys.amax(0).tolist()
         return sum(upper_bound(query, lowest, largest) for query in queries.tolist())
 
 
-def upper_bound(query: Sequence[float], lowest: Sequence[float], largest: Sequence[float]) -> float:
+def upper_bound(query, lowest, largest):
     """Highest product that a query can have with a key between two corners."""
     return sum(max(q * low, q * high) for q, low, high in zip(query, lowest, largest, strict=True))

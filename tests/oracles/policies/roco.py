@@ -1,10 +1,8 @@
 """RoCo (arXiv:2402.06262): the entries that received little attention leave, unless their attention varies much."""
 
-from __future__ import annotations
-
 import math
 
-from .base import GrowingMethod, Layer
+from .base import GrowingMethod
 from .choices import highest
 
 
@@ -15,11 +13,11 @@ class RoCo(GrowingMethod):
     deviation are over the queries that saw the entry, of the mean over the group.
     """
 
-    def __init__(self, budget: dict[str, float], recent_ratio: float = 0.3) -> None:
+    def __init__(self, budget, recent_ratio=0.3):
         super().__init__(budget)
         self.recent_ratio = recent_ratio
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         entries = layer.heads[head]
         moments = [
             mean_and_deviation(entry.mean_received, float(entry.squared), entry.num_queries) for entry in entries
@@ -32,7 +30,7 @@ class RoCo(GrowingMethod):
         return sorted([*safe, *highest(means, budget - num_safe)])
 
 
-def mean_and_deviation(total: float, total_of_squares: float, count: int) -> tuple[float, float]:
+def mean_and_deviation(total, total_of_squares, count):
     """Mean and standard deviation of `count` numbers from their sum and the sum of their squares."""
     mean = total / count
     return mean, math.sqrt(max(0.0, total_of_squares / count - mean**2))

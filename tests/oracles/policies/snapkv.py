@@ -1,24 +1,21 @@
 """SnapKV (arXiv:2404.14469), PyramidKV (arXiv:2406.02069) and AdaKV (arXiv:2407.11550): the prompt compressed once."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from .base import Layer, Method
-from .choices import Number, highest, pool, share_out, window_within
+from .base import Method
+from .choices import highest, pool, share_out, window_within
 
 
 class WindowMethod(Method):
     """Compresses the prompt to C = b(P) entries per head on average, its last w always among them; then only grows."""
 
-    def __init__(self, budget: dict[str, float], window: int, kernel_size: int, pooling: str) -> None:
+    def __init__(self, budget, window, kernel_size, pooling):
         super().__init__(budget)
         self.window, self.kernel_size, self.pooling = window, kernel_size, pooling
 
-    def after_prompt(self, layers: list[Layer]) -> None:
+    def after_prompt(self, layers):
         capacity = self.limit(self.prompt_length)
         if self.prompt_length <= capacity:
             return
@@ -29,14 +26,14 @@ class WindowMethod(Method):
                 kept = [*candidates, *range(self.num_candidates, self.prompt_length)]
                 layer.heads[head] = [layer.heads[head][number] for number in kept]
 
-    def after_step(self, layer: Layer) -> None:
+    def after_step(self, layer):
         """Hold the new entry too."""
 
-    def choose(self, layers: list[Layer], average: int) -> list[list[list[int]]]:
+    def choose(self, layers, average):
         """Ascending indices of the candidates kept, for each layer and head; `average` per head outside the window."""
         raise NotImplementedError
 
-    def scores(self, layer: Layer) -> list[list[float]]:
+    def scores(self, layer):
         """Pooled attention of the window, mean over the group and the window's queries, [kv_heads][candidates]."""
         rows = [weights[:, -self.window :, : self.num_candidates].mean((0, 1)) for weights in layer.weights]
         return [pool(row.tolist(), self.kernel_size, self.pooling) for row in rows]
@@ -45,29 +42,21 @@ class WindowMethod(Method):
 class SnapKV(WindowMethod):
     """The same number of entries in every head of every layer."""
 
-    def __init__(self, budget: dict[str, float], window: int = 32, kernel_size: int = 7, pooling: str = "max") -> None:
+    def __init__(self, budget, window=32, kernel_size=7, pooling="max"):
         super().__init__(budget, window, kernel_size, pooling)
 
-    def choose(self, layers: list[Layer], average: int) -> list[list[list[int]]]:
+    def choose(self, layers, average):
         return [[highest(scores, average) for scores in self.scores(layer)] for layer in layers]
 
 
 class PyramidKV(WindowMethod):
     """Fewer entries in higher layers; see `pyramid_budgets`."""
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        window: int = 8,
-        beta: float = 20,
-        kernel_size: int = 7,
-        pooling: str = "max",
-        decay: str = "linear",
-    ) -> None:
+    def __init__(self, budget, window=8, beta=20, kernel_size=7, pooling="max", decay="linear"):
         super().__init__(budget, window, kernel_size, pooling)
         self.beta, self.decay = beta, decay
 
-    def choose(self, layers: list[Layer], average: int) -> list[list[list[int]]]:
+    def choose(self, layers, average):
         counts = pyramid_budgets(len(layers), average, self.num_candidates, self.beta, self.decay)
         return [
             [highest(scores, count) for scores in self.scores(layer)]
@@ -78,25 +67,16 @@ class PyramidKV(WindowMethod):
 class AdaKV(WindowMethod):
     """The heads of a layer share its entries by their scores; see `share_among_heads`."""
 
-    def __init__(
-        self,
-        budget: dict[str, float],
-        window: int = 32,
-        kernel_size: int = 7,
-        pooling: str = "max",
-        alpha_f: float = 0.2,
-    ) -> None:
+    def __init__(self, budget, window=32, kernel_size=7, pooling="max", alpha_f=0.2):
         super().__init__(budget, window, kernel_size, pooling)
         self.alpha_f = alpha_f
 
-    def choose(self, layers: list[Layer], average: int) -> list[list[list[int]]]:
+    def choose(self, layers, average):
         floor = math.floor(self.alpha_f * average)
         return [share_among_heads(self.scores(layer), average * len(layer.heads), floor) for layer in layers]
 
 
-def pyramid_budgets(
-    num_layers: int, average: int, num_candidates: int, beta: float = 20, decay: str = "linear"
-) -> list[int]:
+def pyramid_budgets(num_layers, average, num_candidates, beta=20, decay="linear"):
     """Entries outside the window of each layer's heads, `num_layers * average` in all.
 
     The last layer of the pyramid has average / beta and the first 2 average - average / beta. Where 2 average exceeds
@@ -114,7 +94,7 @@ def pyramid_budgets(
     last = Fraction(average) / Fraction(beta)
     first = 2 * average - last
     if decay == "linear":
-        shares: list[Number] = [first - (first - last) * layer / (num_layers - 1) for layer in range(num_layers)]
+        shares = [first - (first - last) * layer / (num_layers - 1) for layer in range(num_layers)]
     elif decay == "geometric":
         weights = [(2 * beta - 1) ** (-layer / (num_layers - 1)) for layer in range(num_layers)]
         shares = share_out(weights, num_layers * average, num_candidates)
@@ -126,7 +106,7 @@ def pyramid_budgets(
     return [end - begin for begin, end in pairwise(borders)]
 
 
-def share_among_heads(scores: Sequence[Sequence[float]], total: int, floor: int) -> list[list[int]]:
+def share_among_heads(scores, total, floor):
     """Keep the `total` highest of all heads' scores, at least `floor` of each head; ascending indices by head.
 
     Among equals the smaller head, then the smaller index wins.

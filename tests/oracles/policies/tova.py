@@ -1,8 +1,6 @@
 """TOVA (arXiv:2401.06104): what the newest query attends to least leaves."""
 
-from __future__ import annotations
-
-from .base import GrowingMethod, Layer
+from .base import GrowingMethod
 from .choices import highest
 
 
@@ -13,11 +11,11 @@ class TOVA(GrowingMethod):
     `protect_last` keeps the newest entry whatever it received.
     """
 
-    def __init__(self, budget: dict[str, float], per_head: bool = False, protect_last: bool = False) -> None:
+    def __init__(self, budget, per_head=False, protect_last=False):
         super().__init__(budget)
         self.per_head, self.protect_last = per_head, protect_last
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         rows = [layer.weights[head]] if self.per_head else layer.weights
         scores = (sum(row[:, -1].mean(0) for row in rows) / len(rows)).tolist()
         if self.protect_last:

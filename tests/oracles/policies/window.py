@@ -1,8 +1,6 @@
 """Local window and StreamingLLM (arXiv:2309.17453): the first T and the last b(n) - T entries."""
 
-from __future__ import annotations
-
-from .base import GrowingMethod, Layer
+from .base import GrowingMethod
 
 
 class StreamingLLM(GrowingMethod):
@@ -12,14 +10,14 @@ class StreamingLLM(GrowingMethod):
     of the cache, and the query at the last of them; the prompt is encoded at its own positions.
     """
 
-    def __init__(self, budget: dict[str, float], sinks: int = 4, rerotate: bool = False) -> None:
+    def __init__(self, budget, sinks=4, rerotate=False):
         super().__init__(budget)
         self.sinks, self.rerotate = sinks, rerotate
 
-    def keep(self, layer: Layer, head: int, budget: int) -> list[int]:
+    def keep(self, layer, head, budget):
         return sinks_and_last(len(layer.heads[head]), budget, self.sinks)
 
-    def place(self, layer: Layer) -> int:
+    def place(self, layer):
         if not self.rerotate:
             return super().place(layer)
         for entries in layer.heads:
@@ -31,11 +29,11 @@ class StreamingLLM(GrowingMethod):
 class LocalWindow(StreamingLLM):
     """The last b(n) entries."""
 
-    def __init__(self, budget: dict[str, float]) -> None:
+    def __init__(self, budget):
         super().__init__(budget, sinks=0)
 
 
-def sinks_and_last(num_entries: int, budget: int, sinks: int) -> list[int]:
+def sinks_and_last(num_entries, budget, sinks):
     """Indices of the first min(sinks, budget - 1) entries and of the last ones, `budget` in all."""
     first = min(sinks, budget - 1)
     return [*range(first), *range(num_entries - budget + first, num_entries)]

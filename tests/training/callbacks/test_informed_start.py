@@ -29,7 +29,7 @@ FITTED = {"action": "drop", "gate_input": "hidden", "delay": 2}
 HALF = 9
 
 
-def stock(hidden_size: int = 24) -> LlamaForCausalLM:
+def stock(hidden_size=24):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
@@ -38,7 +38,7 @@ def stock(hidden_size: int = 24) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def dropping_loss(model: LlamaForCausalLM, input_ids: torch.Tensor, layer: int | None, head: int) -> float:
+def dropping_loss(model, input_ids, layer, head):
     """Loss of the stock model when the queries of one KV head see the first token and the last `DELAY` only."""
     position = torch.arange(LENGTH)
     distance = position[:, None] - position[None]
@@ -58,7 +58,7 @@ def dropping_loss(model: LlamaForCausalLM, input_ids: torch.Tensor, layer: int |
     return loss
 
 
-def test_the_cost_of_a_head_is_what_masking_its_past_costs() -> None:
+def test_the_cost_of_a_head_is_what_masking_its_past_costs():
     model = stock()
     batches = torch.randint(0, 50, (4, LENGTH), generator=torch.Generator().manual_seed(1)).split(2)
     expected = torch.tensor(
@@ -78,7 +78,7 @@ def test_the_cost_of_a_head_is_what_masking_its_past_costs() -> None:
     assert compressed.training
 
 
-def test_a_compressed_head_merges_all_but_the_first_token_and_the_others_none() -> None:
+def test_a_compressed_head_merges_all_but_the_first_token_and_the_others_none():
     model = retrofit(stock(), CompressionConfig(delay=2, gate_input="both"))
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     trace = GateTrace()
@@ -89,7 +89,7 @@ def test_a_compressed_head_merges_all_but_the_first_token_and_the_others_none() 
     assert torch.equal(trace.stacked_alpha(), expected)
 
 
-def test_cheap_heads_start_nearer_to_compression() -> None:
+def test_cheap_heads_start_nearer_to_compression():
     costs = torch.tensor([[1.0, 0.1], [-0.5, 0.0001]])  # the last two lie below the floor
     biases = decision_biases(costs, spread=2.0, floor=0.01)
     logs = [0.0, -1.0, -2.0, -2.0]
@@ -101,7 +101,7 @@ def test_cheap_heads_start_nearer_to_compression() -> None:
     assert not decision_biases(torch.tensor([[3.0, 3.0]]), 2.0, 0.01).any()
 
 
-def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_values, tmp_path) -> None:
+def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_values, tmp_path):
     run_values["compression"] |= {"gate_input": "hidden", "decision_scale": 4.0}
     run_values["training"] |= {"learning_rate": 1e-9, "measured_start": {"sequences": 3}, "snapshot_ratios": []}
     config = build_config(RunConfig, run_values)
@@ -114,7 +114,7 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
     torch.testing.assert_close(biases[:, 0::2], expected, atol=1e-6, rtol=0)
     assert biases[:, 1::2].abs().max() < 1e-6  # importance
 
-    def unread() -> list[torch.Tensor]:
+    def unread():
         raise AssertionError("a run that goes on read the text again")
 
     resumed = SimpleNamespace(ckpt_path=str(tmp_path / "step_0000002"))
@@ -135,7 +135,7 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
         ({"training": {"measured_start": {"floor": 1.0}}}, "floor=1.0"),
     ],
 )
-def test_a_start_that_cannot_be_measured_is_refused(run_values, changes, told) -> None:
+def test_a_start_that_cannot_be_measured_is_refused(run_values, changes, told):
     run_values["training"]["measured_start"] = {}
     for group, values in changes.items():
         run_values[group] |= values
@@ -144,7 +144,7 @@ def test_a_start_that_cannot_be_measured_is_refused(run_values, changes, told) -
 
 
 @torch.no_grad()
-def naive_fit(model: LlamaForCausalLM, texts: torch.Tensor, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+def naive_fit(model, texts, ridge):
     """Rows [L, H, hidden + 1] and predictions [L, H, n], from the stock model's own attention weights."""
     found = model(torch.cat((texts, texts), 1), use_cache=False, output_attentions=True, output_hidden_states=True)
     rows, predicted = [], []
@@ -169,7 +169,7 @@ def naive_fit(model: LlamaForCausalLM, texts: torch.Tensor, ridge: float) -> tup
 
 
 @pytest.mark.parametrize("ridge", [1e-6, 0.1])
-def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge: float) -> None:
+def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge):
     texts = torch.randint(0, 50, (6, HALF), generator=torch.Generator().manual_seed(1))
     expected, predicted = naive_fit(stock(12), texts, ridge)
     model = retrofit(stock(12), CompressionConfig(**FITTED)).train()
@@ -184,7 +184,7 @@ def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge: float) -> Non
     np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_change(run_values, tmp_path) -> None:
+def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_change(run_values, tmp_path):
     base = {**run_values, "compression": None, "output_dir": str(tmp_path / "base")}
     base["training"] = {**run_values["training"], "stages": {"pretrain": {"steps": 4}}, "snapshot_ratios": []}
     path = train(build_config(RunConfig, base)).final
@@ -214,7 +214,7 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
         ({}, {"regressed_start": None, "stages": {}}, {}, r"stages is empty: give at least one stage, or"),
     ],
 )
-def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, trainer, told) -> None:
+def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
     run_values["trainer"] |= trainer
     run_values["compression"] = FITTED | compression
     run_values["training"] |= {"regressed_start": {}} | training

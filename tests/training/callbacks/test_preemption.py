@@ -73,14 +73,14 @@ def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
 class FakeTrainer(SimpleNamespace):
     """What a callback sees of a trainer."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank=0):
         super().__init__(global_step=0, should_stop=False, is_global_zero=rank == 0, saved=[])
 
 
 class OtherRank:
     """What another rank says: stop, taken over, requeue."""
 
-    def __init__(self, *flags: bool) -> None:
+    def __init__(self, *flags):
         self.flags = torch.tensor(flags).long()
 
     def added(self, own):

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from launching import CONTEXT, logged, train_ranks
@@ -14,7 +12,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-def figures(folder: Path) -> dict[str, dict[int, float]]:
+def figures(folder):
     return {name: logged(folder, name) for name in FIGURES}
 
 

@@ -1,10 +1,7 @@
 """A plan and a start refuse the same runs, and every experiment that is shipped can start on its own ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +16,7 @@ GPUS_OF_A_NODE = 8
 TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}
 
 
-def shipped(name: str) -> RunConfig:
+def shipped(name):
     """Compose an experiment; a base that another experiment trains has the shape of the tiny model it is."""
     config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
     if config.model.path is None or config.model.architecture is not None:
@@ -45,13 +42,13 @@ def test_the_70b_experiment_is_the_papers_on_256_ranks():
 
 
 @pytest.fixture
-def startable(run_values, monkeypatch) -> dict[str, Any]:
+def startable(run_values, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run_values["model"]["fresh"] |= {"vocab_size": 300, "max_position_embeddings": 64}
     return run_values
 
 
-def changed(values: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
+def changed(values, changes):
     for path, value in changes.items():
         *folders, last = path.split(".")
         place = values
@@ -61,17 +58,14 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
     return build_config(RunConfig, values)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"trainer.devices": 3}, r"batch_size=4 is not a multiple of micro_batch_size \* devices = 2 \* 3"),
     (
         {"data.streaming": True, "data.stream_shards": 3, "trainer.devices": 2, "trainer.strategy": "ddp"},
         "stream_shards=3 cannot be shared out evenly to 2 ranks",
     ),
     (
-        {
-            "data.streaming": True,
-            "data.train": {"own": {"_target_": "dmc.data.MegatronSource", "prefix": "corpus"}},
-        },
+        {"data.streaming": True, "data.train": {"own": {"_target_": "dmc.data.MegatronSource", "prefix": "corpus"}}},
         r"data.train.own is MegatronSource, which cannot be streamed",
     ),
     ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"has no TextSauce; did you mean"),

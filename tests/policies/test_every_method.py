@@ -1,0 +1,236 @@
+"""Every training-free method against its oracle, at each budget, group and option, and what it refuses."""
+
+import pytest
+
+from dmc import Engine, policies
+from dmc.budget import Budget
+from dmc.policies import InfLLM, OmniKV, Quest
+
+SURE = {"expectation": True}  # CaM's draws are its own
+OMNI = {"filter_layers": (0, 3)}
+BLOCKS = {"block_size": 4, "representatives": 2, "initial": 2, "local": 6, "chunk": 8}
+METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
+METHODS += ["D2O", "ExpectedAttention", "KVzip"]
+AGREE = [*((method, {}) for method in METHODS), ("CaM", SURE)]
+AGREE += [("StreamingLLM", {"rerotate": True, "sinks": sinks}) for sinks in (0, 4, 99)]
+OPTIONS = {
+    ("StreamingLLM", 3): [{"sinks": 0}, {"sinks": 9}, {"sinks": 99}],
+    ("StreamingLLM", 2): [{"rerotate": True, "prompt_lengths": (41, 1)}],  # the second has fewer entries than sinks
+    ("H2O", 3): [{"recent": 3}, {"recent": 0}, {"recent": 99}, {"normalise": True}],
+    ("TOVA", 3): [{"per_head": True}, {"protect_last": True}, {"per_head": True, "protect_last": True}],
+    ("VATP", 3): [{"sinks": 0}, {"sinks": 2}, {"sinks": 99}],
+    ("RoCo", 2): [{"recent_ratio": 0}, {"recent_ratio": 0.75}, {"recent_ratio": 0.99}],
+    ("SnapKV", 3): [{"window": 1}, {"window": 4, "pooling": "avg"}, {"kernel_size": 1}, {"kernel_size": 5}],
+    **{
+        ("PyramidKV", ratio): [
+            *({"decay": "geometric"}, {"decay": "exponential"}),
+            *({"beta": 2, "window": 3}, {"beta": 1.5, "pooling": "avg"}),
+        ]
+        for ratio in (3, 6)
+    },
+    ("AdaKV", 3): [{"alpha_f": 0}, {"alpha_f": 0.5, "window": 4}, {"alpha_f": 1, "pooling": "avg"}],
+    ("CAKE", 3): [
+        *({"window": 1}, {"window": 3, "kernel_size": 3}, {"gamma": 0}),
+        *({"tau1": 1.6, "tau2": 0.4}, {"tau1": 0.9, "tau2": 2}),
+    ],
+    ("CaM", 3): [{**SURE, "m": 1}, {**SURE, "m": 3}],
+    ("D2O", 3): [
+        *({"similarity": "value"}, {"scaled": False}, {"scaled": False, "allocation": "reciprocal"}, {"sinks": 99}),
+        *({"allocation": "reciprocal"}, {"allocation": "uniform", "beta": 0}, {"allocation": "exponential", "beta": 1}),
+        *({"heavy_to_recent": (1, 1), "sinks": 0}, {"heavy_to_recent": (0, 1), "sinks": 2}),
+        {"merge_rule": "average", "oracle": {"merge": "average"}},
+    ],
+    ("D2O", 12): [{}],
+    ("LAVa", 3): [
+        *({"window": 4, "pooling": "avg", "kernel_size": 3}, {"layer_budget": "uniform"}, {"layer_budget": "pyramid"}),
+        *({"head_budget": "equal"}, {"head_budget": "equal", "layer_budget": "uniform"}, {"floor": 0.2}, {"floor": 1}),
+    ],
+    ("ExpectedAttention", 3): [
+        {"sinks": 0, "future": 7, "epsilon": 0.0},
+        {"covariance": False, "alpha_f": 1.0, "sinks": 9},
+    ],
+    ("KVzip", 3): [{"chunk": 10, "lead": 3, "instruction": (4, 8, 15)}, {"sinks": 0, "chunk": 1, "lead": 0}],
+}
+
+
+@pytest.mark.parametrize(("method", "options"), AGREE)
+def test_agrees_with_the_oracle(assert_like_oracle, budget, group, method, options):
+    assert_like_oracle(method, budget, group, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [
+        *((method, {"ratio": ratio}, each) for (method, ratio), every in OPTIONS.items() for each in every),
+        ("RoCo", {"tokens": 30}, {"recent_ratio": 0.6, "prompt_lengths": (50,)}),  # ten newest and more: not all safe
+    ],
+)
+def test_options_agree_with_the_oracle(assert_like_oracle, method, budget, options):
+    assert_like_oracle(method, budget, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "layers", "prompts", "steps"),
+    [
+        ("InfLLM", BLOCKS, 2, (41, 23), (9, 6)),
+        ("Quest", {}, 4, (63, 41, 23), (4, 9, 6)),
+        ("OmniKV", {"filter_layers": (0, 3)}, 6, (41, 23), (9, 6)),
+        (
+            "OmniKV",
+            {"filter_layers": (0, 3), "offload": True, "oracle": {"filter_layers": (0, 3)}},
+            6,
+            (41, 23),
+            (9, 6),
+        ),
+    ],
+)
+def test_what_reads_less_agrees_with_the_oracle(
+    assert_reads_like_oracle, budget, group, method, options, layers, prompts, steps
+):
+    assert_reads_like_oracle(method, budget, prompts, steps, group=group, num_layers=layers, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "layers", "prompts", "steps", "budget"),
+    [
+        *(
+            ("InfLLM", BLOCKS | changes, 2, (60, 20), (5, 9), {"ratio": 4})
+            for changes in (
+                {"block_size": 16, "representatives": 4, "initial": 3, "local": 5},  # as large as the cache's blocks
+                {"block_size": 24, "initial": 0, "chunk": 5},  # larger
+                {"block_size": 3, "representatives": 1, "chunk": 64},
+                {"local": 1, "representatives": 4},
+            )
+        ),
+        ("InfLLM", BLOCKS, 2, (7, 12), (40, 30), {"tokens": 14}),  # generated tokens become blocks
+        *(
+            ("Quest", options, 3, (41, 30), (7, 9), {"ratio": 3})
+            for options in ({"page_size": 4}, {"page_size": 8, "dense_layers": 0}, {"page_size": 1})
+        ),
+        *(
+            ("OmniKV", {"filter_layers": (0,), "selector": selector}, 3, (41, 5), (20, 18), {"ratio": 3})
+            for selector in ("uniform", "exponential")
+        ),
+        ("OmniKV", {}, 10, (41, 23), (9, 6), {"ratio": 4}),
+    ],
+)
+def test_options_of_what_reads_less_agree_with_the_oracle(
+    assert_reads_like_oracle, method, options, layers, prompts, steps, budget
+):
+    assert_reads_like_oracle(method, budget, prompts, steps, num_layers=layers, **options)
+
+
+REFUSED = {
+    "StreamingLLM": [({"sinks": -1}, "sinks=-1: expected a number of tokens >= 0")],
+    "H2O": [({"recent": -1}, "recent=-1: expected a number of entries >= 0, or None for half")],
+    "VATP": [({"sinks": -2}, "sinks=-2: expected"), ({"recent": -1}, "recent=-1: expected")],
+    "RoCo": [
+        ({"recent_ratio": share}, f"recent_ratio={share}: expected a share from 0 to below 1")
+        for share in (-0.1, 1, 1.5)
+    ],
+    "SnapKV": [
+        ({"window": 0}, "window=0: expected a number of queries >= 1"),
+        ({"kernel_size": 4}, "kernel_size=4: expected an odd number >= 1, such as 7"),
+        ({"kernel_size": -1}, "kernel_size=-1: expected an odd number"),
+        ({"kernel_size": 7.0}, "kernel_size=7.0: expected an odd number"),
+        ({"pooling": "mean"}, "pooling='mean' is unknown: expected 'max' or 'avg'"),
+    ],
+    "PyramidKV": [
+        ({"beta": 0.5}, "beta=0.5: expected a number >= 1"),
+        ({"beta": float("nan")}, "beta=nan: expected a number >= 1"),
+        ({"decay": "cubic"}, "decay='cubic' is unknown: expected 'linear', 'geometric' or 'exponential'"),
+        ({"window": 0}, "window=0: expected"),
+    ],
+    "AdaKV": [
+        ({"alpha_f": 1.5}, "alpha_f=1.5: expected a share from 0 to 1"),
+        ({"layer_budget": "entropy"}, "layer_budget='entropy' is unknown: expected 'uniform' or 'pyramid'"),
+        ({"beta": 0}, "beta=0: expected a number >= 1"),
+        ({"kernel_size": 2}, "kernel_size=2: expected an odd number"),
+    ],
+    "CAKE": [
+        ({"window": 0}, "window=0: expected a number of queries >= 1"),
+        ({"tau1": 0}, "tau1=0, tau2=1.0: expected numbers > 0"),
+        ({"tau2": -1}, "tau1=1.0, tau2=-1: expected numbers > 0"),
+        ({"kernel_size": 6}, "kernel_size=6: expected an odd number"),
+    ],
+    "LAVa": [
+        ({"layer_budget": "variance"}, "layer_budget='variance': expected 'entropy', 'uniform' or 'pyramid'"),
+        ({"head_budget": "free"}, "head_budget='free': expected 'pooled' or 'equal'"),
+        ({"floor": 2}, "floor=2: expected a share from 0 to 1"),
+        ({"beta": 0.1}, "beta=0.1: expected a number >= 1"),
+        ({"window": -3}, "window=-3: expected a number of queries >= 1"),
+    ],
+    "D2O": [
+        ({"sinks": -1}, "sinks=-1, heavy_to_recent=.3, 1.: expected numbers >= 0"),
+        ({"heavy_to_recent": (0, 0)}, "heavy_to_recent=.0, 0.: expected numbers >= 0, one ratio above 0"),
+        ({"beta": 1.1}, "beta=1.1: expected a weight from 0 to 1"),
+        ({"similarity": "query"}, "similarity='query' is unknown: expected one of key, value"),
+        ({"merge_rule": "sum"}, "merge_rule='sum' is unknown: expected one of weighted, average"),
+        ({"allocation": "raw"}, "allocation='raw' is unknown: expected one of variance, reciprocal, uniform, exp"),
+    ],
+    "CaM": [({"m": 0}, "m=0: expected a number of entries >= 1"), ({"recent": -1}, "recent=-1: expected")],
+    "ExpectedAttention": [
+        ({"future": 0}, "future=0: expected tokens >= 0, and positions >= 1"),
+        ({"alpha_f": 2}, "alpha_f=2: expected a number >= 0, a share 0 to 1"),
+    ],
+    "KVzip": [({"chunk": 0}, "chunk=0: expected tokens >= 0, and >= 1 in a chunk")],
+    "Marked": [({"behind": [-1]}, "expected token ids, and distances >= 0")],
+    "InfLLM": [
+        ({"block_size": 0}, "block_size=0: expected a whole number >= 1"),
+        ({"local": 0}, "local=0: expected a whole number >= 1"),
+        ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
+        ({"initial": -1}, "initial=-1: expected a number of tokens >= 0"),
+        ({"block_size": 4, "representatives": 5}, "representatives=5: a block has 4 tokens"),
+    ],
+    "Quest": [
+        ({"page_size": 0}, "page_size=0: expected a number of entries >= 1"),
+        ({"dense_layers": -1}, "dense_layers=-1: expected a number of layers >= 0"),
+    ],
+    "OmniKV": [
+        ({"budget": None}, "give exactly one"),
+        ({"memory": 0.3}, "give exactly one"),
+        *(
+            ({"budget": None, "memory": 0.3, **options}, error)
+            for options, error in [
+                ({"memory": 1.5}, r"memory=1.5: expected a share"),
+                ({"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
+                ({"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
+                ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* none next to another"),
+                ({"filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
+                ({"selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
+                ({"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
+                ({"lazy_reload": 1.0}, "lazy_reload=1.0: expected a share"),
+                ({"prefill": "none"}, "prefill='none': expected 'full' or 'sparse'"),
+                ({"window": 0}, "window=0: expected a whole number >= 1"),
+                ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
+            ]
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error"), [(method, *each) for method, every in REFUSED.items() for each in every]
+)
+def test_options_out_of_range_are_refused(method, options, error):
+    with pytest.raises(ValueError, match=error):
+        getattr(policies, method)(**{"budget": Budget(ratio=2), **options})
+
+
+SPARSE = {"memory": 0.7, "filter_layers": (1,), "prefill": "sparse", "chunk": 8}
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "error"),
+    [
+        (Quest(budget=Budget(ratio=2), page_size=6), {}, "page_size=6: expected a divisor of block_size=16"),
+        (Quest(budget=Budget(ratio=2), page_size=32), {}, "page_size=32: expected a divisor of block_size=16"),
+        (InfLLM(budget=Budget(ratio=2)), {"prefill_chunk_size": 100}, "=100: InfLLM takes 512 tokens of a prompt"),
+        (OmniKV(**SPARSE), {"prefill_chunk_size": 12}, "=12: OmniKV takes 8 tokens .* give a multiple of 8, or None"),
+        (OmniKV(memory=0.7, filter_layers=(1, 6)), {}, r"filter_layers=\(1, 6\): the model has layers 0 to 5"),
+        (OmniKV(memory=0.5, filter_layers=(1,)), {}, "memory=0.5: the layers that read everything hold 0.5 of the"),
+    ],
+)
+def test_what_model_and_engine_cannot_do_is_refused_at_once(make_stock, policy, engine, error):
+    with pytest.raises(ValueError, match=error):
+        Engine(make_stock(num_layers=6), policy=policy, **engine)
