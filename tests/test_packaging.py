@@ -1,5 +1,6 @@
 """What `pip install` brings: every script as a command, with its settings, without a checkout."""
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from short_quickstart import BASE, RETROFIT
 
 if sys.version_info >= (3, 11):
@@ -26,6 +30,23 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def m
 def test_every_script_is_a_command():
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert commands == {f"dmc-{name.replace('_', '-')}": f"dmc.scripts.{name}:main" for name in SCRIPTS}
+
+
+def test_a_pin_leaves_out_the_pythons_that_its_package_refuses():
+    pins = [
+        Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] not in ("", "#")
+    ]
+    found = {canonicalize_name(each.metadata["Name"]): each for each in importlib.metadata.distributions()}
+    refused = [
+        f"{pin} on {version}, needs Python {needed}"
+        for pin in pins
+        if (package := found.get(canonicalize_name(pin.name))) and package.version in pin.specifier
+        for needed in [package.metadata["Requires-Python"] or ""]
+        for version in ("3.10.0", "3.11.0", "3.12.0", "3.13.0")
+        if version not in SpecifierSet(needed)
+        and (pin.marker is None or pin.marker.evaluate({"python_full_version": version, "python_version": version[:4]}))
+    ]
+    assert not refused
 
 
 ANSWER = """
