@@ -5,6 +5,7 @@ platform. Else the wheel holds for all platforms, and the kernels are compiled o
 """
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from setuptools.command.build_py import build_py
 
 WITH_KERNELS = os.environ.get("DMC_CPU_KERNELS", "0") == "1"
 LEVELS = {"avx2": "x86-64-v3", "avx512": "x86-64-v4"}
-PORTABLE = ("-static-libstdc++", "-static-libgcc")
 
 
 class Build(build_py):
@@ -27,7 +27,7 @@ class Build(build_py):
             source = Path(self.build_lib, "dmc", "kernels", "cpu.cpp")
             flags = source.read_text().split("// flags: ", 1)[1].splitlines()[0].split()
             for name, level in LEVELS.items():
-                command = [os.environ.get("CXX", "c++"), *flags, f"-march={level}", *PORTABLE, source]
+                command = [*shlex.split(os.environ.get("CXX") or "c++"), *flags, f"-march={level}", source]
                 subprocess.run([*command, "-o", source.with_name(f"cpu_{name}.so")], check=True)
 
 

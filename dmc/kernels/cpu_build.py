@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ BUILT = {"AVX512": SOURCE.with_name("cpu_avx512.so"), "AVX2": SOURCE.with_name("
 def load_library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None, with a warning, where they cannot be built."""
     try:
-        library = ctypes.CDLL(str(_built() or _compile()))
+        library = _built() or ctypes.CDLL(str(_compile()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"the CPU kernels could not be built ({error}); the slower reference backend serves instead: install a "
@@ -46,10 +47,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmc" / "kernels"
 
 
-def _built() -> Path | None:
-    """Return the wheel's kernels for this processor, if there are any."""
+def _built() -> ctypes.CDLL | None:
+    """Load the wheel's kernels for this processor; None if it brings none, or none that this system can load."""
     path = BUILT.get(torch.backends.cpu.get_cpu_capability())
-    return path if path and path.is_file() else None
+    if path and path.is_file():
+        with suppress(OSError):  # of a C library older than the one they were linked with
+            return ctypes.CDLL(str(path))
+    return None
 
 
 def _compile() -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmc.kernels import cpu, load_backend, reference
+from dmc.kernels import cpu, cpu_build, load_backend, reference
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -54,6 +54,19 @@ def test_processes_that_build_at_the_same_time_do_not_disturb_each_other(tmp_pat
         assert printed.strip() == "compiled" and "could not be built" not in errors
     (built,) = (tmp_path / "dmc" / "kernels").iterdir()
     assert built.suffix == ".so"
+
+
+def test_kernels_of_a_wheel_that_this_system_cannot_load_are_compiled_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.load_library() is None:
+        pytest.skip("no C++ compiler")
+    path = tmp_path / "cpu_avx2.so"
+    path.write_bytes(b"made for another system")
+    monkeypatch.setattr(cpu_build, "BUILT", {torch.backends.cpu.get_cpu_capability(): path})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cpu_build.load_library.__wrapped__() is not None
 
 
 @pytest.mark.parametrize(
