@@ -71,6 +71,7 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def task(settings: DictConfig) -> None:
+            prepare_process()  # here, not in main: a launcher hands the environment of its process to jobs elsewhere
             # A launcher waits forever for the result of a run that exits: runs of a sweep raise.
             with told() if HydraConfig.get().mode is RunMode.RUN else nullcontext():
                 if missing := sorted(OmegaConf.missing_keys(settings)):
@@ -83,7 +84,6 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def main() -> None:
-            prepare_process()
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             sys.argv[1:] = plain_settings(name, sys.argv[1:], configs)
             with told(), _raised_by_hydra():
@@ -144,10 +144,11 @@ def prepare_process() -> None:
     """Flush numbers below 1e-38 to 0 in this process: a CPU is up to 15 times slower on them.
 
     Attention to entries that a confident gate has closed is full of them. Call it before the first product: a thread
-    keeps the mode that was set when it started. Where there is no accelerator, DeepSpeed, which saving a model imports,
-    does not warn of that.
+    keeps the mode that was set when it started. Where this machine has no accelerator, DeepSpeed, which saving a model
+    imports, is told to use the CPU and so does not warn.
     """
     torch.set_flush_denormal(True)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else the next line forbids CUDA in forked processes
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

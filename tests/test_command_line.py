@@ -1,11 +1,14 @@
 """What people write on a command line, and what Hydra is given of it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 from scripts_here import run_script
 
@@ -64,6 +67,16 @@ def test_a_choice_of_settings_stays_one(name, tmp_path, monkeypatch):
 )
 def test_lists_and_sweeps(arguments, expected):
     assert plain_settings("generate", arguments.split("|"), CONFIGS) == expected.split("|")
+
+
+def test_a_sweep_is_submitted_without_the_accelerator_of_the_machine_that_submits_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    given = []
+    launcher = SimpleNamespace(launch=lambda *_, **__: given.append(os.environ.get("DS_ACCELERATOR")) or [])
+    monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **__: launcher)
+    arguments = ["experiment=llama2_7b_cr4", "compression.target_ratio=2,4", f"output_dir={tmp_path}"]
+    assert run_script("train.py", "-m", *arguments) == ""
+    assert given == [None]
 
 
 def test_no_thread_computes_with_denormal_numbers():
