@@ -9,6 +9,7 @@ setup_environment() {
     wanted="$1 $(cat pyproject.toml constraints.txt | cksum)"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
+    echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: without a GPU the CPU build is enough, and an unpinned torch would pull gigabytes of CUDA packages.
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         if command -v nvidia-smi >/dev/null 2>&1; then

@@ -74,8 +74,12 @@ class FactsConfig:
     """Share of training questions that are asked twice in a row."""
 
     def __post_init__(self) -> None:
-        if self.keys > self.num_keys:
-            raise ValueError(f"data.facts.keys={self.keys}: expected at most data.facts.num_keys={self.num_keys}")
+        available = self.num_keys if self.words == "all" else self.num_keys // 2
+        if self.keys > available:
+            raise ValueError(
+                f"data.facts.keys={self.keys}: expected at most {available}, the keys of "
+                f"data.facts.num_keys={self.num_keys} with data.facts.words={self.words}"
+            )
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class CodeSource(DocumentSource):
         return sum(path.stat().st_size for _, path in self.files())
 
     def stream(self) -> IterableDataset:
-        """Stream each file's text."""
-        return stream_texts([path for _, path in self.files()])
+        """Stream the text of each file that is not empty."""
+        return stream_texts([path for _, path in self.files() if path.stat().st_size])
 
 
 @dataclass(frozen=True)

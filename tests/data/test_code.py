@@ -18,12 +18,13 @@ def library(tmp_path):
     return folder
 
 
+def with_text(source):
+    return {name: path for name, path in source.files() if path.stat().st_size}
+
+
 def test_splits_are_disjoint_real_code_of_some_megabytes():
     sources = {split: StandardLibrarySource(split) for split in SPLITS}
-    splits = {
-        split: {name: text for (name, _), text in zip(source.files(), source.documents(), strict=True) if text}
-        for split, source in sources.items()
-    }
+    splits = {split: dict(zip(with_text(source), source.documents(), strict=True)) for split, source in sources.items()}
     names = [name for split in splits.values() for name in split]
     assert len(names) == len(set(names)) > 300
     assert all(list(split) == sorted(split) for split in splits.values())
@@ -65,12 +66,13 @@ def test_machine_specific_and_optional_files_are_left_out(library):
     assert not set(names) & set(strange)
 
 
-def test_undecodable_file_is_a_counted_skip(library, tmp_path, tokenizer):
+def test_undecodable_file_is_a_counted_skip_and_an_empty_one_is_none(library, tmp_path, tokenizer):
     source = StandardLibrarySource(folder=str(library))
     source.files()[3][1].write_bytes(b"# \xe9\n")
+    source.files()[5][1].write_bytes(b"")
     packed = build_packed(source, tokenizer, 16, tmp_path / "cache")
     assert isinstance(packed, PackedTokens)
-    assert packed.tokens.num_skipped == 1 and packed.tokens.num_documents == len(source.files()) - 1
+    assert packed.tokens.num_skipped == 1 and packed.tokens.num_documents == len(source.files()) - 2
 
 
 def test_python_without_sources_says_how_to_go_on(tmp_path):
@@ -111,7 +113,7 @@ def test_documents_are_the_files_of_all_packages_in_order(package):
     files = source.files()
     assert {name.split("/")[0] for name, _ in files} == {"sympy", "parcel"}
     documents = [text for shard in range(3) for text in source.read(source.stream().shard(3, shard))]
-    assert documents == [path.read_text() for _, path in files]
+    assert documents == [path.read_text() for path in with_text(source).values()]
     assert source.num_bytes() == sum(path.stat().st_size for _, path in files)
 
 

@@ -121,6 +121,15 @@ def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy
         FactWriter(wordy[1], 5, "both")
 
 
+@pytest.mark.parametrize(
+    ("keys", "num_keys", "words", "available"),
+    [(6, 5, "all", 5), (3, 5, "first_half", 2), (3, 5, "second_half", 2), (1, 1, "first_half", 0)],
+)
+def test_more_keys_than_there_are_words_for_are_refused(keys, num_keys, words, available):
+    with pytest.raises(ValueError, match=f"data.facts.keys={keys}: expected at most {available}, .*words={words}"):
+        FactsConfig(keys=keys, num_keys=num_keys, words=words)
+
+
 def test_a_text_that_is_compressed_before_anyone_asks_says_each_fact_once_and_evenly(wordy):
     dataset = sequences(wordy, rebinding=1.0, has_lessons=False, has_questions=False)
     places = []
