@@ -1,7 +1,8 @@
 # Sourced by the job files, in the project's root: how jobs start Python.
 . slurm/site.sh
 activate_environment
-# srun does not take --cpus-per-task over from the job; where it was not given, a step has all CPUs of its nodes.
+# srun does not take --cpus-per-task over from the job; where it was not given, a step has the CPUs of its job: one for
+# each task, unless the job has whole nodes (--exclusive).
 [ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # Of an array one task has the number of the whole array, which would stand for all its tasks.
 THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-${SLURM_JOB_ID-}}
@@ -44,7 +45,8 @@ train_on_all_tasks() {
     export_rendezvous
     export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
     mkdir -p "$folder/ranks"
-    echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST: $folder"
+    echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST," \
+        "CPUs per node: $SLURM_JOB_CPUS_PER_NODE: $folder"
     local told="" timer="" status=0
     srun --kill-on-bad-exit=1 --open-mode=append --output="$folder/ranks/%j-%t.log" "${SRUN_OPTIONS[@]}" \
         python -u scripts/train.py "$@" output_dir="$folder" \

@@ -2,6 +2,7 @@
 
 # sbatch reads these; options on its command line win over them.
 # export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=project SBATCH_GPUS_PER_NODE=8
+# export SBATCH_EXCLUSIVE=exclusive # whole nodes with all their CPUs; on shared nodes give sbatch --cpus-per-task
 
 # Options of every srun, for instance (--container-image=image.sqsh --container-mounts=/data --cpu-bind=cores).
 SRUN_OPTIONS=()

@@ -167,7 +167,7 @@ PYTHON = """\
 case "$*" in *setting.py*) echo %s; exit ;; esac
 [ -z "${SLURM_RESTART_COUNT-}" ] || { echo finished; exit; }
 trap '%s' USR1
-echo training with ${SLURM_CPUS_PER_TASK-all} CPUs
+echo training with $SLURM_CPUS_ON_NODE CPUs
 sleep 100 & wait $!; wait $!
 """
 SAVES = "sleep 8; echo saved; exit 75"
@@ -179,8 +179,8 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
     turns = {
         "saves": (SAVES, "train", limit),
         "exports": ("echo told", "train", limit),
-        "array": (SAVES, "sweep", [*limit, "--array=2,4", "--cpus-per-task=1"]),
-        "endless": (SAVES, "train", ["--time=0"]),
+        "array": (SAVES, "sweep", [*limit, "--array=2,4", "--cpus-per-task=3"]),
+        "endless": (SAVES, "train", ["--time=0", "--exclusive"]),
     }
     for name, (on_signal, file, options) in turns.items():
         project = tmp_path / name
@@ -199,12 +199,13 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
             slurm.call("scancel", "--batch", "--signal=USR1", ramp)
     states = {name: " ".join({*slurm.wait(job).split()}) for job, name in jobs.items()}
     assert states == dict.fromkeys(jobs.values(), "COMPLETED")
+    cpus = {"array": 3, "endless": 4}  # of a node with 4
     for name, (on_signal, _, _) in turns.items():
         tasks = sorted((tmp_path / name).glob("job-*.log"))
         ranks = [path.read_text() for path in (tmp_path / name / "run").rglob("ranks/*.log")]
         assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(tmp_path)
         assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(tmp_path)
-        assert all(f"training with {1 if name == 'array' else 'all'} CPUs" in text for text in ranks)
+        assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(tmp_path)
         assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(tmp_path)
 
 
