@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmc.compression import CompressedCache, Compressor, GateMode, GateOutput, GateTrace, rotate
+from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import delayed_masked_attention, masked_attention
 
@@ -99,7 +99,7 @@ class CompressedAttentionMixin(nn.Module):
         adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
-            attended = cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
+            attended = self.attend_cached(cache, tokens, padding_mask)
         elif mode is not None and mode.neuron_multiplier is not None:
             attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
             if adapted is not None:
@@ -113,6 +113,11 @@ class CompressedAttentionMixin(nn.Module):
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
+
+    @torch.compiler.disable
+    def attend_cached(self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None) -> Tensor:
+        """Attend through a cache; no part of compiled layers, so that all layers share their graphs."""
+        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
 
     def attend_plain(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float

@@ -21,6 +21,7 @@ from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
+from dmc.runtime.lent_forwards import why_not_compiled
 from dmc.runtime.memory import Activations, pool_bytes
 from dmc.runtime.paged_cache import PagedCache, check_block_size
 from dmc.runtime.prefix_cache import PrefixCache
@@ -93,6 +94,8 @@ class Engine:
             cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
         prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
             a policy they are computed again: what stays then depends on where a prompt ends.
+        compile: whether the decoder layers are compiled by torch.compile, around their attention, in passes that only
+            decode; the first such passes, with one sequence and with several, take the seconds of it.
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
             and replayed, the choice of tokens included; with the full cache, or gates alone, on one GPU. The model may
             not wait for the device, as most mixtures of experts do.
@@ -114,8 +117,10 @@ class Engine:
         token_budget: int | None = 2048,
         prefix_cache: bool = False,
         cuda_graphs: bool = False,
+        compile: bool = False,
     ) -> None:
-        for name, given in (("prefix_cache", prefix_cache), ("cuda_graphs", cuda_graphs)):
+        switches = {"prefix_cache": prefix_cache, "cuda_graphs": cuda_graphs, "compile": compile}
+        for name, given in switches.items():
             if not isinstance(given, bool):
                 raise ValueError(f"{name}={given!r}: expected True or False")
         _check_kinds(model, tokenizer, kernels)
@@ -141,10 +146,14 @@ class Engine:
         num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
         if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
             raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
+        if compile and (reason := why_not_compiled(model, layout)) is not None:
+            raise ValueError(f"compile=True: {reason}; use compile=False")
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, has_scratch_row=cuda_graphs)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
-        self._runner = Runner(model, self.cache, kernels, policy, GpuRecorder() if cuda_graphs else None)
+        self._runner = Runner(
+            model, self.cache, kernels, policy, record=GpuRecorder() if cuda_graphs else None, compiles=compile
+        )
         pace = None
         if policy is not None:
             # a token budget would cut prompts anywhere

@@ -18,8 +18,8 @@ from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.policies.attention import CacheAttention, RotaryTables
 from dmc.ranks import ALONE
-from dmc.runtime.backend_linear import BackendLinear
 from dmc.runtime.decode_step import DecodeSteps, Record
+from dmc.runtime.lent_forwards import backend_linears, compiled_for_any_number, compiled_layers
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.sampling import Choice, Sampling, choose
 from dmc.runtime.scheduler import ScheduledChunk
@@ -135,6 +135,7 @@ class Runner:
         kernels: backend name, "auto" picks.
         policy: what a stock model's cache keeps, or reads; None: all, or what a compressed model's gates decide.
         record: how steps of decoding are recorded, to be replayed; None: they are not, nor can be under a policy.
+        compiles: whether decoder layers are compiled in passes that only decode.
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
@@ -148,13 +149,16 @@ class Runner:
         kernels: str,
         policy: CachePolicy | None = None,
         record: Record | None = None,
+        compiles: bool = False,
     ) -> None:
         self.model, self.cache = model, cache
         layout = cache.layout
         backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
-        self._linear = BackendLinear(backend, model)
+        self._linear = backend_linears(backend, model)
+        self._compiled = compiled_layers(model) if compiles else None
+        self._compiled_rotate = compiled_for_any_number(rotate)
         self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
         rotary = self._rotary or rotary_of(model)
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
@@ -240,9 +244,11 @@ class Runner:
         self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: SlotIndex, many: SlotIndex
     ) -> Tensor:
         """Run the model over the cache, with blocks reserved; count what rows hold after one token and after many."""
-        step, tally = Step(self.cache, self._attention, batch, self._rotary), self.cache.tally
+        compiled = self._compiled if batch.most_new == 1 else None
+        turn = rotate if compiled is None else self._compiled_rotate
+        step, tally = Step(self.cache, self._attention, batch, self._rotary, turn), self.cache.tally
         asked = {"position_ids": step.position_ids, "paged_cache": step, "use_cache": False}
-        with self._linear, self._stock:
+        with compiled or self._linear, self._stock:
             output = self.model(tokens, logits_to_keep=logits_of, **asked)
         step.finish()
         self._attention.finish(self._feed)

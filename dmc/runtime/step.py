@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
@@ -19,12 +21,18 @@ class Step:
         attention: appends tokens and attends, by the policy.
         batch: which tokens of which sequences; their RoPE tables are made here.
         rotary: position ids [1, n] -> cos, sin [1, n, D] with the borrowed neuron removed; None for stock models.
+        rotate: turns queries, as `dmc.compression.rotate` does.
     """
 
     def __init__(
-        self, cache: PagedCache, attention: CacheAttention, batch: ForwardBatch, rotary: RotaryTables | None
+        self,
+        cache: PagedCache,
+        attention: CacheAttention,
+        batch: ForwardBatch,
+        rotary: RotaryTables | None,
+        rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate,
     ) -> None:
-        self.cache, self.batch = cache, batch
+        self.cache, self.batch, self._rotate = cache, batch, rotate
         self._attention, self._rotary, self._num_attended = attention, rotary, 0
         if rotary is not None:
             positions = batch.extended(cache.layout.delay).positions
@@ -59,7 +67,7 @@ class Step:
         if compression is not None and compression.decided_token == "previous":
             merged = self._handed_back(layer_index, merged)
         new = NewTokens(flat(tokens.key), flat(tokens.value), merged, flat(tokens.omega))
-        query = rotate(flat(tokens.query), *batch.query_rotary)
+        query = self._rotate(flat(tokens.query), *batch.query_rotary)
         if compression is not None and compression.gate_input == "query":
             heads, dim = query.shape[1:]
             query *= leader_scale(heads, dim, self.cache.layout.num_kv_heads, compression.neuron_index, query)

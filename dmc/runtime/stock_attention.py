@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -53,6 +54,7 @@ class StockAttention:
             config._attn_implementation = own
 
 
+@torch.compiler.disable
 def stock_attention(
     module: nn.Module,
     query: Tensor,
@@ -66,7 +68,7 @@ def stock_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through the engine's cache; query and key are rotated already.
+    """Attend through the engine's cache; query and key are rotated already. No part of compiled layers.
 
     Raises:
         NotImplementedError: the model asks for more than full causal attention, or does not hand on the cache.

@@ -15,12 +15,13 @@ from oracles.cache_layers import Stream, make_layer
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
+from dmc.kernels.batch import ForwardBatch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dmc.kernels.triton import append, attention, compaction, prefill  # noqa: E402
+from dmc.kernels.triton import append, attention, compaction, eviction, prefill  # noqa: E402
 
 SHARED_MEMORY = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability."""
@@ -75,7 +76,7 @@ class Compiled:
             aligned = {
                 (index,): [["tt.divisibility", 16]]
                 for index, name in enumerate(self.kernel.arg_names)
-                if signature[name].startswith("*") or (signature[name] == "i32" and values[name] % 16 == 0)
+                if str(signature[name]).startswith("*") or (signature[name] == "i32" and values[name] % 16 == 0)
             }
             source = ASTSource(self.kernel, signature=signature, constexprs=fixed, attrs=aligned)
             binary = triton.compile(source, target=self.target, options={"num_warps": num_warps})
@@ -85,9 +86,11 @@ class Compiled:
         return launch
 
     @staticmethod
-    def type_of(name: str, value: Any, constants: dict[str, Any]) -> str:
+    def type_of(name: str, value: Any, constants: dict[str, Any]) -> Any:
         if name in constants or value is None:
             return "constexpr"
+        if isinstance(value, tuple):
+            return tuple(POINTERS[each.dtype] for each in value)
         if isinstance(value, torch.Tensor):
             return POINTERS[value.dtype]
         return "fp32" if isinstance(value, float) else "i32"
@@ -101,7 +104,7 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = []
-    for module in (append, attention, prefill, compaction):
+    for module in (append, attention, prefill, compaction, eviction):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             compiled.append(Compiled(getattr(module, name), GPUTarget("cuda", capability, 32)))
             monkeypatch.setattr(module, name, compiled[-1])
@@ -119,8 +122,16 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     options = {"rows": rows, "recent": single.recent, "return_scores": True}
     attention.paged_attention(query[:2], *pages, layer.lengths, 0.1, **options)
     compaction.compact(layer, rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
+    layer.notes = {"position": torch.zeros(layer.key_pages.shape[:2], dtype=torch.int32)}
+    layer.notes |= {name: torch.zeros(layer.key_pages.shape[:2]) for name in ("mass", "squares")}
+    one, counts = ForwardBatch([2, 0], [20, 20], [1, 1]), torch.ones(2, 2, dtype=torch.int64)
+    eviction.write_notes(layer, one, {name: torch.zeros(2, 2, dtype=each.dtype) for name, each in layer.notes.items()})
+    positions, mass = eviction.read_notes(layer, rows, ["position", "mass"], 600)
+    eviction.add_attention(layer, rows, torch.zeros(2, 8, 640), {"mass": 1, "squares": 2}, 600)
+    eviction.nth_newest(positions, counts)
+    eviction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
 
-    assert len(compiled) == 9
+    assert len(compiled) == 16
     for each in compiled:
         assert each.shared_memory, each.kernel.__name__
         assert max(each.shared_memory) <= SHARED_MEMORY[capability], each.kernel.__name__

@@ -7,22 +7,26 @@ that needs more must say why, one that needs fewer lowers them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from claimed_gpu import GPU, ClaimedTensor, claim_model, claimed_gpu
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.exc import InductorError
+from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.kernels import reference
 from dmc.runtime.runner import layout_of
+from dmc.runtime.step import Step
 from dmc.runtime.step_time import launches_per_layer
 
 SHALLOW, DEEP = 2, 4
@@ -33,8 +37,9 @@ DATA_DEPENDENT = ("nonzero", "_local_scalar_dense", "masked_select", "unique2", 
 class Launches(TorchDispatchMode):
     """Counts what is launched on the GPU, and what the host waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
+        self.device = device
         self.counts: Counter[str] = Counter()
         self.is_paused = False
 
@@ -46,7 +51,7 @@ class Launches(TorchDispatchMode):
             [each for each in tree_leaves(item) if isinstance(each, torch.Tensor)] for item in (arguments, out)
         )
         name = function.overloadpacket.__name__
-        on_gpu = [any(each.device.type == "cuda" for each in tensors) for tensors in (given, made)]
+        on_gpu = [any(each.device.type == self.device for each in tensors) for tensors in (given, made)]
         takes_indices = name in ("index", "index_put", "index_put_", "_index_put_impl_")
         by_mask = takes_indices and any(each is not None and each.dtype == torch.bool for each in arguments[1])
         leaves = on_gpu[0] and bool(made) and not on_gpu[1]  # copied to the host
@@ -54,7 +59,7 @@ class Launches(TorchDispatchMode):
         self.counts["operations"] += any(on_gpu) and not function.is_view and name != "_unsafe_view"
         return out
 
-    @contextmanager
+    @contextlib.contextmanager
     def kernels(self, count: int) -> Iterator[None]:
         """Count so many kernels in place of what runs inside."""
         self.counts["kernels"] += count
@@ -65,6 +70,20 @@ class Launches(TorchDispatchMode):
             self.is_paused = False
 
 
+KERNELS = {
+    "paged_attention": 2,
+    "prefill_attention": 1,
+    "compact": 2,
+    "write_notes": 1,
+    "read_notes": 1,
+    "add_attention": 1,
+    "nth_newest": 1,
+    "eviction_candidate": 1,
+    "evict": 2,
+}
+"""What Triton's backend launches; of `append_or_merge` 2 and with a delay 3, of attention with scores one more."""
+
+
 class CountedBackend:
     """The reference, whose functions count as Triton's kernels where there are any."""
 
@@ -73,20 +92,16 @@ class CountedBackend:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(reference, name)
-        if name not in ("append_or_merge", "paged_attention", "prefill_attention", "compact"):
+        if name not in (*KERNELS, "append_or_merge"):
             return function
 
         def counted(*arguments: Any, **options: Any) -> Any:
-            kernels = 1
+            kernels = KERNELS.get(name, 2) + bool(options.get("return_scores"))
             if name == "append_or_merge":
                 _, batch, _, config = arguments
                 if batch.most_new > 1:  # Triton's has no kernel for several tokens
                     return function(*arguments, **options)
-                kernels = 2 + (config is not None and config.delay > 0)
-            elif name == "paged_attention":
-                kernels = 2 + bool(options.get("return_scores"))
-            elif name == "compact":
-                kernels = 2
+                kernels += config is not None and config.delay > 0
             with self.launches.kernels(kernels):
                 return function(*arguments, **options)
 
@@ -156,8 +171,8 @@ HALF = Budget(ratio=2)
         (None, None, 33, 4, 0, 1),
         ({}, None, 34, 4, 0, 1),
         ({"delay": 4}, None, 34, 5, 0, 1),
-        (None, policies.H2O(budget=HALF), 179, 5, 0, 2),
-        (None, policies.TOVA(budget=HALF), 153, 5, 0, 2),
+        (None, policies.H2O(budget=HALF), 42, 13, 0, 2),
+        (None, policies.TOVA(budget=HALF), 38, 11, 0, 2),
     ],
     ids=["full cache", "gates", "delayed gates", "H2O", "TOVA"],
 )
@@ -177,6 +192,91 @@ def test_a_decode_step_stays_within_its_budget(
     if policy is None:
         layout = layout_of(make_stock() if gates is None else make_compressed(gates=gates))
         assert launches_per_layer(layout) == operations + kernels
+
+
+class InGraphs(Exception):
+    """Ends a compilation when it is known what it would launch."""
+
+
+@pytest.fixture
+def launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What each graph of inductor launches, that is then run as it was given."""
+    counts: list[int] = []
+
+    def count(nodes: list[Any]) -> None:
+        counts.append(sum(not isinstance(node, NopKernelSchedulerNode) for node in nodes))
+        raise InGraphs
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        before = len(counts)
+        as_on_gpu = {"force_pointwise_cat": True, "_post_fusion_custom_pass": count}  # RoPE is one kernel there
+        with torch._inductor.config.patch(as_on_gpu), contextlib.suppress(InductorError):
+            compile_fx(copy.deepcopy(graph), inputs)
+        assert len(counts) == before + 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend(compiled)
+    yield counts
+    torch.compiler.set_default_backend(None)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("gates", "policy", "expected", "most"),
+    [
+        (None, None, 17, 20),
+        ({}, None, 18, 20),
+        ({"delay": 4}, None, 19, 20),
+        (None, policies.H2O(budget=HALF), 36, 36),
+    ],
+    ids=["full cache", "gates", "delayed gates", "H2O"],
+)
+@pytest.mark.slow
+def test_compiled_layers_launch_at_most_as_much(
+    gates: dict | None,
+    policy: Any,
+    expected: int,
+    most: int,
+    make_stock: Any,
+    make_compressed: Any,
+    launched_by_graphs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each layer runs every graph once; what its attention launches is counted as it runs."""
+    attention, found = Launches(device="cpu"), []
+
+    def counted(attend: Any) -> Any:
+        def inner(*arguments: Any) -> Any:
+            with attention:
+                return attend(*arguments)
+
+        return inner
+
+    def uncounted(rotate: Any) -> Any:
+        def inner(*arguments: Any) -> Any:
+            with _disable_current_modes():  # under a mode nothing is compiled
+                return rotate(*arguments)
+
+        return inner
+
+    for name in ("attend", "attend_plain"):
+        monkeypatch.setattr(Step, name, counted(getattr(Step, name)))
+    for layers in (SHALLOW, DEEP):
+        model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
+        engine = Engine(model, policy=policy, kernels="reference", token_budget=None, compile=True)
+        engine._runner._attention.backend = CountedBackend(attention)  # type: ignore[assignment]
+        engine._runner._compiled_rotate = uncounted(engine._runner._compiled_rotate)
+        for length in RAGGED:
+            engine.submit(list(range(length)), SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
+        engine.step()
+        engine.step()
+        attention.counts.clear()
+        engine.step()
+        found.append(attention.counts.copy())
+    shallow, deep = found
+    beside = [(deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels")]
+    assert sum(launched_by_graphs) + sum(beside) == expected <= most, (launched_by_graphs, *beside)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
 from dmc.policies import StreamingLLM
-from dmc.runtime.backend_linear import BackendLinear
+from dmc.runtime.lent_forwards import backend_linears
 
 WINDOW, CONTEXT = 8, 64
 SMALL = {
@@ -235,7 +235,7 @@ def test_a_model_is_its_own_again_after_every_pass() -> None:
             return torch.nn.functional.linear(*arguments)
 
     first, second = Engine(model), Engine(model, kernels="reference")
-    first._runner._linear = BackendLinear(Counting, model)  # type: ignore[arg-type]
+    first._runner._linear = backend_linears(Counting, model)  # type: ignore[arg-type]
     first.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))
     assert len(asked) == 2 * len(linear)
     second.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))

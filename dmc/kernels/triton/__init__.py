@@ -3,7 +3,8 @@
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
 attention.py   decode: split-K attention over the ragged heads, then a reduction over the splits
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
-compaction.py  close the gaps that eviction leaves
+eviction.py    after a generated token: notes, attention received, which entry goes, and its eviction
+compaction.py  close the gaps that a prompt's eviction leaves
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import torch
 import triton
 
 from dmc.kernels.probabilities import attention_received
-from dmc.kernels.reference import add_attention, evict, eviction_candidate, nth_newest, read_notes, write_notes
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact
+from dmc.kernels.triton.eviction import (
+    add_attention,
+    evict,
+    eviction_candidate,
+    nth_newest,
+    read_notes,
+    write_notes,
+)
 from dmc.kernels.triton.prefill import prefill_attention
 
 __all__ = [

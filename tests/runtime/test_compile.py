@@ -1,0 +1,111 @@
+"""Compiled decoder layers give what eager ones give, and are compiled once, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+from dmc.runtime.lent_forwards import why_not_compiled
+
+METHODS: dict[str, tuple[dict[str, Any] | None, Any]] = {
+    "full cache": (None, None),
+    "merge, delay 4": ({"delay": 4}, None),
+    "drop, by query": ({"action": "drop", "delay": 4, "gate_input": "query"}, None),
+    "every fourth": ({"decisions": "fixed", "weighting": "uniform", "window_size": None, "target_ratio": 4.0}, None),
+    "H2O": (None, policies.H2O(budget=Budget(ratio=2))),
+}
+CASES = [
+    ("full cache", "eager", False),
+    ("full cache", "eager", True),
+    ("merge, delay 4", "eager", True),
+    ("drop, by query", "eager", False),
+    ("every fourth", "eager", False),
+    ("H2O", "eager", False),
+    pytest.param("full cache", "inductor", False, marks=pytest.mark.slow),
+    pytest.param("merge, delay 4", "inductor", False, marks=pytest.mark.slow),
+]
+"""Method, compiler ("eager" runs its graphs operation by operation), and whether steps are recorded."""
+LENGTHS = (5, 40, 90, 17, 30)
+
+
+@pytest.fixture
+def compiler(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Compile with this one, and forget what was compiled."""
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend(request.param)
+    yield request.param
+    torch.compiler.set_default_backend(None)
+    torch._dynamo.reset()
+
+
+def num_graphs() -> int:
+    """Graphs that have been compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(("method", "compiler", "is_recorded"), CASES, indirect=["compiler"])
+def test_compiled_layers_give_the_eager_tokens_and_are_compiled_once(
+    method: str,
+    compiler: str,
+    is_recorded: bool,
+    make_stock: Any,
+    make_compressed: Any,
+    make_prompts: Callable[..., list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gates, policy = METHODS[method]
+    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 40)  # it grows
+    model = make_stock(num_layers=3) if gates is None else make_compressed(gates=gates, num_layers=3)
+    reason = why_not_compiled(model, Engine(model).cache.layout)
+    if reason is not None:
+        pytest.skip(reason)
+    options: dict[str, Any] = {"policy": policy, "kernels": "reference", "max_batch_size": 6}
+    if is_recorded:  # buckets, the scratch row, and buffers that stay
+        monkeypatch.setattr("dmc.runtime.engine.GpuRecorder", lambda: lambda step: step)
+        monkeypatch.setattr("dmc.runtime.engine.why_not_recorded", lambda *_: None)
+    eager, engine = Engine(model, **options), Engine(model, **options, compile=True, cuda_graphs=is_recorded)
+    prompts = make_prompts(*LENGTHS)
+    params = [
+        SamplingParams(max_new_tokens=40, temperature=0.8, seed=0),
+        SamplingParams(max_new_tokens=70, temperature=0),
+        SamplingParams(max_new_tokens=12, seed=2, top_k=9),
+        SamplingParams(max_new_tokens=35, temperature=0),
+        SamplingParams(max_new_tokens=40, seed=3, top_p=0.9),
+    ]
+    before = num_graphs()
+    engine.generate(make_prompts(7, 9), SamplingParams(max_new_tokens=4, temperature=0))  # two sequences
+    engine.generate(make_prompts(7), SamplingParams(max_new_tokens=4, temperature=0))  # one
+    warm = num_graphs()
+    assert warm == before + 2 * (4 if gates is None else 5)  # of three layers together
+    requests = []
+    for prompt, each in zip(prompts, params, strict=True):
+        requests.append(engine.submit(prompt, each))
+        for _ in range(7):
+            engine.step()
+    engine.run(requests)
+    assert num_graphs() == warm
+    for request, own in zip(requests, eager.generate(prompts, params), strict=True):
+        assert request.generation is not None
+        assert request.generation.token_ids == own.token_ids
+        assert request.generation.logprobs == pytest.approx(own.logprobs, abs=1e-4)
+        assert torch.equal(request.generation.stats.slots, own.stats.slots)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_cannot_be_compiled_is_told(make_stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_stock()
+    with pytest.raises(ValueError, match="compile=1: expected True or False"):
+        Engine(model, compile=1)  # type: ignore[arg-type]
+    monkeypatch.setattr("dmc.runtime.lent_forwards.decoder_layers", lambda model: [])
+    with pytest.raises(ValueError, match=r"compile=True: LlamaForCausalLM has no decoder layers .* use compile=False"):
+        Engine(model, compile=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ValueError, match=r"compile=True: torch.compile needs a C\+\+ compiler .*; use compile=False"):
+        Engine(model, compile=True)
