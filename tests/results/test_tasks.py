@@ -26,11 +26,11 @@ from dmc.results.benchmark import measure_speed
 from dmc.results.compare import memory_of
 from dmc.results.grid import CompareConfig, plan_tasks
 from dmc.results.tasks import (
+    Breakdown,
     FactRecall,
     KeyValuePairs,
     MultiTurnRecall,
     Needle,
-    Part,
     Recall,
     SampleResult,
     TextLoss,
@@ -297,8 +297,8 @@ def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: A
         marks = [i for i, token in enumerate(sample.prompt) if token == 1]
         asked = sample.prompt[-1:] if name == "key_value" else []
         places = [i + 1 + len(asked) for i in marks if sample.prompt[i + 1 : i + 1 + len(asked)] == asked]
-        assert sample.place["length"] == 40
-        assert sample.place["depth"] in [round(place / 38, 1) for place in places]
+        assert sample.coordinates["length"] == 40
+        assert sample.coordinates["depth"] in [round(place / 38, 1) for place in places]
     engine = Engine(model)
     greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
     (generation,) = engine.generate([wholes[1]], greedy)
@@ -368,7 +368,7 @@ def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, wo
         text = word_tokenizer.decode([*sample.prompt, *sample.after])
         assert find_fact(text) == word_tokenizer.decode(sample.continuation)
         length = len(sample.prompt) + (len(sample.after) if question == "hidden" else 0)
-        assert sample.place["length"] == length and 0 <= sample.place["depth"] <= 1
+        assert sample.coordinates["length"] == length and 0 <= sample.coordinates["depth"] <= 1
         assert (sample.prompt[-len(sample.after) :] == sample.after) == (question == "known")
     assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
     assert {each.metrics["exact_match"] for each in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
@@ -407,7 +407,7 @@ def test_questions_in_turn_follow_each_other_on_one_cache(model: Any, word_token
             first, second = (session.generate(turn, task.params()) for turn in chat.turns[1:])
         right = dataclasses.replace(chat, answers={1: first.token_ids, 2: [second.token_ids[0] + 1]})
         (result,) = task.evaluate(engine, [right])
-        assert [part.metrics["exact_match"] for part in result.parts] == [1.0, 0.0]
+        assert [part.metrics["exact_match"] for part in result.breakdown] == [1.0, 0.0]
         assert torch.equal(result.stats.slots, second.stats.slots)
     assert engine.blocks_in_use == 0
 
@@ -440,7 +440,7 @@ def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_i
     assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
     for one, other in zip(known, hidden, strict=True):
         assert [*one.prompt, *one.after] == [*other.prompt, *other.after]  # the same conversation
-        assert (one.continuation, one.place) == (other.continuation, other.place)
+        assert (one.continuation, one.coordinates) == (other.continuation, other.coordinates)
         assert one.after and other.after[-len(one.after) :] == one.after and len(other.after) > len(one.after) + 5
     results = run(dataclasses.replace(task, question="hidden"), script, model, tokenizer)
     assert {each.metrics["exact_match"] for each in results} == {1.0}
@@ -485,11 +485,11 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
 
 def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
     for sample in NEEDLE.samples(tokenizer, 300):
-        assert len(sample.prompt) + len(sample.after) == sample.place["length"]
+        assert len(sample.prompt) + len(sample.after) == sample.coordinates["length"]
         text = tokenizer.decode(sample.prompt)
         before, after = re.split(r"\nThe magic number of \w+ is \d+.\n", text.partition("\nWhat is")[0])
         sizes = [len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
-        assert sizes[0] / sum(sizes) == pytest.approx(sample.place["depth"], abs=0.05)
+        assert sizes[0] / sum(sizes) == pytest.approx(sample.coordinates["depth"], abs=0.05)
 
 
 def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any) -> None:
@@ -499,7 +499,7 @@ def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any
         keys = re.findall(r'"([0-9a-f-]{36})": "[0-9a-f-]{36}",', text)
         asked = re.search(r'Key: "(.*)"', text)[1]
         assert len(keys) > 2 and len(set(keys)) == len(keys)
-        assert keys.index(asked) == round(sample.place["depth"] * (len(keys) - 1))
+        assert keys.index(asked) == round(sample.coordinates["depth"] * (len(keys) - 1))
         pair = len(sample.prompt) / len(text) * len('"": "",\n' + 72 * "0")
         assert 600 - 1.3 * pair < len(sample.prompt) <= 600
 
@@ -563,7 +563,7 @@ def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
     for task in (CHAIN, DIRECT):
         for sample in task.samples(tokenizer, 300):
             total, color = look_up(tokenizer.decode(sample.prompt))
-            assert 0 <= total < sample.place["entries"]
+            assert 0 <= total < sample.coordinates["entries"]
             assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
 
 
@@ -601,7 +601,7 @@ def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_
     task, script = SCRIPTS[name]
     plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
     for without, sample in zip(plain, chat, strict=True):
-        assert sample.place == without.place
+        assert sample.coordinates == without.coordinates
         whole = [*sample.prompt, *sample.after]
         text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [whole]))
         messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
@@ -610,8 +610,8 @@ def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_
         start = re.split(r"[?\n]", chat_tokenizer.decode([*without.prompt, *without.after]))[-1].strip()
         written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert start and "".join(text.split()) == "".join((written + start).split())
-        if "length" in sample.place:
-            assert sample.place["length"] - len(whole) in (range(100) if name == "key_value" else [0])
+        if "length" in sample.coordinates:
+            assert sample.coordinates["length"] - len(whole) in (range(100) if name == "key_value" else [0])
     assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
 
 
@@ -640,11 +640,11 @@ def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
             in_chat(task).samples(tokenizer, 300)
 
 
-def test_figures_are_averaged_place_by_place() -> None:
+def test_metrics_are_averaged_by_coordinates() -> None:
     def result(length: int, depth: float, match: float) -> SampleResult:
-        place = {"length": length, "depth": depth}
+        coordinates = {"length": length, "depth": depth}
         stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
-        return SampleResult({}, stats, [Part(place, {"match": match})])
+        return SampleResult({}, stats, [Breakdown(coordinates, {"match": match})])
 
     results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
     assert by_coordinates(results) == {

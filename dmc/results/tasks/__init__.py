@@ -6,7 +6,7 @@ compressed prompt, conversations) -> `random_tokens.py` (without a tokenizer) ->
 entries that are left).
 """
 
-from dmc.results.tasks.base import Part, Sample, SampleResult, Task, by_coordinates, split_of_text
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.facts import FactRecall
 from dmc.results.tasks.inside import Inside
 from dmc.results.tasks.random_tokens import Recall
@@ -14,12 +14,12 @@ from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, 
 from dmc.results.tasks.text_loss import TextLoss
 
 __all__ = [
+    "Breakdown",
     "FactRecall",
     "Inside",
     "KeyValuePairs",
     "MultiTurnRecall",
     "Needle",
-    "Part",
     "Recall",
     "Sample",
     "SampleResult",

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from dmc.bounds import check_fields
-from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
 from dmc.runtime.generation import Scoring
@@ -101,12 +101,12 @@ class Asking:
         for sample, generation, scoring in zip(samples, generations, scorings, strict=True):
             metrics = self.grade(engine, sample.continuation, generation)
             metrics |= {"loss": -float(scoring.logprobs.double().mean())}
-            results.append(SampleResult(metrics, generation.stats, [Part(sample.place, metrics)]))
+            results.append(SampleResult(metrics, generation.stats, [Breakdown(sample.coordinates, metrics)]))
         return results
 
     def _converse(self, engine: Engine, chats: Sequence[Turns]) -> list[SampleResult]:
         """Hold conversations, the same turn of all of them together; the first turn is 1."""
-        parts: list[list[Part]] = [[] for _ in chats]
+        breakdown: list[list[Breakdown]] = [[] for _ in chats]
         stats = {}
         with ExitStack() as stack:
             sessions = [stack.enter_context(engine.session()) for _ in chats]
@@ -124,9 +124,9 @@ class Asking:
                     assert generation is not None
                     if turn in chat.answers:
                         metrics = self.grade(engine, chat.answers[turn], generation)
-                        parts[index].append(Part({"turn": turn + 1}, metrics))
+                        breakdown[index].append(Breakdown({"turn": turn + 1}, metrics))
                     if turn + 1 == len(chat.turns):
                         stats[index] = generation.stats
                         sessions[index].close()
-        means = [{name: fmean(each.metrics[name] for each in own) for name in own[0].metrics} for own in parts]
-        return [SampleResult(each, stats[index], parts[index]) for index, each in enumerate(means)]
+        means = [{name: fmean(each.metrics[name] for each in own) for name in own[0].metrics} for own in breakdown]
+        return [SampleResult(each, stats[index], breakdown[index]) for index, each in enumerate(means)]

@@ -18,7 +18,7 @@ class Sample:
 
     prompt: list[int]
     continuation: list[int]
-    place: dict[str, float] = field(default_factory=dict)
+    coordinates: dict[str, float] = field(default_factory=dict)
     """Coordinates on the task's grid, such as {"length": 1024, "depth": 0.5}; empty: no grid."""
     after: list[int] = field(default_factory=list)
     """Tokens fed between the two, after compression: the answer's beginning, and maybe the question."""
@@ -27,10 +27,10 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Part:
+class Breakdown:
     """Metrics at one coordinate of a task's grid."""
 
-    place: dict[str, float]
+    coordinates: dict[str, float]
     metrics: dict[str, float]
 
 
@@ -42,8 +42,8 @@ class SampleResult:
     """Metrics, with the same names for every sample of a task, whose metrics are their means."""
     stats: GenerationStats
     """Memory at the sample's last step."""
-    parts: list[Part] = field(default_factory=list)
-    """Metrics by coordinate: one for a sample with coordinates, several if it covers several places."""
+    breakdown: list[Breakdown] = field(default_factory=list)
+    """Metrics by coordinate: one for a sample with coordinates, several if it covers several coordinates."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,11 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
         where there is no sample. Empty for a task without a grid.
     """
     found: dict[str, dict[str, list[Any]]] = {}
-    parts = [part for each in results for part in each.parts]
-    for names in dict.fromkeys(tuple(part.place) for part in parts):
-        lines = pandas.DataFrame([part.place | part.metrics for part in parts if tuple(part.place) == names])
+    breakdown = [each for result in results for each in result.breakdown]
+    for names in dict.fromkeys(tuple(each.coordinates) for each in breakdown):
+        lines = pandas.DataFrame(
+            [each.coordinates | each.metrics for each in breakdown if tuple(each.coordinates) == names]
+        )
         axes = {name: sorted({*lines[name].tolist()}) for name in names}
         index = pandas.MultiIndex.from_product(axes.values(), names=names)
         groups, shape = lines.groupby(index.names), [*map(len, axes.values())]

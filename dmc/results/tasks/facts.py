@@ -98,10 +98,10 @@ class FactRecall(Asking):
         for start, insert, (_, key, value, is_newest) in zip(begins, inserts, said, strict=True):
             if key not in asked or not is_newest:
                 continue
-            place = {"length": length, "depth": round((start + insert.index(value)) / len(tokens), 1)}
+            coordinates = {"length": length, "depth": round((start + insert.index(value)) / len(tokens), 1)}
             question = writer.question(key)
             prompt = [*context, *question] if self.question == "known" else context
-            samples.append(Sample(prompt, [value], place, after=question, context=number))
+            samples.append(Sample(prompt, [value], coordinates, after=question, context=number))
         if self.question != "in_turn":
             return samples
         asked_in_turn = [samples[index] for index in draw.permutation(len(samples))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dmc.bounds import Count, check_fields
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.data import DocumentSource, build_packed
-from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, SamplingParams, Session
 
 PLACES = 64
@@ -69,12 +69,14 @@ class Inside:
                 merged = decisions_of(engine.model, tokens) if gates else None
                 held = held_tokens(session, stats.tokens_seen, merged)
             width = -(-held.shape[-1] // PLACES)
-            parts = [
-                Part({"position": begin, "layer": layer}, {"share_held": float(share)})
+            breakdown = [
+                Breakdown({"position": begin, "layer": layer}, {"share_held": float(share)})
                 for begin in range(0, held.shape[-1], width)
                 for layer, share in enumerate(held[..., begin : begin + width].float().mean((1, 2)))
             ]
-            results.append(SampleResult({}, stats, parts if merged is None else parts + _of_gates(engine, merged)))
+            results.append(
+                SampleResult({}, stats, breakdown if merged is None else breakdown + _of_gates(engine, merged))
+            )
         return results
 
 
@@ -116,21 +118,22 @@ def decisions_of(model: Any, tokens: list[int]) -> Tensor:
     return merged
 
 
-def _of_gates(engine: Engine, merged: Tensor) -> list[Part]:
-    delay, length, parts = engine.model.compression.delay, merged.shape[-1], []
+def _of_gates(engine: Engine, merged: Tensor) -> list[Breakdown]:
+    delay, length, breakdown = engine.model.compression.delay, merged.shape[-1], []
     step = -(-length // PLACES)
     for count in range(step, length + 1, step):
         shares = held_fraction(merged[:, None, :, :count].float(), delay=delay).mean((1, 2))
-        parts += [
-            Part({"tokens": count, "layer": layer}, {"share_held": float(each)}) for layer, each in enumerate(shares)
+        breakdown += [
+            Breakdown({"tokens": count, "layer": layer}, {"share_held": float(each)})
+            for layer, each in enumerate(shares)
         ]
     for layer, heads in enumerate(merged[..., : max(0, length - delay)]):
         counts = torch.bincount(segment_lengths(heads).clamp(max=PLACES), minlength=PLACES + 1)
-        parts += [
-            Part({"segment_length": size, "layer": layer}, {"segments": float(counts[size])})
+        breakdown += [
+            Breakdown({"segment_length": size, "layer": layer}, {"segments": float(counts[size])})
             for size in range(1, PLACES + 1)
         ]
-    return parts
+    return breakdown
 
 
 def segment_lengths(merged: Tensor) -> Tensor:

@@ -85,9 +85,11 @@ class Recall(Asking):
         has_keys = self.task == "key_value"
         source = self._write_pairs(drawn, draw, vocab_size) if has_keys else self._write_mark(drawn, draw, start)
         tokens, asked = drawn.tolist(), start - 1 - has_keys
-        place = {"length": self.sequence_length, "depth": round(source / start, 1)}
+        coordinates = {"length": self.sequence_length, "depth": round(source / start, 1)}
         end = start if has_keys and self.question == "known" else asked
-        return Sample(tokens[:end], tokens[source : source + self.answer_length], place, after=tokens[asked:start])
+        return Sample(
+            tokens[:end], tokens[source : source + self.answer_length], coordinates, after=tokens[asked:start]
+        )
 
     def _write_mark(self, tokens: np.ndarray, draw: np.random.Generator, start: int) -> int:
         """Write a mark and the query into random tokens; return the position of the answer."""

@@ -64,18 +64,18 @@ class TextRecall(Asking):
         tokens: list[int],
         asked: tuple[list[int], list[int]],
         answer: list[int],
-        place: dict[str, float],
+        coordinates: dict[str, float],
         context: Any = None,
     ) -> Sample:
         """Make a sample from the tokens to compress and the tokens to feed after that."""
         question, cue = asked
         if self.question == "known":
-            return Sample([*tokens, *question], answer, place, after=cue, context=context)
-        return Sample(tokens, answer, place, after=[*question, *cue], context=context)
+            return Sample([*tokens, *question], answer, coordinates, after=cue, context=context)
+        return Sample(tokens, answer, coordinates, after=[*question, *cue], context=context)
 
-    def random(self, *place: object) -> random.Random:
+    def random(self, *coordinates: object) -> random.Random:
         """Return the random generator of a sample."""
-        return random.Random(f"{self.seed} {place}")
+        return random.Random(f"{self.seed} {coordinates}")
 
 
 def first_number(text: str) -> str | None:

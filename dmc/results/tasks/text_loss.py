@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Part, Sample, SampleResult, describe_text, spread
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text, spread
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 
@@ -85,11 +85,11 @@ class TextLoss:
             engine.score_with_stats(prompts, continuations, of_given_tokens), samples, strict=True
         ):
             losses = -scoring.logprobs.double()
-            parts = self._by_position(losses, len(sample.prompt))
+            breakdown = self._by_position(losses, len(sample.prompt))
             metrics = {"loss": float(losses.mean())}
             if self.repeat_ngram is not None:
                 metrics["far_repeat_loss"] = float(losses[self._far_repeats(sample)].mean())
-            results.append(SampleResult(metrics, scoring.stats, parts))
+            results.append(SampleResult(metrics, scoring.stats, breakdown))
         return results
 
     def _far_repeats(self, sample: Sample) -> list[int]:
@@ -98,14 +98,14 @@ class TextLoss:
         found = long_range_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)
         return [position - len(sample.prompt) for position in found if position >= len(sample.prompt)]
 
-    def _by_position(self, losses: Tensor, first: int) -> list[Part]:
+    def _by_position(self, losses: Tensor, first: int) -> list[Breakdown]:
         """Average the losses of the tokens from position `first` on in buckets."""
-        parts = []
+        breakdown = []
         for begin in range(0, len(losses), self.bucket_tokens):
             end = begin + self.bucket_tokens
             figures = {"loss": float(losses[begin:end].mean()), "cumulative_loss": float(losses[:end].mean())}
-            parts.append(Part({"position": first + begin}, figures))
-        return parts
+            breakdown.append(Breakdown({"position": first + begin}, figures))
+        return breakdown
 
 
 def long_range_repeats(tokens: Sequence[int], ngram: int, distance: int) -> list[int]:
