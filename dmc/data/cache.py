@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import multiprocess
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -34,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from dmc.checksums import available_cores, file_damage, read_list, write_list
 from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.order import Blend
-from dmc.data.packing import PackedTokens, TokenChunk, TokenTable
+from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
 
@@ -288,17 +289,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _open_files(paths: Sequence[Path]) -> list[TokenChunk]:
+def _open_files(paths: Sequence[Path]) -> TokenArrays:
     """Map the Arrow files: the values of a column of lists are the token ids, one document after the other."""
-    chunks = []
-    for path in paths:
-        columns = datasets.Dataset.from_file(str(path)).data
-        masks: list[Any] = columns.column("scored").chunks if "scored" in columns.column_names else []
-        for number, lists in enumerate(columns.column("input_ids").chunks):
-            scored = masks[number].flatten().to_numpy().view(bool) if masks else None
-            ends = lists.offsets.to_numpy()[1:] - lists.offsets[0].as_py()
-            chunks.append(TokenChunk(lists.flatten().to_numpy(), ends, scored))
-    return chunks
+    table = pa.concat_tables([datasets.Dataset.from_file(str(path)).data.table for path in paths])
+    flat = {name: pc.list_flatten(table[name]) for name in table.column_names}
+    ends = np.cumsum(pc.list_value_length(table["input_ids"]).to_numpy(), dtype=np.int64)
+    return TokenArrays(flat["input_ids"], ends, flat.get("scored"))
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import IterableDataset
 
-from dmc.data.packing import TokenChunk, TokenTable
+from dmc.data.packing import TokenArrays, TokenTable
 from dmc.data.sources import DocumentSource, file_stamps, files_digest
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -66,7 +67,7 @@ class MegatronSource(DocumentSource):
         Raises:
             FileNotFoundError, ValueError: see `check`; the tokens are those of a larger vocabulary.
         """
-        largest = int(_open(self.prefix)[0].token_ids[:_CHECKED_TOKENS].max(initial=0))
+        largest = int(_open(self.prefix).token_ids[:_CHECKED_TOKENS].to_numpy().max(initial=0))
         if largest >= vocab_size:
             raise ValueError(f"{self.prefix}.bin holds token {largest}, the tokenizer has {vocab_size}: not its text")
         return TokenTable(partial(_open, self.prefix))
@@ -76,7 +77,7 @@ def _paths(prefix: str) -> tuple[Path, Path]:
     return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
 
 
-def _open(prefix: str) -> list[TokenChunk]:
+def _open(prefix: str) -> TokenArrays:
     index, tokens = _paths(prefix)
     for path in (index, tokens):
         if not path.is_file():
@@ -107,4 +108,4 @@ def _open(prefix: str) -> list[TokenChunk]:
     if places[-1] == 0:
         raise ValueError(f"{tokens} is empty")
     ends = np.unique(np.append(places[bounds], places[-1]))  # the index begins with boundary 0
-    return [TokenChunk(np.memmap(tokens, dtype=dtype, mode="r"), ends[ends > 0])]
+    return TokenArrays(pa.chunked_array([np.memmap(tokens, dtype=dtype, mode="r")]), ends[ends > 0])

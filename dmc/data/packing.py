@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)
-class TokenChunk:
-    """An array of whole documents, one after the other."""
+class TokenArrays:
+    """Documents, one after the other, in memory maps."""
 
-    token_ids: np.ndarray
-    """Token ids, [num_tokens], an integer type."""
+    token_ids: pa.ChunkedArray
+    """Token ids, an integer type."""
     ends: np.ndarray
-    """End of each document in `token_ids`; a document without tokens has the previous one's."""
-    scored: np.ndarray | None = None
-    """Whether each token is trained on; None: all are."""
+    """End of each document in `token_ids`, int64; a document without tokens has the previous one's."""
+    scored: pa.ChunkedArray | None = None
+    """Whether each token is trained on, uint8; None: all are."""
 
 
 @dataclass(frozen=True)
@@ -36,69 +37,53 @@ class Window:
 
 
 class TokenTable:
-    """Reads chunks as one flat array; pickling copies the function that opens them, not their content.
+    """Reads documents as one flat array; pickling copies the function that opens them, not their content.
 
     Args:
-        open_chunks: opens the chunks, at the first use in every process.
+        open_arrays: opens them, at the first use in every process.
     """
 
-    def __init__(self, open_chunks: Callable[[], Sequence[TokenChunk]]) -> None:
-        self._open_chunks = open_chunks
+    def __init__(self, open_arrays: Callable[[], TokenArrays]) -> None:
+        self._open_arrays = open_arrays
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_open_chunks": self._open_chunks}
+        return {"_open_arrays": self._open_arrays}
 
     @cached_property
-    def _chunks(self) -> list[TokenChunk]:
-        return [chunk for chunk in self._open_chunks() if len(chunk.ends)]
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        return np.cumsum([0, *(len(chunk.token_ids) for chunk in self._chunks)], dtype=np.int64)
+    def _arrays(self) -> TokenArrays:
+        return self._open_arrays()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._arrays.token_ids)
 
     @property
     def num_bytes(self) -> int:
         """Size of the token ids on disk."""
-        return sum(chunk.token_ids.nbytes for chunk in self._chunks)
+        return self._arrays.token_ids.nbytes
 
     @property
     def num_documents(self) -> int:
         """Number of documents with tokens."""
-        return sum(int(np.count_nonzero(np.diff(chunk.ends, prepend=0))) for chunk in self._chunks)
+        return int(np.count_nonzero(np.diff(self._arrays.ends, prepend=0)))
 
     @property
     def num_skipped(self) -> int:
         """Number of documents without tokens."""
-        return sum(len(chunk.ends) for chunk in self._chunks) - self.num_documents
+        return len(self._arrays.ends) - self.num_documents
 
     def document_at(self, position: int) -> int:
         """Return the index of a token's document, counting those without tokens too."""
-        number = int(np.searchsorted(self._starts, position, side="right")) - 1
-        before = sum(len(chunk.ends) for chunk in self._chunks[:number])
-        ends, place = self._chunks[number].ends, position - self._starts[number]
-        return before + int(np.searchsorted(ends, place, side="right"))
+        return int(np.searchsorted(self._arrays.ends, position, side="right"))
 
     def window(self, start: int, stop: int) -> Window:
-        """Return the tokens from `start` up to `stop`, which may span several chunks."""
-        token_ids = np.empty(stop - start, dtype=np.int64)
-        scored, starts = np.ones(stop - start, dtype=bool), np.zeros(stop - start, dtype=bool)
+        """Return the tokens from `start` up to `stop`."""
+        arrays, length = self._arrays, stop - start
+        token_ids = arrays.token_ids.slice(start, length).to_numpy().astype(np.int64)
+        scored, starts = np.ones(length, dtype=bool), np.zeros(length, dtype=bool)
+        if arrays.scored is not None:
+            scored = arrays.scored.slice(start, length).to_numpy().astype(bool)
         starts[:1] = True
-        number = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
-        for chunk, begin in zip(self._chunks[number:], self._starts[number:-1].tolist(), strict=True):
-            if begin >= stop:
-                break
-            first, last = max(start - begin, 0), min(stop - begin, len(chunk.token_ids))
-            place = slice(first + begin - start, last + begin - start)
-            token_ids[place] = chunk.token_ids[first:last]
-            if chunk.scored is not None:
-                scored[place] = chunk.scored[first:last]
-            low, high = np.searchsorted(chunk.ends, [first, last])
-            ends = chunk.ends[low:high].astype(np.int64) + begin - start
-            starts[ends[ends > 0]] = True
-            starts[place.start : place.start + 1] |= first == 0
+        starts[arrays.ends[slice(*np.searchsorted(arrays.ends, [start, stop]))] - start] = True
         return Window(token_ids, scored, starts)
 
 

@@ -142,43 +142,13 @@ class StreamReader(Iterator[np.ndarray]):
             self.state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
 
 
-class StreamShard:
-    """Draws sequences from the streams of a lane in exact proportions, each source's in its own order.
-
-    The sources are not interleaved by `datasets`: that keeps threads of its own and waits 5 s when a stream is closed.
-
-    Args:
-        readers: one per source.
-        shares: sequences of each source in one period of the blend, see `integer_shares`.
-        phase: where in the period the lane begins, 0 <= phase < 1; other lanes begin elsewhere.
-        num_drawn: sequences drawn so far, after which `readers` stand.
-    """
-
-    def __init__(self, readers: list[StreamReader], shares: Sequence[int], phase: float, num_drawn: int = 0) -> None:
-        self.readers, self.num_drawn, self._schedule = readers, num_drawn, blend_schedule(shares)
-        self._first = int(phase * len(self._schedule))
-
-    def draw(self) -> np.ndarray:
-        """Return the next sequence.
-
-        Raises:
-            StopIteration: the lane has no document of the source that is next.
-        """
-        source = self._schedule[(self._first + self.num_drawn) % len(self._schedule)]
-        sequence = next(self.readers[source])
-        self.num_drawn += 1
-        return sequence
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the lane; its size is below one sequence plus a stream's own state for each source."""
-        return {"num_drawn": self.num_drawn, "sources": [reader.state for reader in self.readers]}
-
-
 class StreamLoader:
     """Draws sample p of the global sequence from lane p % lanes; rank r of n has the samples r, r + n, r + 2 n, ...
 
     A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p,
-    with "loss_mask" and "document_starts" as in `PackedTokens`.
+    with "loss_mask" and "document_starts" as in `PackedTokens`. A lane draws from its sources in exact proportions,
+    each from another place of the blend's period on; `datasets` would interleave them with threads of its own, and wait
+    5 s when a stream is closed.
     The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
     `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
 
@@ -222,7 +192,7 @@ class StreamLoader:
         """
         check_stream_shards(num_stream_shards, world_size)
         self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
-        self.shares = integer_shares([source.weight for source in sources])
+        self._schedule = blend_schedule(integer_shares([source.weight for source in sources]))
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
         self.refusals = [Refusals(source.label) for source in sources]
         self.sequence_length = sequence_length
@@ -281,14 +251,13 @@ class StreamLoader:
     def _own_lanes(self) -> range:
         return range(self.rank, len(self.lanes), self.world_size)
 
-    def _open_lane(self, lane: int) -> StreamShard:
-        state = self._states.get(lane, {"num_drawn": 0, "sources": [None] * len(self.sources)})
+    def _open_lane(self, lane: int) -> list[StreamReader]:
+        state = self._states.get(lane, {"sources": [None] * len(self.sources)})
         parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
-        readers = [
+        return [
             StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
             for source, stream, refusals, place in parts
         ]
-        return StreamShard(readers, self.shares, lane / len(self.lanes), state["num_drawn"])
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
         item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens // 4), "position": position}
@@ -304,13 +273,15 @@ class StreamLoader:
         lanes = {lane: self._open_lane(lane) for lane in self._own_lanes()}
 
         def draw(position: int) -> tuple[dict[str, Any], dict[str, Any]]:
-            lane = position % len(self.lanes)
+            turn, lane = divmod(position, len(self.lanes))
+            turn += int(lane / len(self.lanes) * len(self._schedule))
             try:
-                return self._item(position, lanes[lane].draw()), lanes[lane].state_dict()
+                item = self._item(position, next(lanes[lane][self._schedule[turn % len(self._schedule)]]))
             except StopIteration:
                 raise ValueError(
-                    f"StreamShard {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
+                    f"lane {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
                 ) from None
+            return item, {"sources": [reader.state for reader in lanes[lane]]}
 
         positions = iter(range(self._num_drawn + self.rank, self.num_draws, self.world_size))
         if self.num_workers == 0:

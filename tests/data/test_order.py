@@ -1,6 +1,7 @@
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,12 +10,13 @@ from torch.utils.data import DataLoader
 
 from dmc.data import Blend, OrderedDataset, PackedTokens, ResumableOrder
 from dmc.data.order import blend_schedule, integer_shares, shuffled_index
-from dmc.data.packing import TokenChunk, TokenTable
+from dmc.data.packing import TokenArrays, TokenTable
 
 
 def make_dataset(num_sequences, length=4, first_token=0):
     token_ids = np.arange(first_token, first_token + num_sequences * length, dtype=np.int32)
-    return PackedTokens(TokenTable(lambda: [TokenChunk(token_ids, np.array([len(token_ids)]))]), length)
+    arrays = TokenArrays(pa.chunked_array([token_ids]), np.array([len(token_ids)]))
+    return PackedTokens(TokenTable(lambda: arrays), length)
 
 
 @given(st.integers(1, 300), st.integers(-(2**70), 2**70), st.integers(0, 10))

@@ -1,27 +1,25 @@
 import pickle
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from dmc.data import PackedTokens
-from dmc.data.packing import TokenChunk, TokenTable
+from dmc.data.packing import TokenArrays, TokenTable
 
 
 class Opening:
-    """Opens chunks that it knows by their numbers alone."""
+    """Opens documents that it knows by their lengths alone, in several chunks."""
 
     def __init__(self, lengths):
         self.lengths = lengths
 
     def __call__(self):
-        chunks, begin = [], 0
-        for documents in self.lengths:
-            count = sum(documents)
-            token_ids = np.arange(begin, begin + count).astype(np.uint16)
-            chunks.append(TokenChunk(token_ids, np.cumsum(documents, dtype=np.int64), token_ids % 3 > 0))
-            begin += count
-        return chunks
+        ends = np.cumsum([length for documents in self.lengths for length in documents], dtype=np.int64)
+        parts = np.split(np.arange(ends[-1]).astype(np.uint16), np.cumsum([sum(each) for each in self.lengths])[:-1])
+        scored = pa.chunked_array([(part % 3 > 0).astype(np.uint8) for part in parts])
+        return TokenArrays(pa.chunked_array(parts), ends, scored)
 
 
 LENGTHS = [[[500]], [[1], [499]], [[0, 3], [], [0], [4, 0, 240], [3, 250, 0]], [[7]] * 71 + [[3]], [[1] * 500]]

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import StreamLoader, TextSource, framing_of
-from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data import StreamLoader, TextSource
 from dmc.data.order import blend_schedule
-from dmc.data.streaming import StreamReader, StreamShard, open_stream_shards
+from dmc.data.streaming import open_stream_shards
 
 LENGTH = 16
 NUM_LANES = 12
@@ -145,30 +144,21 @@ def whole_keys(values: dict[str, Any]) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "blend"])
-def test_state_after_every_sequence_resumes_exactly(
-    kind: str, folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def open_lane(state: dict[str, Any] | None = None) -> StreamShard:
-        state = state or {"num_drawn": 0, "sources": [None] * 3}
-        sources = sources_of(kind, folders)
-        encoder = DocumentEncoder(tokenizer, framing_of(tokenizer))
-        parts = zip(sources, open_stream_shards(sources, 2)[1], state["sources"], strict=False)
-        readers = [
-            StreamReader(source, stream, encoder, LENGTH, Refusals(source.label), place)
-            for source, stream, place in parts
-        ]
-        return StreamShard(readers, range(1, 1 + len(sources)), 0.5, state["num_drawn"])
-
-    lane = open_lane()
-    whole, states = [], [lane.state_dict()]
-    for _ in range(150):  # several rounds of its documents
-        whole.append(lane.draw().tolist())
-        states.append(lane.state_dict())
-    assert all(len(source["remainder"]) < LENGTH for state in states for source in state["sources"])
-    for start in range(0, 130, 13):
-        resumed = open_lane(copy.deepcopy(states[start]))
+def test_state_after_every_sequence_resumes_exactly(kind: str, make_loader: Any) -> None:
+    options = {"num_stream_shards": 2, "batch_size": 1, "num_draws": 300}  # several rounds of each lane's documents
+    loader = make_loader(kind, **options)
+    whole, states = [], []
+    for batch in loader:
+        whole.append(batch["input_ids"].tolist())
+        states.append(copy.deepcopy(loader.state_dict()))
+    lanes = [lane for state in states for lane in state["lanes"].values()]
+    assert all(len(source["remainder"]) < LENGTH for lane in lanes for source in lane["sources"])
+    for start in range(0, 260, 26):
+        resumed = make_loader(kind, **options)
+        resumed.load_state_dict(copy.deepcopy(states[start]))
         assert resumed.state_dict() == states[start]
-        assert [resumed.draw().tolist() for _ in range(20)] == whole[start : start + 20]
+        drawn = [batch["input_ids"].tolist() for batch in itertools.islice(resumed, 40)]
+        assert drawn == whole[start + 1 : start + 41]
 
 
 def test_samples_read_ahead_are_drawn_again_after_a_resume(make_loader: Any) -> None:
@@ -208,7 +198,7 @@ def test_errors_name_the_value_and_the_remedy(
     with pytest.raises(ValueError, match="is empty: no document is text"):
         open_stream_shards([source], 1)
     (tmp_path / "a.txt").write_bytes(b"one document")
-    with pytest.raises(ValueError, match=r"StreamShard 1 of 2 has no text of a source; lower data\.stream_shards"):
+    with pytest.raises(ValueError, match=r"lane 1 of 2 has no text of a source; lower data\.stream_shards"):
         list(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4))
     (tmp_path / "a.jsonl").write_text('{"text": 1}')
     with pytest.raises(TypeError, match="holds int, expected text"):
