@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
@@ -67,62 +67,35 @@ class SteadyWandbLogger(WandbLogger):
             self._try = lambda *_, **__: None  # type: ignore[method-assign]
 
 
-def wandb_logger(save_dir: str, mode: Literal["auto", "online", "offline"] = "auto", **options: Any) -> WandbLogger:
-    """Make a logger that never prompts; only rank 0 opens it at wandb.
+def wandb_logger(save_dir: str, **options: Any) -> WandbLogger:
+    """Make a logger that never prompts: online if you are logged in and the server answers, else offline.
+
+    WANDB_MODE=offline, or disabled, says so beforehand. Only rank 0 opens it at wandb.
 
     Args:
         save_dir: the run's folder.
-        mode: auto: WANDB_MODE, else online if you are logged in and the server answers, else offline; online: refused
-            without these.
         options: options of Lightning's WandbLogger.
-    Raises:
-        ValueError: the mode is unknown, or online is requested without a login or a network.
     """
-    if is_rank_zero():
-        commit = git_commit() or "unknown"
-        # WandbLogger's own `offline` would set WANDB_MODE for the whole process
-        options = {"notes": f"commit {commit}", "tags": [f"commit-{commit[:12]}"], **options}
-        options |= {"mode": choose_wandb_mode(mode), "id": _run_id(Path(save_dir) / WANDB_ID)}
-        if options["mode"] == "online":
-            import wandb
-
-            opened = SteadyWandbLogger(save_dir=save_dir, **options)
-            try:
-                _ = opened.experiment  # asks the server
-                return opened
-            except wandb.errors.Error as error:
-                reason = str(error).splitlines()[0]
-                wandb.teardown()  # its process goes on trying, and holds the id
-                if mode == "online":
-                    raise ValueError(f"mode=online, but wandb cannot be reached ({reason}): use mode=auto") from error
-                logger.warning("wandb cannot be reached (%s): figures are kept offline, for `wandb sync`", reason)
-                options["mode"] = "offline"
-    return SteadyWandbLogger(save_dir=save_dir, **options)
-
-
-def choose_wandb_mode(mode: str) -> str:
-    """Return the mode in which wandb never prompts.
-
-    Raises:
-        ValueError: the mode is unknown, or online is requested without a login.
-    """
-    if mode not in ("auto", "online", "offline"):
-        raise ValueError(f"mode={mode!r}: expected one of auto, online, offline")
-    if mode == "offline":
-        return "offline"
-    wanted = os.environ.get("WANDB_MODE", "online")
-    if mode == "auto" and wanted != "online":
-        return wanted
+    if not is_rank_zero():
+        return SteadyWandbLogger(save_dir=save_dir, **options)
     import wandb
 
-    if wandb.login(prompt=False, verify=False):
-        return "online"
+    commit, mode = git_commit() or "unknown", os.environ.get("WANDB_MODE", "online")
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        mode = "offline"
+    options = {"notes": f"commit {commit}", "tags": [f"commit-{commit[:12]}"], **options}
+    options |= {"save_dir": save_dir, "id": _run_id(Path(save_dir) / WANDB_ID)}
+    # WandbLogger's own `offline` would set WANDB_MODE for the whole process
+    opened = SteadyWandbLogger(mode=mode, **options)
     if mode == "online":
-        raise ValueError(
-            "mode=online, but nobody is logged in: run `wandb login`, set WANDB_API_KEY, or use mode=offline and "
-            "`wandb sync` later"
-        )
-    return "offline"
+        try:
+            _ = opened.experiment  # asks the server
+        except wandb.errors.Error as error:
+            wandb.teardown()  # its process goes on trying, and holds the id
+            reason = str(error).splitlines()[0]
+            logger.warning("wandb cannot be reached (%s): figures are kept offline, for `wandb sync`", reason)
+            return SteadyWandbLogger(mode="offline", **options)
+    return opened
 
 
 def _run_id(path: Path) -> str:

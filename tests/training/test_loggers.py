@@ -13,7 +13,6 @@ from dmc.config import RunConfig, build_config
 from dmc.provenance import git_commit
 from dmc.training import loggers, train
 from dmc.training.callbacks.validation import Validation
-from dmc.training.loggers import choose_wandb_mode
 
 WANDB = {"_target_": "dmc.training.loggers.wandb_logger", "project": "dmc-test"}
 
@@ -35,27 +34,17 @@ def logged_out(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "environment", "logged_in", "chosen"),
-    [
-        ("auto", None, False, "offline"), ("auto", None, True, "online"), ("offline", None, True, "offline"),
-        ("auto", "offline", True, "offline"), ("auto", "disabled", False, "disabled"),
-    ],
-)  # fmt: skip
-def test_wandb_has_nothing_to_ask_for(mode, environment, logged_in, chosen, logged_out, monkeypatch):
+    ("environment", "logged_in", "chosen"),
+    [(None, False, "offline"), ("offline", True, "offline"), ("disabled", False, "disabled")],
+)
+def test_wandb_has_nothing_to_ask_for(environment, logged_in, chosen, logged_out, monkeypatch, tmp_path):
     import wandb
 
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)
     if logged_in:
         monkeypatch.setattr(wandb, "login", lambda **options: options == {"prompt": False, "verify": False})
-    assert choose_wandb_mode(mode) == chosen
-
-
-def test_online_without_a_login_is_refused_before_anything_is_written(logged_out, run_values, tmp_path):
-    run_values["logger"] = {"wandb": {**WANDB, "save_dir": run_values["output_dir"], "mode": "online"}}
-    with pytest.raises(ValueError, match=r"logger.wandb: mode=online, but nobody is logged in: run `wandb login`"):
-        train(build_config(RunConfig, run_values))
-    assert not (tmp_path / "run").exists()
+    assert loggers.wandb_logger(str(tmp_path))._wandb_init["mode"] == chosen
 
 
 @pytest.fixture
@@ -104,9 +93,6 @@ def test_a_login_without_a_network_keeps_figures_offline_and_warns_once(tracked_
     run = train(build_config(RunConfig, tracked_values))
     assert list((run.folder / "wandb").glob("offline-run-*/*.wandb")) and run.is_finished
     assert caplog.text.count("wandb cannot be reached") == 1
-    tracked_values["logger"]["wandb"]["mode"] = "online"
-    with pytest.raises(ValueError, match="mode=online, but wandb cannot be reached"):
-        train(build_config(RunConfig, {**tracked_values, "output_dir": tracked_values["output_dir"] + "2"}))
 
 
 def test_a_signal_to_wandbs_process_does_not_end_the_run(tracked_values, monkeypatch, caplog, tmp_path):
