@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from dmc.megatron.arguments import arguments_of
 from dmc.megatron.layout import parts_of
 from dmc.megatron.reading import FILE_NAMES, TRACKER
-from dmc.models.weights import check_weights, weight_files
+from dmc.models.weights import check_weights, open_weights
 from dmc.replacement import refuse_occupied, replacement
 
 CHECKPOINT_VERSION = 3.0
@@ -48,10 +47,8 @@ def export_checkpoint(
         raise ValueError(f"tensor_size={tensor_size}, vocab_multiple={vocab_multiple}: expected whole numbers >= 1")
     step = tensor_size * vocab_multiple
     padded = -(-config.vocab_size // step) * step
-    weights = {
-        name: each for path in weight_files(folder) for name, each in load_file(path).items()
-    }  # mapped, not read
-    arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"].dtype)
+    weights = open_weights(folder)
+    arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"][:0].dtype)
     parts = list(parts_of(config, tensor_size, padded))
     scale = decision_scale(config)
     with replacement(output, overwrite, [folder]) as partial:
@@ -59,7 +56,7 @@ def export_checkpoint(
         for rank in range(tensor_size):
             model: dict[str, Tensor | None] = {}
             for part in parts:
-                held = [scaled(name, weights[name], config.head_dim, scale) for name in part.weights]
+                held = [scaled(name, weights[name][:], config.head_dim, scale) for name in part.weights]
                 model[part.name] = part.shard(held, rank, tensor_size)
             for index in range(config.num_hidden_layers):
                 model.update({f"decoder.layers.{index}.{module}._extra_state": None for module in TRANSFORMER_ENGINE})

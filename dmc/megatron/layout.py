@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dmc.models.tensor_parallel import check_divides
+
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -73,9 +75,9 @@ def parts_of(config: Any, tensor_size: int, padded_vocab_size: int) -> Iterator[
         tensor_size: tensor-parallel ranks.
         padded_vocab_size: rows of Megatron's embedding, all ranks together.
     Raises:
-        ValueError: heads, neurons or vocabulary do not divide by the ranks.
+        ValueError: heads or neurons do not divide by the ranks.
     """
-    refuse_indivisible(config, tensor_size, padded_vocab_size)
+    check_divides(config, tensor_size)
     vocabulary = {
         "shapes": ((config.vocab_size, config.hidden_size),),
         "padding": padded_vocab_size - config.vocab_size,
@@ -115,18 +117,3 @@ def layer_parts(config: Any, tensor_size: int, megatron: str, prefix: str, norm:
     )
     for name, weights, how in parts:
         yield Part(f"{megatron}{name}", tuple(f"{prefix}{each}.weight" for each in weights), **how)
-
-
-def refuse_indivisible(config: Any, tensor_size: int, padded_vocab_size: int) -> None:
-    """Raise ValueError unless `tensor_size` ranks get equal shares."""
-    shares = {
-        "query heads": config.num_attention_heads,
-        "KV heads": config.num_key_value_heads,
-        "MLP neurons": config.intermediate_size,
-        "rows of the padded vocabulary": padded_vocab_size,
-    }
-    for what, count in shares.items():
-        if tensor_size < 1 or count % tensor_size:
-            raise ValueError(
-                f"{count} {what} cannot be shared by {tensor_size} tensor-parallel ranks: expected a divisor"
-            )

@@ -59,7 +59,7 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
 
     Args:
         config: its transformers configuration.
-        weights: every weight under its name.
+        weights: every weight under its name, tied ones under one of theirs.
     Raises:
         RuntimeError: a weight is missing, unexpected, or of another shape.
         ValueError: see `refuse_kernels`.
@@ -67,7 +67,9 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
     refuse_kernels(config, "the configuration")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(weights, assign=True)
+    ties = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    tied = {name: weights[source] for name, source in ties.items() if source in weights}
+    model.load_state_dict(tied | weights, assign=True)
     model.tie_weights()
     device = next(iter(weights.values())).device
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
 from dmc.models.modeling import CompressedCausalLM, retrofit
-from dmc.models.weights import check_weights, local_folder, weight_files
+from dmc.models.weights import check_weights, local_folder, open_weights
 
 
 def load_model(folder: Any, **kwargs: Any) -> Any:
@@ -63,7 +61,8 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
     Raises:
         ValueError: the settings or the adapter's weights are not those of a supported DMS checkpoint.
     """
-    config, stored = model.config, _dms_weights(local_folder(str(folder), revision))
+    config, weights = model.config, open_weights(local_folder(str(folder), revision))
+    stored = {name: weight[:] for name, weight in weights.items() if ".dms_proj_alpha" in name}
     settings = {key: getattr(config, key) for key in list(vars(config)) if key.startswith("dms_")}
     shared = settings.get("dms_alpha_per", "head") == "layer"
     if settings.get("dms_disable_eviction") or (shared and not stored):
@@ -94,12 +93,3 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
         adapter.weight[adapter.decision_rows] = (weight[:1] if shared else weight).to(adapter.weight)
         adapter.bias[adapter.decision_rows] = (bias[:1] if shared else bias).to(adapter.bias)
     return compressed
-
-
-def _dms_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the adapters' weights of a DMS checkpoint; empty where it borrows a neuron."""
-    found: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if ".dms_proj_alpha" in name}  # noqa: SIM118
-    return found

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from dmc.models.weights import check_weights, local_folder, weight_files
+from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
 
 OUTPUT, INPUT = 0, 1
@@ -125,13 +124,10 @@ def _read_slices(
 ) -> dict[str, Tensor]:
     """Read every parameter of a folder; of sharded ones this rank's slice only."""
     stored = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt", device=str(device)) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                part: list[slice] = [slice(None), slice(None)]
-                view = tensors.get_slice(name)
-                if name in cuts:
-                    share = view.get_shape()[cuts[name]] // ranks.size
-                    part[cuts[name]] = slice(ranks.rank * share, (ranks.rank + 1) * share)
-                stored[name] = view[tuple(part[: len(view.get_shape())])].to(dtype)
+    for name, weight in open_weights(folder).items():
+        part = [slice(None) for _ in weight.get_shape()]
+        if name in cuts:
+            share = weight.get_shape()[cuts[name]] // ranks.size
+            part[cuts[name]] = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        stored[name] = weight[tuple(part)].to(device, dtype)
     return stored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.json_file import read_mapping
@@ -21,59 +21,35 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the tensor table of a safetensors file: name -> {dtype, shape, data_offsets}.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is cut off or is not safetensors.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: copy the whole folder again, or export it anew")
-    size = path.stat().st_size
-    damaged = ValueError(
-        f"{path} ({size} bytes) is cut off or is no safetensors file: copy it again, or export it anew"
-    )
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise damaged
-        (length,) = struct.unpack("<Q", prefix)
-        if length > size - 8:
-            raise damaged
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            raise damaged from None
-    header.pop("__metadata__", None)
-    if max((entry["data_offsets"][1] for entry in header.values()), default=0) + 8 + length != size:
-        raise damaged
-    return header
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Collect the shape of every weight in a folder, from all its shards.
+def open_weights(folder: Path) -> dict[str, Any]:
+    """Open all weights of a folder: each is a slice of safetensors, which is read where it is indexed.
 
     Raises:
         FileNotFoundError: the folder has no safetensors weights, or misses a shard.
         ValueError: a shard is damaged, or lacks a weight that the index promises.
     """
-    index_path = folder / INDEX_NAME
-    if not index_path.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise FileNotFoundError(
-                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors weights are read (no pickle)"
-            )
-        return {name: tuple(entry["shape"]) for name, entry in read_header(folder / SINGLE_NAME).items()}
-    weight_map = _read_index(index_path)
-    shapes = {}
-    for shard in sorted(set(weight_map.values())):
-        header = read_header(folder / shard)
-        lacking = sorted(name for name, place in weight_map.items() if place == shard and name not in header)
-        if lacking:
-            raise ValueError(f"{folder / shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
-        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items()})
-    return shapes
+    weights: dict[str, Any] = {}
+    for path in weight_files(folder):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: copy the whole folder again, or export it anew")
+        try:
+            tensors: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} ({path.stat().st_size} bytes) is cut off or is no safetensors file ({error}): copy it again, "
+                "or export it anew"
+            ) from error
+        weights |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    promised = _read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).is_file() else {}
+    if lacking := sorted(set(promised) - set(weights)):
+        shard = folder / promised[lacking[0]]
+        raise ValueError(f"{shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
+    return weights
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Collect the shape of every weight in a folder, see `open_weights`."""
+    return {name: tuple(weight.get_shape()) for name, weight in open_weights(folder).items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -193,7 +169,15 @@ def local_folder(name: str, revision: str | None = None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder."""
+    """List the safetensors files of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: it has none, or a damaged index.
+    """
     index = folder / INDEX_NAME
+    if not index.is_file() and not (folder / SINGLE_NAME).is_file():
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors weights are read (no pickle)"
+        )
     names = set(_read_index(index).values()) if index.is_file() else {SINGLE_NAME}
     return [folder / name for name in sorted(names)]

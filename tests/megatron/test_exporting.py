@@ -118,9 +118,9 @@ def test_gates_without_a_form_in_megatron_are_refused(gates, message, make_stock
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, {"tensor_size": 3}, "4 query heads cannot be shared by 3 tensor-parallel ranks"),
-        ({}, {"tensor_size": 4}, "2 KV heads cannot be shared by 4"),
-        ({"intermediate_size": 97}, {"tensor_size": 2}, "97 MLP neurons cannot be shared by 2"),
+        ({}, {"tensor_size": 3}, "num_key_value_heads=2 cannot be divided among 3 ranks evenly"),
+        ({}, {"tensor_size": 4}, "num_key_value_heads=2 cannot be divided among 4"),
+        ({"intermediate_size": 97}, {"tensor_size": 2}, "intermediate_size=97 cannot be divided among 2"),
         ({}, {"tensor_size": 0}, "tensor_size=0"),
         ({"family": "qwen3"}, {}, "model_type='qwen3' is not written for Megatron"),
         ({"attention_bias": True}, {}, "biases are not written for Megatron"),
@@ -170,4 +170,4 @@ def test_scripts_import_export_and_end_with_one_error(tmp_path, capsys):
     error = run_script("import_megatron.py", f"checkpoint={tmp_path}", f"output={tmp_path / 'other'}")
     assert re.match(r"error: .* holds no mp_rank_00", error)
     error = run_script("export_megatron.py", f"model.path={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")
-    assert error.startswith("error: 4 query heads cannot be shared by 3")
+    assert error.startswith("error: num_key_value_heads=2 cannot be divided among 3")

@@ -12,7 +12,7 @@ import dmc
 from dmc import load_model
 from dmc.compression import CompressionConfig
 from dmc.models.build import assemble
-from dmc.models.weights import read_header, stored_shapes, weight_files
+from dmc.models.weights import open_weights, stored_shapes, weight_files
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 
@@ -51,7 +51,7 @@ def test_sharded_folders_load(model, sharded):
 def test_headers_are_read_without_the_weights(model, folder):
     shapes = stored_shapes(folder)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert read_header(folder / "model.safetensors")[WEIGHT]["dtype"] == "F32"
+    assert open_weights(folder)[WEIGHT].get_dtype() == "F32"
 
 
 @pytest.mark.parametrize(
