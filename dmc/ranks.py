@@ -107,6 +107,14 @@ class Ranks:
         dist.broadcast(shared, group=self.group, group_src=0)
         return shared.to(tensor.device)
 
+    def objects(self, value: Any) -> list[Any]:
+        """Collect a value of each rank, of any kind, on all of them."""
+        if self.size == 1:
+            return [value]
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def join_heads(self, numbers: Tensor) -> Tensor:
         """Join the ranks' heads in the last dimension, int64 [..., H] -> [..., H * size]."""
         if self.size == 1:

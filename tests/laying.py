@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
-from dmc.training.checkpoints.folder import MODEL_CONFIG
-from dmc.training.checkpoints.weights import read_tensors
+from dmc.training.checkpoints.folder import MODEL_CONFIG, read_tensors
 from dmc.training.run import fresh_model
 from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
 
@@ -34,7 +33,6 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
         if not dist.is_initialized():
             dist.init_process_group(backend)
         strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
-        strategy._group = dist.new_group(backend=backend)
         strategy.parallelize(model, "")
     strategy.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)]
     return strategy
@@ -60,7 +58,7 @@ def compare_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:
         strategy = lay_out(config, seed=2)
         strategy.load_checkpoint(folder)
         expected = read_tensors(folder, "")
-        found: dict[str, Tensor] = strategy._tensors()
+        found: dict[str, Tensor] = strategy.tensors()
         assert found.keys() == expected.keys()
         for name, value in found.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -36,7 +36,6 @@ ELSEWHERE = {
     "callbacks.NAME._target_": ("callbacks",),
     "debug=tiny": ("fast_dev_run", "barebones"),
     "debug=overfit": ("overfit_batches",),
-    "debug=profiler": ("profiler",),
     "plan=true": ("enable_model_summary",),
     "trainer.strategy": ("plugins",),
     "output_dir": ("default_root_dir",),

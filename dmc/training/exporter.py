@@ -23,7 +23,7 @@ from dmc.models import CompressedCausalLM
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.checkpoints.weights import load_last_model
+from dmc.training.checkpoints.saving import load_last_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism

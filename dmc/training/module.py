@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import Taught
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
-from dmc.training.checkpoints.folder import MODEL_CONFIG, whole_shape
+from dmc.training.checkpoints.folder import MODEL_CONFIG
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
@@ -87,6 +88,8 @@ class RetrofitModule(LightningModule):
         self.teacher: Teacher | None = None
         """Set before training if the run distills."""
         self._is_parallel = False
+        self.batch_ended = 0.0
+        """When the last micro-batch ended, by `time.perf_counter`."""
         self.micro_batch_metrics: list[dict[str, Tensor]] = []
         """Metrics of each micro-batch of the current step: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
@@ -127,6 +130,10 @@ class RetrofitModule(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the model ready for the step."""
         self.prepare(self.global_step)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the end of a micro-batch, after all callbacks."""
+        self.batch_ended = time.perf_counter()
 
     def on_after_backward(self) -> None:
         """Mask the gradients of all rows but the borrowed neuron's if only gates are trained."""
@@ -244,9 +251,10 @@ class RetrofitModule(LightningModule):
         training = self.config.training
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         decay = 0.0 if training.gates_only else training.weight_decay  # decay needs no gradient: it would change all
+        is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in parameters}  # ZeRO-3's own are empty
         groups = [
-            {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": decay},
-            {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if is_matrix[p]], "weight_decay": decay},
+            {"params": [p for p in parameters if not is_matrix[p]], "weight_decay": 0.0},
         ]
         # Under autocast Lightning would refuse to clip gradients of a fused optimizer; here `StepMetrics` clips them.
         optimizer = torch.optim.AdamW(

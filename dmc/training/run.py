@@ -190,10 +190,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         module.teacher = Teacher(strategy.load_teacher(path), path, config.distillation.temperature)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
-    checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model, strategy.format)
+    checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model)
     if branches:
         checkpoint = Path(str(config.training.branch_from))
-        check_fits(checkpoint, model, strategy.format)
+        check_fits(checkpoint, model)
     step = 0 if checkpoint is None else read_header(checkpoint).global_step
     ahead = [run.snapshots[ratio] for ratio, at in plan.snapshot_steps([*run.snapshots]).items() if at > step]
     for place in (run.final, *ahead):
@@ -231,8 +231,8 @@ def _build_trainer(
     config, strategy = module.config, cast(Any, module.strategy)
     training, settings, folder = config.training, config.trainer, Path(config.output_dir)
     calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
-    throughput, metrics = Throughput(config), StepMetrics(training, folder, preemption.save_last)
-    callbacks: list[Callback] = [throughput, StepProgress(), module.ratio_control]
+    metrics = StepMetrics(training, folder, preemption.save_last)
+    callbacks: list[Callback] = [Throughput(config), StepProgress(), module.ratio_control]
     if module.has_gates and training.measured_start is not None:
         callbacks.append(MeasuredStart(calibration, training.measured_start, folder))
     if module.has_gates and training.regressed_start is not None:
@@ -258,7 +258,6 @@ def _build_trainer(
             gradient_clip_val=training.gradient_clip if strategy.clips_in_optimizer else None,  # else see `StepMetrics`
             logger=loggers,
             callbacks=callbacks,
-            profiler=throughput.data_clock,
             plugins=plugins,
             enable_checkpointing=False,
             enable_model_summary=False,

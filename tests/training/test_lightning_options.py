@@ -38,17 +38,15 @@ def test_every_argument_of_the_trainer_is_passed_on_or_refused_with_what_takes_i
 def test_options_of_the_trainer_callbacks_and_a_profile_reach_a_run(run_values, tmp_path):
     folder = tmp_path / "run"
     run_values["training"] |= SHORT
-    run_values["trainer"] |= {"detect_anomaly": True, "enable_progress_bar": False}
+    run_values["trainer"] |= {"detect_anomaly": True, "enable_progress_bar": False, "profiler": "pytorch"}
     run_values["callbacks"] = {
         "stats": {"_target_": "lightning.pytorch.callbacks.DeviceStatsMonitor", "cpu_stats": False},
-        "profile": {"_target_": "dmc.training.callbacks.throughput.Profile", "folder": str(folder / "profile"),
-                    "wait": 1, "warmup": 1, "active": 2},
     }  # fmt: skip
     run_values["logger"] = {"csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(folder),
                                     "name": "logs", "prefix": "mine"}}  # fmt: skip
     train(build_config(RunConfig, run_values))
     assert "mine-train/loss" in (folder / "logs" / "version_0" / "metrics.csv").read_text()
-    (trace,) = (folder / "profile").glob("rank0.*.json")
+    (trace,) = (folder / "logs" / "version_0").glob("*.pt.trace.json")
     assert any("aten::" in str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
 
 

@@ -14,10 +14,9 @@ from dmc.claims import ClaimedError
 from dmc.config import RunConfig, build_config
 from dmc.data import ResumableOrder
 from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+from dmc.training.checkpoints.folder import TRAINER_STATE, read_tensors
 from dmc.training.checkpoints.saving import saved_checkpoints, step_name
-from dmc.training.checkpoints.weights import read_tensors
 from dmc.training.module import RetrofitModule
-from dmc.training.strategies.mesh import TRAINER_STATE
 
 STEPS, BATCH = 7, 8
 WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]

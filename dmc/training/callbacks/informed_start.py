@@ -20,7 +20,6 @@ from dmc.measure import evaluating, score_text
 from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.validation import draw_heatmap
-from dmc.training.checkpoints.folder import gathered
 
 COSTS_NAME = "head_costs.json"
 QUERY_BLOCK = 128
@@ -131,7 +130,7 @@ class RegressedStart(InformedStart):
         own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
         with trainer.precision_plugin.forward_context():
             fitted = fit_scores(model, batches, self.settings.ridge, own, None if ranks.rank else "second pass")
-        found = {index: fit for part in gathered(fitted) for index, fit in part.items()}
+        found = {index: fit for part in ranks.objects(fitted) for index, fit in part.items()}
         fits = [found[index] for index in sorted(found)]
         compression = model.compression
         for adapter, rows in zip(model.adapters(), decision_rows(fits), strict=True):

@@ -1,4 +1,4 @@
-"""Throughput and memory of a run, and traces of a few steps."""
+"""Throughput and memory of a run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,11 @@ import time
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
-from torch.profiler import profile, schedule, tensorboard_trace_handler
+from lightning import LightningModule, Trainer
 
 from dmc.config import RunConfig
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.flops import flops_per_token, peak_flops
-
-
-class DataClock(Profiler):
-    """Sums the time that a run waits for its data loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-        self._started = 0.0
-
-    def start(self, action_name: str) -> None:
-        """Note the start of a wait."""
-        if action_name.endswith("train_dataloader_next"):
-            self._started = time.perf_counter()
-
-    def stop(self, action_name: str) -> None:
-        """Add the wait."""
-        if action_name.endswith("train_dataloader_next"):
-            self.seconds += time.perf_counter() - self._started
 
 
 class Throughput(AfterStep):
@@ -47,15 +26,16 @@ class Throughput(AfterStep):
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.data_clock = config, DataClock()
-        """Clock of data waits, set as the trainer's profiler."""
+        self.config = config
         self._steps = -1  # the first is a warm-up
-        self._seconds = 0.0
+        self._seconds = self._data_seconds = 0.0
         self._batch_started = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Note the start of a micro-batch."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note the start of a micro-batch; between it and the end of the one before the run has waited for data."""
+        module: Any = pl_module
         self._batch_started = time.perf_counter()
+        self._data_seconds += self._batch_started - module.batch_ended
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Add its time."""
@@ -73,16 +53,16 @@ class Throughput(AfterStep):
                 logger.log_metrics(measured, step=step - 1)
         elif self._steps > 0:
             return
-        self._steps, self._seconds, self.data_clock.seconds = 0, 0.0, 0.0
+        self._steps, self._seconds, self._data_seconds = 0, 0.0, 0.0
 
     def _measure(self, trainer: Trainer, module: Any) -> dict[str, float]:
         training = self.config.training
-        seconds = (self._seconds + self.data_clock.seconds) / self._steps
+        seconds = (self._seconds + self._data_seconds) / self._steps
         tokens_per_second = training.tokens_per_step / seconds
         measured = {
             "train/tokens_per_second": tokens_per_second,
             "train/seconds_per_step": seconds,
-            "train/data_seconds_per_step": self.data_clock.seconds / self._steps,
+            "train/data_seconds_per_step": self._data_seconds / self._steps,
         }
         peak = self._peak_flops(module.device)
         if peak is not None:
@@ -101,41 +81,6 @@ class Throughput(AfterStep):
             return None
         precision = "bf16-true" if self.config.model.dtype == "bfloat16" else settings.precision
         return peak_flops(torch.cuda.get_device_name(device), precision)
-
-
-class Profile(Callback):
-    """Writes one trace for each rank with torch's profiler, readable by Perfetto, chrome://tracing and TensorBoard.
-
-    Args:
-        folder: for the traces.
-        wait: micro-batches before the profiler starts.
-        warmup: micro-batches that it sees and forgets.
-        active: micro-batches in the trace.
-        record_shapes: note the shapes of operators' inputs.
-        profile_memory: note what operators allocate.
-        with_stack: note the lines of code.
-    """
-
-    def __init__(self, folder: str, wait: int = 2, warmup: int = 2, active: int = 4, **options: Any) -> None:
-        self._folder, self._options = folder, options
-        self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self._profile: Any = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count micro-batches."""
-        handler = tensorboard_trace_handler(self._folder, worker_name=f"rank{trainer.global_rank}")
-        self._profile = profile(schedule=self._schedule, on_trace_ready=handler, **self._options)
-        self._profile.start()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Count a micro-batch; after the last of the trace it is written."""
-        self._profile.step()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End an incomplete trace, also after an error."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
 
 
 def peak_memory(device: torch.device) -> int:

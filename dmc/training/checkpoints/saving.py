@@ -10,23 +10,29 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoConfig
 
+from dmc.models.build import assemble
+from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import (
-    SHARDED,
+    FAILURES,
+    WEIGHTS,
     Header,
     check_fits,
     check_whole,
-    gathered,
+    on_every_rank,
     read_header,
+    read_tensors,
+    reason_of,
     write_header,
 )
 
@@ -63,7 +69,7 @@ def saved_checkpoints(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None, format: str = SHARDED) -> Path | None:
+def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None) -> Path | None:
     """Choose the checkpoint to resume from, or to export: the last one.
 
     Args:
@@ -71,16 +77,14 @@ def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None,
         use_previous: take the previous one if the last is damaged.
         model: goes on from it, and must fit it; its ranks read all of the checkpoint when they load it. None: any
             model; all is read here, as it is with `use_previous`.
-        format: format of the model's strategy.
     Returns:
         None: there is none.
     Raises:
-        ValueError: the checkpoint is damaged, of another model or of another format; the message offers the previous
-            one if that is good.
+        ValueError: the checkpoint is damaged, or of another model; the message offers the previous one if that is good.
     """
 
     def check(path: Path) -> Header:
-        header = read_header(path) if model is None else check_fits(path, model, format)
+        header = read_header(path) if model is None else check_fits(path, model)
         return check_whole(path) if use_previous or model is None else header
 
     last, previous = [*saved_checkpoints(folder), None, None][:2]
@@ -110,6 +114,25 @@ def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) 
     except (ValueError, FileNotFoundError, IndexError):
         return ""
     return f"; or start again with use_previous_checkpoint=true to go on from step {step}, which {before[0]} holds"
+
+
+def load_checkpoint_model(folder: Path) -> Any:
+    """Rebuild the model of a checkpoint, stock or compressed, in this process."""
+    header = read_header(folder)
+    return assemble(AutoConfig.for_model(**header.model_config), read_tensors(folder, WEIGHTS))
+
+
+def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, int]:
+    """Rebuild the model of a run's last checkpoint; also return its number of optimizer steps.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no checkpoint, or a damaged one, see `find_checkpoint`.
+    """
+    folder = run_folder / FOLDER_NAME
+    checkpoint = find_checkpoint(folder, use_previous)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder} holds no checkpoint: nothing is saved yet")
+    return load_checkpoint_model(checkpoint), read_header(checkpoint).global_step
 
 
 class CheckpointRotation:
@@ -157,37 +180,30 @@ class CheckpointSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
-    def save(self, target: Path, header: Header, write: Callable[[Path], Future | None], group: Any = None) -> None:
+    def save(self, target: Path, header: Header, write: Callable[[Path], Future], ranks: Ranks = ALONE) -> None:
         """Begin to write a checkpoint; called by all ranks.
 
         Args:
             target: a folder that all ranks can see.
             header: header of the checkpoint.
-            write: called with the folder to write into; its future, if any, is done when all is written.
-            group: process group without other communication meanwhile.
+            write: called with the folder to write into; its future is done when all is written.
+            ranks: all of them, in a process group without other communication meanwhile.
         Raises:
             OSError: this one, or the one before, could not be written; what was there still is.
         """
         self.wait()
-        target = Path(gathered(str(target), group)[0])
+        target = Path(ranks.objects(str(target))[0])
         partial = target.with_name(f"{target.name}.partial")
-        problem = None
-        if header.num_ranks == 1 or torch.distributed.get_rank() == 0:
-            remove(partial)
-            try:
+
+        def make_room() -> None:
+            if ranks.rank == 0:
+                remove(partial)
                 partial.mkdir(parents=True)
-            except OSError as error:  # a rank that ended here would leave the others waiting
-                problem = str(error)
-        if (problem := gathered(problem, group)[0]) is not None:
-            raise _could_not_be_written(target, problem)
-        try:
-            writing = write(partial)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise _could_not_be_written(target, _reason(error)) from error
-        if writing is None:
-            self._finish(None, target, partial, header, group)
-        else:
-            self._pending = self._thread.submit(self._finish, writing, target, partial, header, group)
+
+        with _naming(target):
+            on_every_rank(make_room, ranks)
+            writing = write(partial)  # from here on it communicates by itself
+        self._pending = self._thread.submit(self._finish, writing, target, partial, header, ranks)
 
     def wait(self) -> None:
         """Wait until what was begun is on the disk; raise the OSError for which it could not be written."""
@@ -195,37 +211,28 @@ class CheckpointSaver:
         if pending is not None:
             pending.result()
 
-    def _finish(self, writing: Future | None, target: Path, partial: Path, header: Header, group: Any) -> None:
-        problem: BaseException | None = None
-        try:
-            if writing is not None:
-                writing.result()
-            write_header(partial, header, group)
-            if header.num_ranks == 1 or torch.distributed.get_rank() == 0:
+    def _finish(self, writing: Future, target: Path, partial: Path, header: Header, ranks: Ranks) -> None:
+        def commit() -> None:
+            if ranks.rank == 0:
                 self.rotation.commit(partial, target)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            problem = error
-        if problem is None:  # the first rank alone renames
-            self.rotation.mark_valid(target)
-        reason = None if problem is None else _reason(problem)
-        failed = next((each for each in gathered(reason, group) if each is not None), None)
-        if failed is not None:
-            raise _could_not_be_written(target, failed) from problem
+
+        with _naming(target):
+            on_every_rank(lambda: writing.exception() and writing.result(), ranks)
+            write_header(partial, header, ranks)
+            on_every_rank(commit, ranks)
+        self.rotation.mark_valid(target)
 
 
-def _reason(error: BaseException) -> str:
-    """Say in one line what went wrong, on the first rank where torch collects it from all."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return str(error).split("\n")[0]
-
-
-def _could_not_be_written(target: Path, reason: str) -> OSError:
-    """Say that the checkpoint before stays."""
-    return OSError(
-        f"{target} could not be written ({reason}): the checkpoint before it stays; make room on the disk and start "
-        "the same command again"
-    )
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Say of an error that the checkpoint before stays."""
+    try:
+        yield
+    except FAILURES as error:
+        raise OSError(
+            f"{target} could not be written ({reason_of(error)}): the checkpoint before it stays; make room on the "
+            "disk and start the same command again"
+        ) from error
 
 
 def write_aside(content: Any, path: Path) -> None:
@@ -284,6 +291,16 @@ class SaveLast(AfterStep):
         strategy: Any = trainer.strategy
         self._begin(trainer, step)
         strategy.saver.wait()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait for the last checkpoint."""
+        strategy: Any = trainer.strategy
+        strategy.saver.wait()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish the checkpoint that is being written, if possible."""
+        with suppress(OSError, RuntimeError):  # RuntimeError: another rank is gone
+            self.teardown(trainer, pl_module, "fit")
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         if step != self._saved_step:

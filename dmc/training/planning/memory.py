@@ -130,7 +130,7 @@ def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tup
     with fake_step(config, num_layers) as step:
         module, model = step.module, step.module.model
         num_weights = sum(parameter.numel() for parameter in model.parameters())
-        step.strategy._tensors(make=True)  # the optimizer's states
+        step.strategy.set_tensors(lambda _: None)  # the optimizer's states
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -36,20 +31,16 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
-from dmc.models.weights import local_folder, stored_shapes, weight_files
+from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import Header
-from dmc.training.checkpoints.weights import OPTIMIZER, WEIGHTS
+from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.planning.start_checks import devices_per_node
-from dmc.training.strategies.parallelism import Parallelism
+from dmc.training.strategies.parallelism import Parallelism, no_states
 
 MESH_NAMES = ("replicate", "shard", "tensor")
-TRAINER_STATE = "trainer.pt"
-"""File of a checkpoint's other state: counters, callbacks, the position in the text."""
 HEADS = 2
 """Dimension of the heads in projected queries and keys, [B, T, H, D]."""
 WHOLE = StateDictOptions(full_state_dict=True)
-_TIMEOUT = timedelta(minutes=30)
 
 
 class MeshStrategy(Parallelism, ModelParallelStrategy):
@@ -74,8 +65,6 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             self.precision = "32-true"  # what is bfloat16 is said by the policy of `fully_shard`, not by autocast
         elif self.num_copies > 1:
             self._forward_redirection = _DDPForwardRedirection()
-        self._group: Any = None
-        """Gloo, for checkpoints alone: they are written while the step communicates."""
 
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:
@@ -89,7 +78,6 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             return
         self._setup_distributed()
         self._device_mesh = init_device_mesh(self.root_device.type, self.mesh_shape, mesh_dim_names=MESH_NAMES)
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model in DistributedDataParallel if each rank has a copy."""
@@ -122,16 +110,6 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         set_sync(True)
         model.set_is_last_backward(True)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Finish the checkpoint that is being written, if possible."""
-        with suppress(OSError, RuntimeError):  # RuntimeError: another rank is gone
-            self.saver.wait()
-
-    def teardown(self) -> None:
-        """Wait for the last checkpoint."""
-        self.saver.wait()
-        super().teardown()
-
     def parallelize(self, model: Any, path: str) -> None:
         """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's own part."""
         if not self.holds_parts:
@@ -154,18 +132,16 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         model.to_empty(device=self.root_device)
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
-        stored = stored_shapes(folder)
+        stored = open_weights(folder)
         state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
-        merged = {name for name, value in state.items() if tuple(value.shape) != stored[name]}
+        merged = {name for name, value in state.items() if [*value.shape] != stored[name].get_shape()}
         parts = {name: value for name, value in state.items() if name not in merged}
         reader = distributed_checkpoint.HuggingFaceStorageReader(str(folder))
         distributed_checkpoint.load(parts, storage_reader=reader)
-        for file in weight_files(folder) if merged else ():
-            with safe_open(file, framework="pt") as tensors:
-                for name in merged.intersection(tensors.keys()):
-                    parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
-                    weight = tensors.get_tensor(name).to(self.root_device, parameter.dtype)
-                    _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+        for name in sorted(merged):
+            parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
+            weight = stored[name][:].to(self.root_device, parameter.dtype)
+            _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
         for name, part in model.named_modules():
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()
@@ -186,71 +162,21 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         state: dict[str, Any] = get_model_state_dict(model, options=options)
         return assemble(model.config, state) if self.is_global_zero else None
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Leave the weights to `save_checkpoint`."""
-        return {}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Leave its states to `save_checkpoint`."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Start writing a checkpoint: tensors are copied now, and written in the background."""
-        assert self.lightning_module is not None
-        header = Header.of(self.format, checkpoint, self.lightning_module.model)
-
-        def write(folder: Path) -> Future:
-            if self.is_global_zero:
-                torch.save(checkpoint, folder / TRAINER_STATE)
-            writing = distributed_checkpoint.async_save(
-                self._tensors(),
-                storage_writer=distributed_checkpoint.FileSystemWriter(folder),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-            assert isinstance(writing, Future)
-            return writing
-
-        self.saver.save(Path(filepath), header, write, self._group)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any mesh into model and optimizer, see `check_saved`."""
-        folder = Path(checkpoint_path)
-        self.check_saved(folder, self._group)
-        distributed_checkpoint.load(
-            self._tensors(make=True),
-            checkpoint_id=folder,
-            planner=distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True),  # weights never updated
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        checkpoint = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
-        for optimizer, scheduler in zip(self.optimizers, checkpoint["lr_schedulers"], strict=True):
-            for group, rate in zip(optimizer.param_groups, scheduler["_last_lr"], strict=True):
-                group["lr"] = rate
-        self.saver.rotation.mark_valid(folder)
-        return checkpoint
-
-    def _tensors(self, make: bool = False) -> dict[str, Any]:
-        """Name every weight once, and every state of the optimizer by its weight.
-
-        Args:
-            make: states as before the first step, where the optimizer has none.
-        """
-        module: Any = self.lightning_module
-        names: dict[Any, str] = {}
-        for name, value in module.model.state_dict(keep_vars=True).items():
-            names.setdefault(value, name)
+    def tensors(self) -> dict[str, Any]:
+        """See `Parallelism`."""
+        names = {value: name for name, value in weights_of(self.lightning_module.model).items()}
         tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value.detach() for value, name in names.items()}
         for optimizer in self.optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                states = optimizer.state[parameter] if make or parameter in optimizer.state else {}
-                if make:
-                    states["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    states["exp_avg"], states["exp_avg_sq"] = (torch.zeros_like(parameter.detach()) for _ in range(2))
-                for key, value in states.items():
-                    tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+            for parameter, states in optimizer.state.items():
+                tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in states.items()}
         return tensors
+
+    def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
+        """See `Parallelism`."""
+        for optimizer in self.optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                optimizer.state[parameter] = no_states(parameter.detach())
+        read(self.tensors())
 
 
 def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
@@ -18,7 +21,7 @@ from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import SHARDED, Header, check_whole
+from dmc.training.checkpoints.folder import MODEL_CONFIG, TRAINER_STATE, Header, check_whole
 from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
 
 
@@ -29,8 +32,6 @@ class Parallelism:
         config: the run.
     """
 
-    format = SHARDED
-    """How a checkpoint is written and read: `SHARDED`, or the name of a DeepSpeed strategy."""
     precision: Precision
     """Lightning's precision setting."""
     clips_in_optimizer = False
@@ -39,6 +40,8 @@ class Parallelism:
     """Whether no rank ever holds the whole model."""
     root_device: Any
     """Device of this rank, set by Lightning."""
+    lightning_module: Any
+    """The run's module, set by Lightning."""
 
     def __init__(self, config: RunConfig) -> None:
         self.run_config = config
@@ -48,6 +51,11 @@ class Parallelism:
     @cached_property
     def hosts(self) -> Ranks:
         """Return a CPU group of the ranks, whose collectives wait for no device; all ranks call this together."""
+        return Ranks.on_hosts()
+
+    @cached_property
+    def writers(self) -> Ranks:
+        """Return another one, for checkpoints alone: they are written while the step communicates."""
         return Ranks.on_hosts()
 
     def load(self) -> Any:
@@ -86,20 +94,68 @@ class Parallelism:
         """Return the gradient norm before clipping, a scalar; with `clips_in_optimizer` that of the last step."""
         return gradient_norm(module)
 
-    def check_saved(self, folder: Path, group: Any = None) -> Header:
-        """Read all of a checkpoint on all ranks together, and compare it with its checksums.
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Leave the weights to `save_checkpoint`."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Leave its states to `save_checkpoint`."""
+        return {}
+
+    def tensors(self) -> dict[str, Any]:
+        """Name every weight once, and every state of the optimizer by its weight; called by all ranks."""
+        raise NotImplementedError
+
+    def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
+        """Set weights and states; called by all ranks.
+
+        Args:
+            read: fills tensors with those of a checkpoint; states of weights that were never updated stay as they are.
+        """
+        raise NotImplementedError
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Start writing a checkpoint: tensors are copied now, and written in the background."""
+        header = Header(checkpoint["global_step"], checkpoint[MODEL_CONFIG])
+        group = self.writers.group
+
+        def write(folder: Path) -> Future:
+            if self.writers.rank == 0:
+                torch.save(checkpoint, folder / TRAINER_STATE)
+            writer = distributed_checkpoint.FileSystemWriter(folder)
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
+            writing = distributed_checkpoint.async_save(self.tensors(), **options)
+            assert isinstance(writing, Future)
+            return writing
+
+        self.saver.save(Path(filepath), header, write, self.writers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any strategy and number of ranks, after comparing all of it with its checksums.
 
         Raises:
             ValueError: it is damaged; on all ranks.
         """
+        folder, group = Path(checkpoint_path), self.writers.group
         try:
-            return check_whole(folder, group)
+            check_whole(folder, self.writers)
         except ValueError as error:
             raise ValueError(f"{error}{offer_previous(folder)}") from error
+        planner = distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+        options: dict[str, Any] = {"planner": planner, "process_group": group, "no_dist": group is None}
+        self.set_tensors(lambda tensors: distributed_checkpoint.load(tensors, checkpoint_id=folder, **options))
+        self.saver.rotation.mark_valid(folder)
+        return torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
 
     def gather(self, model: Any) -> Any:
         """Return the whole model on rank 0 and None elsewhere; called by all ranks."""
         return model
+
+
+def no_states(weight: Tensor) -> dict[str, Tensor]:
+    """Return AdamW's states of a weight before the first step."""
+    step = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return {"step": step, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
 
 def gradient_norm(module: nn.Module) -> Tensor:

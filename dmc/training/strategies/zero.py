@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
-import shutil
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.zero import GatheredParameters, Init
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dmc.config import RunConfig
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
-from dmc.models.weights import local_folder, read_header, weight_files
-from dmc.training.checkpoints.folder import TAG, Header
-from dmc.training.strategies.parallelism import Parallelism
+from dmc.models.weights import local_folder, open_weights
+from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
+from dmc.training.strategies.parallelism import Parallelism, no_states
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's states of each weight beside its counter of steps."""
+FLAT_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Where DeepSpeed's optimizers keep this rank's float32 weights: of ZeRO-3, of ZeRO-1 and 2, of ZeRO-1 in bfloat16."""
 
 
 class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     """DeepSpeed's ZeRO; weights and gradients are bfloat16 in bf16-mixed, the optimizer's copy is float32.
 
-    DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice. Its
-    checkpoints resume at any number of ranks.
+    DeepSpeed's own activation checkpointing is never used: it is reentrant, and would count decisions twice.
     """
 
     clips_in_optimizer = True
 
     def __init__(self, config: RunConfig, **options: Any) -> None:
         trainer = config.trainer
-        self.format, self.zero_stage = trainer.strategy, int(trainer.strategy[-1])
+        self.zero_stage = int(trainer.strategy[-1])
         DeepSpeedStrategy.__init__(
             self,
             stage=self.zero_stage,
@@ -61,16 +63,15 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         if not next(model.parameters()).is_meta:
             return
         folder = local_folder(path, self.revision_of(path))
-        owners = {name: file for file in weight_files(folder) for name in read_header(file)}
+        stored = open_weights(folder)
         head_dim = model.model.layers[0].self_attn.head_dim
         for name, part in list(model.named_modules()):
             for key, parameter in list(part.named_parameters(recurse=False)):
                 weight = f"{name}.{key}"
-                if weight in owners:
-                    with safe_open(owners[weight], framework="pt") as tensors:
-                        value = tensors.get_tensor(weight).to(self.root_device, parameter.dtype)
+                if weight in stored:
+                    value = stored[weight][:].to(self.root_device, parameter.dtype)
                     setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
-            if isinstance(part, GateAdapter) and f"{name}.weight" not in owners:
+            if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.to_empty(device=self.root_device)
                 part.reset_parameters()
             if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
@@ -88,9 +89,8 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
         """See `Parallelism`."""
         master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
-        if master is not None:
-            master[rows] = torch.as_tensor(values).to(master)
-            safe_set_full_fp32_param(parameter, master)
+        master[rows] = torch.as_tensor(values).to(master)
+        self._set_master(parameter, master)
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_stage == 3):
             parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
@@ -102,12 +102,11 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     def gather(self, model: Any) -> Any:
         """See `Parallelism`: the optimizer's float32 weights, not the copies of bf16-mixed."""
         state = {}
-        for name, parameter in model.state_dict(keep_vars=True).items():
+        for name, parameter in weights_of(model).items():
             master = safe_get_full_fp32_param(parameter)
-            with GatheredParameters([parameter], enabled=self.zero_stage == 3 and master is None):
-                if torch.distributed.get_rank() == 0:
-                    state[name] = (parameter if master is None else master).detach().cpu().clone()
-        return assemble(model.config, state) if torch.distributed.get_rank() == 0 else None
+            if self.is_global_zero:
+                state[name] = master.detach().cpu().clone()
+        return assemble(model.config, state) if self.is_global_zero else None
 
     def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -122,50 +121,64 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         """Leave the loss as Lightning has divided it by the accumulated micro-batches: DeepSpeed would do so again."""
         return super().backward(closure_loss, *arguments, **options, scale_wrt_gas=False)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write each rank's shards."""
-        assert self.lightning_module is not None
-        header = Header.of(self.format, checkpoint, self.lightning_module.model)
-        write = super().save_checkpoint
-        self.saver.save(Path(filepath), header, lambda folder: write(checkpoint, folder))
+    def tensors(self) -> dict[str, Any]:
+        """See `Parallelism`: of each weight and state some rows, which DeepSpeed gathers for it one by one."""
+        states, zero = self._states(), self._zero
+        if self.zero_stage < 3 and states:
+            zero._hp_optimizer_states_linked = False  # by itself DeepSpeed links them once the first group has some
+            zero._lazy_init_hp_params_optimizer_state()
+        tensors: dict[str, Any] = {}
+        for name, parameter in weights_of(self.lightning_module.model).items():
+            tensors[f"{WEIGHTS}{name}"] = self._own_rows(safe_get_full_fp32_param(parameter))
+            for key in MOMENTS if states else ():
+                whole = safe_get_full_optimizer_state(parameter, key)
+                tensors[f"{OPTIMIZER}{name}.{key}"] = self._own_rows(whole)
+            tensors |= {f"{OPTIMIZER}{name}.step": state["step"].to("cpu", copy=True) for state in states[:1]}
+        return tensors
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any number of ranks, see `check_saved`."""
-        folder = Path(checkpoint_path)
-        header = self.check_saved(folder)
-        if header.num_ranks == self.world_size:
-            checkpoint = super().load_checkpoint(folder, weights_only)
+    def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
+        """See `Parallelism`."""
+        zero = self._zero
+        for weight in next(getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)):
+            zero.optimizer.state[weight] = no_states(weight.detach())
+        tensors = self.tensors()
+        read(tensors)
+        names = weights_of(self.lightning_module.model)
+        for name, parameter in names.items():
+            self.set_rows(parameter, slice(None), _whole(tensors[f"{WEIGHTS}{name}"]))
+            for key in MOMENTS:
+                self._set_master(parameter, _whole(tensors[f"{OPTIMIZER}{name}.{key}"]), key)
+        for state in self._states():
+            state["step"].copy_(max(tensors[f"{OPTIMIZER}{name}.step"] for name in names))
+
+    @property
+    def _zero(self) -> Any:
+        """DeepSpeed's optimizer around AdamW."""
+        engine: Any = self.deepspeed_engine
+        return engine.optimizer
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        """Return AdamW's states, of flat weights; none before the first step."""
+        return list(self._zero.optimizer.state.values())
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        """Keep this rank's rows of a tensor in CPU memory, as a DTensor; a single rank keeps all of it."""
+        if self.writers.size == 1:
+            return whole.to("cpu", copy=True)
+        mesh = DeviceMesh.from_group(self.writers.group, "cpu")
+        return distribute_tensor(whole.cpu(), mesh, [Shard(0)], src_data_rank=None).clone()
+
+    def _set_master(self, parameter: Any, whole: Tensor, key: str | None = None) -> None:
+        """Set this rank's part of the optimizer's float32 weight, or of a state of it."""
+        whole = whole.to(self.root_device, torch.float32)
+        if self.zero_stage == 3:  # DeepSpeed itself cuts without the padding
+            size = parameter.ds_tensor.numel()
+            part = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
+            part = part[size * self.global_rank :][:size]
+            self._zero.set_local_hp_param(part, parameter, key)
         else:
-            checkpoint = self._load_resharded(folder)
-        self.saver.rotation.mark_valid(folder)
-        return checkpoint
+            parameter.set_full_hp_param(whole, key)
 
-    def _load_resharded(self, folder: Path) -> dict[str, Any]:
-        """Let DeepSpeed convert a checkpoint to its form without ranks, read that, and remove it."""
-        universal = folder.with_name(f"{folder.name}.universal")
-        if self.is_global_zero:
-            shutil.rmtree(universal, ignore_errors=True)
-            options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-            ds_to_universal.main(
-                argparse.Namespace(
-                    input_folder=str(folder / TAG),
-                    output_folder=str(universal / TAG),
-                    inject_missing_state=True,
-                    **options,
-                )
-            )
-        self.barrier()
-        engine, optimizer = self.deepspeed_engine, self.optimizers[0]
-        decays = [group["weight_decay"] for group in optimizer.param_groups]
-        engine._config.load_universal_checkpoint = True
-        _, checkpoint = engine.load_checkpoint(str(universal), tag=TAG, load_lr_scheduler_states=False)
-        engine._config.load_universal_checkpoint = False
-        # DeepSpeed gives all parameters the settings of the first group, and one counter of steps to share.
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-        for state in engine.basic_optimizer.state.values():
-            state["step"] = state["step"].clone()
-        self.barrier()
-        if self.is_global_zero:
-            shutil.rmtree(universal)
-        return checkpoint
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -10,9 +10,8 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import saved_checkpoints
-from dmc.training.checkpoints.weights import load_checkpoint_model, read_weights
+from dmc.training.checkpoints.folder import read_header, read_tensors
+from dmc.training.checkpoints.saving import load_checkpoint_model, saved_checkpoints
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
 
@@ -85,7 +84,7 @@ def test_too_many_in_a_row_end_the_run_with_its_state_saved_and_it_can_go_on(run
     with pytest.raises(NonFiniteError, match=r"last 2 steps up to step 5 .* file=.*step_0000004_rank0.pt"):
         train(config)
     assert checkpoint_step(folder) == 6  # the host hears of step 4 when step 5 is queued: that one is skipped too
-    saved = read_weights(saved_checkpoints(folder / "checkpoints")[0])
+    saved = read_tensors(saved_checkpoints(folder / "checkpoints")[0], "model.")
     assert all(torch.equal(saved[name], value) for name, value in seen[3][0].items())
     spoil_gradients()
     train(config)
@@ -117,7 +116,7 @@ def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_pat
     assert loss == pytest.approx(logged(whole, "train/loss")[3], rel=1e-6)
     assert {"model.layers.0", "model.layers.1", "model.norm"} <= set(found.gradient_norms)
 
-    monkeypatch.setattr("dmc.training.checkpoints.weights.load_checkpoint_model", infinite_weight)
+    monkeypatch.setattr("dmc.training.checkpoints.saving.load_checkpoint_model", infinite_weight)
     assert replay(folder, file).first_nonfinite == "model.layers.1.mlp.up_proj"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="is cut off"):

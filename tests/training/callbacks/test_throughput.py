@@ -6,7 +6,7 @@ from launching import logged
 from dmc.config import RunConfig, build_config
 from dmc.data import OrderedDataset
 from dmc.models import load_model
-from dmc.training import train
+from dmc.training import module, train
 from dmc.training.callbacks import throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.flops import flops_per_token
@@ -17,7 +17,8 @@ from dmc.training.module import RetrofitModule
 def clock(monkeypatch):
     """Let time pass only where a part of a run is told to take some."""
     now = [0.0]
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for each in (throughput, module):
+        monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def takes(owner, name, seconds):
         plain = getattr(owner, name)

@@ -20,16 +20,17 @@ from dmc.training.checkpoints.folder import (
     check_fits,
     check_whole,
     read_header,
+    read_tensors,
 )
 from dmc.training.checkpoints.saving import (
     CheckpointRotation,
     CheckpointSaver,
     find_checkpoint,
+    load_checkpoint_model,
     offer_previous,
     saved_checkpoints,
     step_name,
 )
-from dmc.training.checkpoints.weights import load_checkpoint_model, read_tensors, read_weights
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
 
@@ -62,21 +63,15 @@ def saver(tmp_path):
     return CheckpointSaver()
 
 
-def save(saver, folder, step=1, format="sharded", model=MODEL, weights=None):
+def save(saver, folder, step=1, weights=None):
     """Write a checkpoint as a strategy of one rank does, and wait for it."""
 
     def write(partial):
-        if format != "sharded":
-            (partial / "checkpoint").mkdir(parents=True)
-            (partial / "latest").write_text("checkpoint")
-            torch.save({"module": WEIGHTS}, partial / "checkpoint" / "mp_rank_00_model_states.pt")
-            return None
         tensors = {f"model.{name}": weight for name, weight in (weights or WEIGHTS).items() if name != "tied.weight"}
         tensors["optimizer.norm.weight.exp_avg"] = torch.ones(200)
         return distributed_checkpoint.async_save(tensors, checkpoint_id=partial, no_dist=True)
 
-    header = Header.of(format, {"global_step": step, "model_config": {}}, model)
-    saver.save(folder / step_name(step), header, write)
+    saver.save(folder / step_name(step), Header(step, {}), write)
     saver.wait()
     return folder / step_name(step)
 
@@ -89,8 +84,8 @@ def test_model_comes_back_from_a_checkpoint_alone(run_folder):
 
 
 def test_weights_alone_are_read_and_tied_ones_are_stored_once(saver, tmp_path):
-    weights = read_weights(save(saver, tmp_path))
-    assert set(weights) == set(WEIGHTS) and weights["tied.weight"] is weights["head.weight"]
+    weights = read_tensors(save(saver, tmp_path), "model.")
+    assert set(weights) == {"norm.weight", "head.weight"}
     for name in ("norm.weight", "head.weight"):
         torch.testing.assert_close(weights[name], WEIGHTS[name], rtol=0, atol=0)
 
@@ -104,7 +99,7 @@ def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
             weight.zero_()  # as the next optimizer step changes it in place
         return writing
 
-    saver.save(tmp_path / step_name(1), Header.of("sharded", {"global_step": 1, "model_config": {}}, MODEL), write)
+    saver.save(tmp_path / step_name(1), Header(1, {}), write)
     saver.wait()
     assert torch.equal(read_tensors(tmp_path / step_name(1), "")["norm.weight"], WEIGHTS["norm.weight"])
 
@@ -126,15 +121,13 @@ def test_checkpoints_of_an_earlier_version_are_refused_in_one_line(run_values, t
         train(build_config(RunConfig, run_values))
 
 
-def test_checkpoint_of_another_model_or_format_says_what_differs(saver, tmp_path):
+def test_checkpoint_of_another_model_says_what_differs(saver, tmp_path):
     folder = save(saver, tmp_path)
-    assert check_fits(folder, MODEL).tied == {"tied.weight": "head.weight"}
+    assert check_fits(folder, MODEL).global_step == 1
     with pytest.raises(ValueError, match=r"norm.weight has shape \(200,\) in the checkpoint and \(3,\)"):
         check_fits(folder, Model(MODEL.weights | {"norm.weight": torch.zeros(3)}))
     with pytest.raises(ValueError, match="1 weights missing"):
         check_fits(folder, Model(MODEL.weights | {"new.weight": torch.zeros(3)}))
-    with pytest.raises(ValueError, match="was written as 'sharded', this run reads 'deepspeed_zero1'"):
-        check_fits(folder, MODEL, "deepspeed_zero1")
 
 
 def test_failed_write_leaves_the_checkpoint_before(saver, tmp_path):
@@ -292,10 +285,9 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(saver, tmp_pat
     assert [check_whole(path).global_step for path in saved_checkpoints(tmp_path)] == [7, 6]
 
 
-@pytest.mark.parametrize("format", ["sharded", "deepspeed_zero2"])
-def test_flipped_bytes_of_any_file_of_a_folder_are_found(saver, tmp_path, format):
-    folder = save(saver, tmp_path, 1, format)
-    save(saver, tmp_path, 2, format)
+def test_flipped_bytes_of_any_file_of_a_folder_are_found(saver, tmp_path):
+    folder = save(saver, tmp_path)
+    save(saver, tmp_path, 2)
     check_whole(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = path.read_bytes()
@@ -332,31 +324,12 @@ def lead_outside(folder):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def spoil_states(folder):
-    torch.save({"module": Harmful()}, folder / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-
-
-def spoil_old_states(folder):
-    (folder / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Harmful()))
-
-
-def name_another_folder(folder):
-    (folder / "latest").write_text("../../elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("format", "spoil"),
-    [
-        ("sharded", spoil_metadata), ("sharded", name_a_pickle), ("sharded", lead_outside),
-        ("deepspeed_zero2", spoil_states), ("deepspeed_zero2", spoil_old_states),
-        ("deepspeed_zero2", name_another_folder),
-    ],
-)  # fmt: skip
-def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, monkeypatch, format, spoil, capsys):
-    folder = save(saver, tmp_path, 1, format)
+@pytest.mark.parametrize("spoil", [spoil_metadata, name_a_pickle, lead_outside])
+def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, monkeypatch, spoil, capsys):
+    folder = save(saver, tmp_path)
     spoil(folder)
     monkeypatch.setattr("dmc.training.checkpoints.folder.file_damage", lambda *_: None)  # sizes as who means harm says
-    for read in (read_header, check_whole, read_weights):
+    for read in (read_header, check_whole, load_checkpoint_model):
         with pytest.raises(ValueError, match=r"no training checkpoint|would run builtins.print"):
             read(folder)
     assert "executed" not in capsys.readouterr().out
@@ -364,7 +337,7 @@ def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, monkeypatch
 
 def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver, tmp_path):
     save(saver, tmp_path, 1)
-    save(saver, tmp_path, 2, model=Model({name: torch.zeros(3) for name in MODEL.weights}))
+    save(saver, tmp_path, 2, weights={name: torch.zeros(3) for name in WEIGHTS})
     with pytest.raises(ValueError, match=r"does not fit the model.*use_previous_checkpoint=true"):
         find_checkpoint(tmp_path, model=MODEL)
     assert find_checkpoint(tmp_path, True, MODEL) == tmp_path / step_name(1)
