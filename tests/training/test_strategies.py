@@ -206,6 +206,10 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     again = load_model(export_checkpoint(folder, tmp_path / "exported"), dtype="auto").state_dict()
     for name, value in load_model(folder / "final", dtype="auto").state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, again[name]), name  # as model.dtype says
+    if strategy.startswith("deepspeed"):
+        forget_the_end(folder)
+        on_ranks(values, 2, folder, trainer, expect_exact_angles, **options)
+        assert logged_losses(folder) == pytest.approx(got, abs=1e-6)
 
 
 @pytest.mark.slow

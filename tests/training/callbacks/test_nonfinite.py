@@ -10,7 +10,7 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import NonFiniteError, train
-from dmc.training.checkpoints.folder import read_header, read_tensors
+from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.saving import load_checkpoint_model, saved_checkpoints
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
@@ -84,7 +84,7 @@ def test_too_many_in_a_row_end_the_run_with_its_state_saved_and_it_can_go_on(run
     with pytest.raises(NonFiniteError, match=r"last 2 steps up to step 5 .* file=.*step_0000004_rank0.pt"):
         train(config)
     assert checkpoint_step(folder) == 6  # the host hears of step 4 when step 5 is queued: that one is skipped too
-    saved = read_tensors(saved_checkpoints(folder / "checkpoints")[0], "model.")
+    saved = load_checkpoint_model(saved_checkpoints(folder / "checkpoints")[0]).state_dict()
     assert all(torch.equal(saved[name], value) for name, value in seen[3][0].items())
     spoil_gradients()
     train(config)
