@@ -170,4 +170,4 @@ def test_scripts_import_export_and_end_with_one_error(tmp_path, capsys):
     error = run_script("import_megatron.py", f"checkpoint={tmp_path}", f"output={tmp_path / 'other'}")
     assert re.match(r"error: .* holds no mp_rank_00", error)
     error = run_script("export_megatron.py", f"model.path={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")
-    assert error.startswith("error: num_key_value_heads=2 cannot be divided among 3")
+    assert error.startswith("error: num_key_value_heads=4 cannot be divided among 3")
