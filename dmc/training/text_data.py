@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from dmc.config import DataConfig, ModelConfig, RunConfig
@@ -81,12 +81,9 @@ def held_out_batches(
         index = torch.linspace(0, len(packed) - 1, min(num_sequences, len(packed))).round().long().tolist()
     batches = []
     for begin in range(0, len(index), batch_size):
-        items = [packed[i] for i in index[begin : begin + batch_size]]
-        batch: dict[str, Any] = {
-            name: torch.stack([item[name] for item in items]) for name in ("input_ids", "loss_mask") if name in items[0]
-        }
-        if "document_starts" in items[0]:
-            batch["documents"] = Documents.from_starts(torch.stack([item["document_starts"] for item in items]))
+        batch: dict[str, Any] = default_collate([packed[i] for i in index[begin : begin + batch_size]])
+        if "document_starts" in batch:
+            batch["documents"] = Documents.from_starts(batch.pop("document_starts"))
         batches.append(batch)
     return batches
 
