@@ -1,4 +1,4 @@
-"""How many requests fit into a GPU: the bytes of weights, passes and caches, by compression ratio, without a weight."""
+"""Count the requests that fit into a GPU by compression ratio; the configuration suffices, no weight is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dmc.kernels.layout import FIRST_TABLE_BLOCKS, CacheLayout
 from dmc.runtime.memory import AUTO_FRACTION, Activations
 
 PASS_TOKENS = 2048
-"""Of the largest pass: the engine's default `token_budget`."""
+"""Tokens of the largest pass: the engine's default `token_budget`."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class Capacity:
 
     ratio: float
     request_bytes: int
-    """Of one request with the whole context in its cache: whole blocks, tables, ring and sums."""
+    """Bytes of one request with the whole context in its cache: whole blocks, tables, ring and sums."""
     requests: int
-    """Held at once; 0: not one fits."""
+    """Number of requests held at once; 0: not one fits."""
     longest: int
-    """Tokens of the longest request that fits alone; 0: none."""
+    """Tokens of the longest request that fits alone; 0: none fits."""
 
 
 def slots_after(layout: CacheLayout, num_tokens: int, ratio: float) -> int:
-    """Entries in the pages of each head of a request at a compression ratio: floor(n / CR), delayed tokens included.
+    """Return the entries in each head's pages at a compression ratio: floor(n / CR) less the delayed tokens.
 
     Raises:
         ValueError: the ratio is below 1.
@@ -37,14 +37,14 @@ def slots_after(layout: CacheLayout, num_tokens: int, ratio: float) -> int:
 
 
 def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size: int = 16) -> int:
-    """Bytes that the cache of one request takes on one rank: what `GenerationStats.bytes_allocated` says of it.
+    """Return the bytes that the cache of one request takes on one rank, as `GenerationStats.bytes_allocated` counts.
 
-    Every head is taken to hold as much: floor(n / CR) entries, those that wait for their decision included. Heads that
-    differ need up to half a block more each, on average.
+    Every head is assumed to hold the same floor(n / CR) entries, delayed tokens included. If heads differ, each needs
+    up to half a block more on average.
 
     Args:
-        layout: of the cache.
-        num_tokens: n, fed in passes of `PASS_TOKENS`.
+        layout: layout of the cache.
+        num_tokens: n, computed in passes of `PASS_TOKENS`.
         ratio: CR >= 1 at the end.
         block_size: slots of a block.
     Raises:
@@ -67,15 +67,15 @@ def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size
 def capacities(
     config: Any, layout: CacheLayout, weights: int, memory: int, context: int, ratios: list[float], block_size: int = 16
 ) -> list[Capacity]:
-    """Tell for each compression ratio how many requests of `context` tokens one rank holds.
+    """Return for each compression ratio how many requests of `context` tokens one rank holds.
 
     Args:
-        config: of a transformers causal LM.
-        layout: of its cache on one rank.
+        config: configuration of a transformers causal LM.
+        layout: layout of its cache on one rank.
         weights: bytes of this rank's weights.
-        memory: bytes of the GPU; as under `memory="auto"`, 0.85 of what the weights leave is used.
-        context: tokens of prompt and answer.
-        ratios: CR >= 1 each.
+        memory: bytes of the GPU; as with `memory="auto"`, 0.85 of what the weights leave is used.
+        context: tokens of prompt and answer together.
+        ratios: compression ratios, each >= 1.
         block_size: slots of a block.
     """
     usable = int(AUTO_FRACTION["cuda"] * (memory - weights))
@@ -84,7 +84,7 @@ def capacities(
     for ratio in ratios:
         each = request_bytes(layout, context, ratio, block_size)
         low, high = 0, 2**24
-        while low < high:  # the longest, by bisection
+        while low < high:  # find the longest request by bisection
             middle = (low + high + 1) // 2
             fits = request_bytes(layout, middle, ratio, block_size) <= pages
             low, high = (middle, high) if fits else (low, middle - 1)

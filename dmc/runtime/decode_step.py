@@ -1,4 +1,4 @@
-"""A step of decoding as a function of buffers that stay where they are, so that it can be recorded and replayed."""
+"""A decode step as a function of buffers at fixed addresses, so that it can be recorded and replayed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.runtime.sampling import Sampling
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Turns a function that reads and writes only what stays in its place into one that does the same by itself."""
+"""Turns a function whose inputs and outputs stay at the same addresses into one that replays its kernels."""
 
 READING_ROPE = ("dynamic", "longrope")
-"""Tables of RoPE that the host chooses by the positions."""
+"""Types of RoPE whose tables the host chooses by the positions."""
 
 
 class GpuRecorder:
-    """Records steps as CUDA graphs that share their memory; nothing of a step runs before it is replayed."""
+    """Records steps as CUDA graphs that share one memory pool; recording runs no kernel of the step."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -39,37 +39,37 @@ class GpuRecorder:
 
 
 def why_not_recorded(layout: Any, policy: Any, config: Any) -> str | None:
-    """Say why decode steps cannot be recorded on a GPU, or None."""
+    """Return why decode steps cannot be recorded as CUDA graphs; None if they can."""
     if layout.device.type != "cuda":
         return f"the model is on {layout.device}, not on a GPU"
     if policy is not None:
-        return f"{type(policy).__name__} reads on the host what it evicts by"
+        return f"{type(policy).__name__} reads the scores it evicts by on the host"
     if layout.ranks.size > 1:
-        return "several processes share the model"
+        return "the model is split over several processes"
     if any(kind in str(getattr(config, "rope_parameters", None)) for kind in READING_ROPE):
-        return f"the host chooses its tables of RoPE by positions ({', '.join(READING_ROPE)})"
+        return f"the host chooses RoPE tables by position ({', '.join(READING_ROPE)})"
     return None
 
 
 def bucket_of(count: int, most: int) -> int:
-    """Round a number of sequences up to a power of two, or `most`: so few sizes are recorded."""
+    """Round a number of sequences up to a power of two, at most `most`, so that few sizes are recorded."""
     return min(1 << (count - 1).bit_length(), most)
 
 
 class DecodeSteps:
-    """Feeds one token of each of some sequences and chooses their next, recorded once for each bucket of sizes.
+    """Computes one token of each sequence and chooses the next ones; each bucket of batch sizes is recorded once.
 
-    What a bucket has beyond the sequences feeds the cache's scratch row. The first step of a kind runs as it is, which
-    also builds what is compiled at first use; the second is recorded. All that was recorded is dropped when the cache's
-    tensors have moved.
+    Rows of a bucket beyond the given sequences write to the cache's scratch row. The first step of a bucket runs
+    eagerly, which also compiles kernels at their first use; the second is recorded. All recordings are dropped when the
+    cache's tensors have moved.
 
     Args:
-        run: token ids [1, S], their batch, and `Sampling`'s settings on the device, width and number of tokens to tell
-            (None: logits are wanted) -> what was chosen or logits, S rows and maybe more; waits for nothing, and makes
-            nothing that lasts.
-        record: how a step is recorded.
-        most: sequences of the largest bucket; the scratch row is the one behind theirs.
-        device: of the model.
+        run: function of token ids [1, S], their batch, and `Sampling`'s settings on the device, width and number of
+            reported tokens (None: return logits); it returns the choices or logits of S or more rows, does not wait for
+            the device, and allocates nothing that outlives the call.
+        record: recorder of a step.
+        most: sequences of the largest bucket; the scratch row follows theirs.
+        device: device of the model.
     """
 
     def __init__(self, run: Callable[..., Tensor], record: Record, most: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class DecodeSteps:
     def __call__(
         self, tokens: list[int], rows: list[int], positions: list[int], sampling: Sampling | None, place: object
     ) -> Tensor:
-        """Feed them; what was recorded holds as long as `place` stays equal. The next call overwrites the result."""
+        """Run a step; recordings stay valid while `place` stays equal. The next call overwrites the result."""
         if place != self._place:
             self._steps, self._place = {}, place
         size = bucket_of(len(tokens), self._most)

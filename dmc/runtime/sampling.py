@@ -1,4 +1,4 @@
-"""From logits to the next token: penalties, greedy, temperature, top-k, top-p, min-p; all rows of a step at once."""
+"""Choose the next tokens from logits: penalties, temperature, top-k, top-p, min-p; all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda number: number > 0, "a number > 0 (1 is none)"),
     "presence_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
 }
-"""Whether a value is in its range, and what to tell if not."""
+"""Test of a parameter's range, and the range in words for the error."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,32 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Stop after one of these, besides the model's own end of sequence."""
     ignore_eos: bool = False
-    """Go on after the model's end of sequence."""
+    """Continue after the model's end of sequence."""
     stop: tuple[str, ...] = ()
     """Stop when the text contains one of these; the text ends before it. Needs a tokenizer."""
     n: int = 1
-    """Continuations of the prompt, which is computed once; number i draws as a request of its own with seed + i."""
+    """Number of continuations of the prompt, which is computed once; the i-th samples like a request with seed + i."""
     min_p: float = 0.0
-    """Sample among tokens at least so likely as this share of the most likely one, in [0, 1]."""
+    """Sample among tokens whose probability is at least this share of the most likely one's, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides what speaks for tokens that have come, the prompt's too (as transformers does); > 0, 1 is none."""
+    """Divides positive and multiplies negative logits of tokens that occurred, in the prompt too; > 0, 1 is none."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
+    """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
     top_logprobs: int = 0
-    """How many of the most likely tokens are told with each, under the unmodified distribution."""
+    """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
     prompt_logprobs: int | None = None
-    """How many of the most likely tokens are told with each of the prompt's; None: the prompt's are not told at all."""
+    """How many of the most likely tokens are reported with each prompt token; None: prompt tokens are not scored."""
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Changes logits before temperature, after the penalties, as one of transformers': (tokens so far [1, t], logits
-    [1, vocab]) -> logits. If it fails, its request does."""
+    """Changes logits after the penalties and before temperature, like a processor of transformers: (tokens so far
+    [1, t], logits [1, vocab]) -> logits. If it raises, its request fails."""
 
     @property
     def changes_logits(self) -> bool:
-        """Whether they depend on the tokens so far."""
+        """Whether logits are changed by the tokens so far or by a processor."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.logits_processor is not None
 
     def __post_init__(self) -> None:
-        # values of NumPy, and lists, become Python's own
+        # NumPy values and lists become Python numbers and tuples
         self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
         self._set("n", whole_number("n", self.n))
         self._set("top_logprobs", whole_number("top_logprobs", self.top_logprobs, least=0))
@@ -95,20 +95,20 @@ class SamplingParams:
             raise ValueError(f"stop={texts!r}: expected a tuple of strings that are not empty")
         self._set("stop", tuple(texts))
         if self.logits_processor is not None and not callable(self.logits_processor):
-            raise ValueError(f"logits_processor={self.logits_processor!r}: expected one of transformers', or None")
+            raise ValueError(f"logits_processor={self.logits_processor!r}: expected a callable, or None")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
 
 class History:
-    """The tokens of a row so far, on the device, as penalties and processors want them; one more costs the same always.
+    """The tokens of a row so far, on the device, for penalties and processors; appending costs O(1) amortized.
 
     Args:
         before: tokens before the row's continuation.
-        since: those of it so far.
-        vocab_size: ids are below it.
-        device: of the logits.
+        since: tokens of the continuation so far.
+        vocab_size: size of the vocabulary.
+        device: device of the logits.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class History:
         self._count = len(before) + len(since)
         self._tokens = torch.tensor([*before, *since], dtype=torch.long, device=device)
         self.marks = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
-        """Which tokens have come, and which of them in the continuation, [2, vocab]."""
+        """Which tokens occurred at all, and which in the continuation, [2, vocab]."""
         self.marks[0, self._tokens] = True
         self.marks[1, self._tokens[len(before) :]] = True
 
     @property
     def tokens(self) -> Tensor:
-        """All of them, int64 [1, t]."""
+        """Tokens of prompt and continuation, int64 [1, t]."""
         return self._tokens[None, : self._count]
 
     def add(self, token: int) -> None:
-        """Take the continuation's next token in."""
+        """Append the continuation's next token."""
         if self._count == len(self._tokens):
             self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(max(self._count, 64))))
         self._tokens[self._count] = token
@@ -136,49 +136,49 @@ class History:
 
 
 class Choice(NamedTuple):
-    """The next tokens."""
+    """The chosen tokens of R rows."""
 
     tokens: Tensor
-    """Int64 [R]."""
+    """Token ids, int64 [R]."""
     logprobs: Tensor
-    """Natural-log probabilities in the unmodified distribution, NaN where none could be chosen, float32 [R]."""
+    """Natural-log probabilities under the unmodified distribution, NaN where no token could be chosen, float32 [R]."""
     top_tokens: Tensor
-    """The most likely ones, as many as any row asks for, int64 [R, k]."""
+    """The most likely tokens, as many as any row asks for, int64 [R, k]."""
     top_logprobs: Tensor
-    """Theirs, float32 [R, k]."""
+    """Natural-log probabilities of `top_tokens`, float32 [R, k]."""
 
     def as_rows(self) -> Tensor:
-        """Lay all of it out as one: token, its log-probability, then the most likely tokens and theirs by turns."""
+        """Return one matrix: token, log-probability, then pairs of a likely token and its log-probability."""
         top = torch.stack((self.top_tokens.double(), self.top_logprobs.double()), dim=-1).flatten(1)
         return torch.cat((self.tokens[:, None].double(), self.logprobs[:, None].double(), top), dim=1)
 
 
 def next_uniform(params: SamplingParams, generator: torch.Generator | None) -> float:
-    """Take the number that a row's next token is drawn by; a greedy one takes none.
+    """Draw the uniform number that selects a row's next token; a greedy row draws none.
 
     Args:
-        params: of the row.
-        generator: on the CPU; None: torch's default generator.
+        params: parameters of the row.
+        generator: generator on the CPU; None: torch's default generator.
     """
     return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
 
 
 class Sampling(NamedTuple):
-    """How the next tokens of all rows are chosen: numbers for the device, and what decides which operations run."""
+    """Settings by which the next tokens of all rows are chosen."""
 
     settings: Tensor
-    """Temperature (0: greedy), top_k (0: all), top_p, min_p, and the number to draw by, float64 [5, R] on the host."""
+    """Temperature (0: greedy), top_k (0: all), top_p, min_p and the uniform number, float64 [5, R] on the host."""
     width: int
-    """-1: all rows are greedy; 0: none has limits; else they lie among so many of the most likely tokens."""
+    """Number of most likely tokens that top_k and top_p look at; -1: all rows are greedy; 0: no row has a limit."""
     num_top: int
-    """How many of the most likely tokens are told."""
+    """How many of the most likely tokens are reported."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
-        """Gather what rows ask for."""
+        """Combine the parameters of all rows."""
         sampled = [each for each in params if each.temperature > 0]
         width = max((_width(each, vocab_size) for each in sampled), default=-1)
-        if width > 0:  # so that widths are few
+        if width > 0:  # powers of two, so that few widths occur
             width = min(2 ** (width - 1).bit_length(), vocab_size)
         numbers = [(each.temperature, each.top_k or 0, each.top_p, each.min_p) for each in params]
         settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
@@ -201,12 +201,12 @@ def choose_tokens(
     """Choose the next token of every row; a row's choice does not depend on the others.
 
     Args:
-        logits: [R, vocab].
-        params: of each row.
-        uniforms: what each row is drawn by: see `next_uniform`.
-        histories: of each row; None: its params do not change logits, or there is nothing before.
+        logits: logits, [R, vocab].
+        params: parameters of each row.
+        uniforms: uniform number of each row, see `next_uniform`.
+        histories: tokens of each row so far; None: its params do not change logits, or there is no token before.
     Returns:
-        The choice, and errors of the rows whose processors failed.
+        The choice, and the errors of rows whose processors failed, by row.
     """
     log_probs = logits.float().log_softmax(-1)
     scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params))
@@ -216,12 +216,12 @@ def choose_tokens(
 
 
 def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_top: int) -> Choice:
-    """Choose from distributions on their device; waits for nothing, and no shape depends on data.
+    """Choose tokens on the device of the distributions, without waiting for it; no shape depends on data.
 
     Args:
-        log_probs: unmodified, float32 [R, vocab].
-        scores: what is drawn from, maybe the same.
-        settings: see `Sampling`, on the same device; not read where all rows are greedy.
+        log_probs: unmodified log-probabilities, float32 [R, vocab].
+        scores: log-probabilities to sample from, after penalties and processors; may be `log_probs`.
+        settings: see `Sampling`, on the same device; not read if all rows are greedy.
         width: see `Sampling`.
         num_top: see `Sampling`.
     """
@@ -236,7 +236,7 @@ def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_
 def _processed(
     log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History | None]
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Apply penalties and processors to the logits of rows that have any; others' log-probabilities serve as well."""
+    """Apply penalties and processors to the rows that have any; other rows keep their log-probabilities."""
     errors: dict[int, Exception] = {}
     rows = [row for row, each in enumerate(params) if each.changes_logits]
     if not rows:
@@ -265,7 +265,7 @@ def _processed(
 
 
 def _draw(log_probs: Tensor, settings: Tensor, width: int) -> Tensor:
-    """Invert the cumulative distributions at the rows' numbers: a greedy row's is a step, at its first best token."""
+    """Invert the cumulative distributions at the uniform numbers; a greedy row's is a step at its first best token."""
     temperature, top_k, top_p, min_p, uniform = settings[..., None]
     scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature.clamp(1e-30, 1e30).float())
     if width:
@@ -278,7 +278,7 @@ def _draw(log_probs: Tensor, settings: Tensor, width: int) -> Tensor:
 
 
 def _lowest(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """Find what the most likely tokens reach, ties included so that the order of a sort has no say; all are [R, 1]."""
+    """Return the lowest score that each row may sample, [R, 1]; ties stay, so that results do not depend on a sort."""
     best = scores.topk(width).values
     stays = (torch.arange(width, device=scores.device) < top_k) | (top_k == 0)
     probabilities = best.masked_fill(~stays, -torch.inf).softmax(-1)

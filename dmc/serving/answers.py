@@ -1,4 +1,4 @@
-"""Answers of the engine in OpenAI's words: whole ones, and the pieces of streams."""
+"""Responses in OpenAI's format: whole ones, and the pieces of streams."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dmc.serving.worker import Job
 
 CHAT_KINDS: Any = ((ChatCompletion, "chat.completion"), (ChatCompletionChunk, "chat.completion.chunk"))
 LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for a token that cannot come; JSON knows no infinity."""
+"""Log-probability that OpenAI writes for an impossible token; JSON has no infinity."""
 Told = tuple[int, float | None, dict[int, float]]
-"""A token, its log-probability and those of the most likely ones."""
+"""A token, its log-probability, and the most likely tokens with theirs."""
 News = tuple[int, str, list[Told], str | None]
-"""What is new of a choice: its index, text, tokens, and why it has ended."""
+"""An update of a choice: its index, new text, new tokens, and the finish reason."""
 
 
 class Answer:
-    """What one request is answered, as JSON.
+    """The response to one request, as JSON.
 
     Args:
-        asked: the request.
-        jobs: one for each prompt.
-        engine: that continues them.
-        events: where the jobs' tokens, stats and ends come from.
+        asked: body of the request.
+        jobs: one job for each prompt.
+        engine: engine that serves the model.
+        events: queue of the jobs' token events, stats and results.
     """
 
     def __init__(self, asked: Asked, jobs: list[Job], engine: Engine, events: asyncio.Queue[tuple[Job, Any]]) -> None:
@@ -50,10 +50,10 @@ class Answer:
         }
 
     async def whole(self) -> str:
-        """Wait for all continuations.
+        """Wait for all continuations and return the whole response.
 
         Raises:
-            APIError: one of the prompts could not be continued to its end.
+            APIError: a continuation has failed or was aborted.
         """
         choices: dict[int, News] = {}
         async for index, text, tokens, reason in self._news():
@@ -63,7 +63,7 @@ class Answer:
         return await asyncio.to_thread(self._write, [choices[index] for index in sorted(choices)], self._usage())
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Tell every token as it comes.
+        """Yield a piece for every token as it is generated.
 
         Raises:
             APIError: see `whole`.
@@ -86,7 +86,7 @@ class Answer:
                     for number in range(self._asked.n):
                         yield job.index * self._asked.n + number, *opening, None
                 index = job.index * self._asked.n + each.number
-                if self._asked.max_tokens == 0:  # one is generated where none was asked for
+                if self._asked.max_tokens == 0:  # the engine generates at least one token
                     yield index, "", [], "length"
                 else:
                     self._num_generated += 1
@@ -97,7 +97,7 @@ class Answer:
             elif isinstance(each, ValueError):
                 raise out_of_range(each)
             elif isinstance(each, Exception) or each.finish_reason == "abort":
-                why = f"the request could not go on: {each}" if isinstance(each, Exception) else "it was taken off"
+                why = f"the request has failed: {each}" if isinstance(each, Exception) else "the request was aborted"
                 raise APIError(500, why, None, "generation_failed")
             else:
                 self._ends[job.index] = each
@@ -118,7 +118,7 @@ class Answer:
         return choice | {"delta" if is_piece else "message": said}
 
     def _usage(self, live: bool = False) -> dict[str, Any]:
-        """Count tokens, and what the cache holds of them; `live`: also before the end, for every layer and KV head."""
+        """Count tokens and cache entries; `live`: also before the end, for every layer and KV head."""
         ends = [each.stats for _, end in sorted(self._ends.items()) for each in (end, *end.alternatives)]
         stats = [*self._held.values()] if len(self._ends) < len(self._jobs) else ends
         entries = sum(int(each.slots.sum()) for each in stats)
@@ -142,7 +142,7 @@ class Answer:
         }
 
     def _prompt(self, job: Job) -> tuple[str, list[Told]]:
-        """Tell a prompt as the tokenizer reads it, and how likely its tokens are if that was asked."""
+        """Return a prompt's text as the tokenizer decodes it, and its tokens' log-probabilities if requested."""
         text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
         assert request is not None
         if self._asked.num_logprobs is None:
@@ -161,7 +161,7 @@ class Answer:
         self._offsets[index] = ends[-1]
         likely: list[Any] = [
             None
-            if one["logprob"] is None  # of tokens with one text the most likely
+            if one["logprob"] is None  # of tokens with the same text the most likely one remains
             else {each["token"]: each["logprob"] for each in sorted([one, *top], key=lambda each: each["logprob"])}
             for one, top in named
         ]

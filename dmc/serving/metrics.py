@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' form."""
+"""Metrics of a server in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ ENTRIES = tuple(4**power for power in range(3, 14))
 BYTES = tuple(64 * each for each in ENTRIES)
 TABLE: tuple[tuple[str, Any, str, str, Callable[[Any], float], tuple[float, ...]], ...] = (
     ("engine", Gauge, "dmc_requests_running", "Sequences in the cache.", lambda each: each.num_running, ()),
-    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for room.", lambda each: each.num_waiting, ()),
+    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for blocks.", lambda each: each.num_waiting, ()),
     ("engine", Gauge, "dmc_pool_blocks", "Blocks of the cache.", lambda each: each.cache.allocator.num_blocks, ()),
     ("engine", Gauge, "dmc_pool_blocks_in_use", "Blocks held by requests.", lambda each: each.blocks_in_use, ()),
-    ("engine", Gauge, "dmc_prefix_cache_bytes", "Bytes of prefixes alone.", lambda each: each.prefix_cache_bytes, ()),
-    ("first", Histogram, "dmc_time_to_first_token_seconds", "From arrival.", float, SECONDS),
-    ("later", Histogram, "dmc_time_per_output_token_seconds", "Between two.", float, SECONDS),
+    ("engine", Gauge, "dmc_prefix_cache_bytes", "Bytes of cached prefixes.", lambda each: each.prefix_cache_bytes, ()),
+    ("first", Histogram, "dmc_time_to_first_token_seconds", "From arrival to first token.", float, SECONDS),
+    ("later", Histogram, "dmc_time_per_output_token_seconds", "Between two tokens.", float, SECONDS),
     ("token", Counter, "dmc_generated_tokens", "Tokens generated.", float, ()),
     ("prompt", Counter, "dmc_prompt_tokens", "Tokens of prompts.", lambda each: each.prompt_end, ()),
-    ("prompt", Counter, "dmc_prefix_cache_hit_tokens", "Prompts' tokens reused.", lambda each: each.num_reused, ()),
-    ("prompt", Counter, "dmc_preemptions", "Times a request gave way.", lambda each: each.num_preemptions, ()),
-    ("end", Histogram, "dmc_achieved_ratio", "At a request's end.", lambda each: each.achieved_ratio, RATIOS),
-    ("end", Histogram, "dmc_request_slots", "At its end, all heads.", lambda each: int(each.slots.sum()), ENTRIES),
-    ("end", Histogram, "dmc_request_bytes", "At its end.", lambda each: each.bytes_used, BYTES),
+    ("prompt", Counter, "dmc_prefix_cache_hit_tokens", "Prompt tokens reused.", lambda each: each.num_reused, ()),
+    ("prompt", Counter, "dmc_preemptions", "Preemptions of requests.", lambda each: each.num_preemptions, ()),
+    ("end", Histogram, "dmc_achieved_ratio", "CR at a request's end.", lambda each: each.achieved_ratio, RATIOS),
+    ("end", Histogram, "dmc_request_slots", "Entries at its end.", lambda each: int(each.slots.sum()), ENTRIES),
+    ("end", Histogram, "dmc_request_bytes", "Bytes of cache at its end.", lambda each: each.bytes_used, BYTES),
 )
-"""When something is counted, and how it is read from what is then given."""
+"""Moment of the update, kind, name, help, value as a function of what is given, and buckets."""
 WRITE: dict[Any, Any] = {Gauge: Gauge.set, Counter: Counter.inc, Histogram: Histogram.observe}
 
 
 class Metrics:
-    """Counters by served name; tokens a second are the rate of `dmc_generated_tokens_total`."""
+    """Metrics by served name; tokens per second are the rate of `dmc_generated_tokens_total`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,11 +50,11 @@ class Metrics:
             self._of[moment].append((metric, WRITE[kind], read))
 
     def count(self, model: str, moment: str, given: Any) -> None:
-        """Count what the table names for a moment: of an engine, a token's seconds, a sequence, its stats."""
+        """Update the metrics of a moment from an engine, a token's seconds, a sequence or its stats."""
         for metric, write, read in self._of[moment]:
             write(metric.labels(model), read(given))
 
     def text(self) -> bytes:
-        """Write all of it, in the event loop."""
+        """Return all metrics as text; call it in the event loop."""
         self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Bodies of requests: checked field by field, turned into prompts of tokens and sampling parameters."""
+"""Check the bodies of requests and turn them into prompt tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.prompt import encode
 
 MOST_FIELDS = 1024
-"""Of any mapping; errors of 80,000 would take seconds and gigabytes."""
+"""Maximum number of fields of a mapping: validating 80,000 wrong ones would take seconds and gigabytes."""
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-"""Fields about a request that change nothing of its answer."""
+"""Fields of a request that do not affect its answer."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -34,22 +34,22 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "include_obfuscation": (True, False),
 }
-"""Fields of OpenAI's that are not served, and the values that ask for what is done anyway."""
+"""Fields of OpenAI's API that are not served, and the values that are accepted because they change nothing."""
 SAME_NAMES = {
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty", "repetition_penalty", "ignore_eos"),
 }
-"""Fields that are named as in `SamplingParams`."""
+"""Fields with the same names as in `SamplingParams`."""
 
 
 class APIError(Exception):
-    """What a client is told in OpenAI's form.
+    """An error response in OpenAI's format.
 
     Args:
-        status: of HTTP.
-        message: what was given, what was expected.
-        param: the field that is wrong.
-        code: for programs.
-        headers: of the answer.
+        status: HTTP status.
+        message: what was given and what was expected.
+        param: name of the wrong field.
+        code: machine-readable reason.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ def _parts(given: Any) -> Any:
 
 
 class Body(BaseModel):
-    """A JSON object; a field that is not served is refused, unless it is null, or asks for what is done anyway."""
+    """A JSON object; a field that is not served is refused unless it is null or its value changes nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -97,15 +97,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(Body):
-    """What comes with the pieces of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Usage, and with it what the cache holds, with every piece, as vLLM has it."""
+    """Send usage and the cache's contents with every piece, as vLLM does."""
 
 
 class Asked(Body):
-    """What both kinds of completions have; names that OpenAI does not know are the engine's."""
+    """Fields of both kinds of completions; those that OpenAI's API lacks are the engine's own."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
@@ -127,11 +127,11 @@ class Asked(Body):
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     question_tokens: int = Field(0, ge=0)
-    """Last tokens of each prompt that are fed when a policy has compressed those before."""
+    """Number of last tokens of each prompt that are computed after a policy has compressed the tokens before them."""
     stop_token_ids: Annotated[Tokens, Field(max_length=32)] = []
 
     num_logprobs: ClassVar[property]
-    """How many of the most likely tokens are told with each; None: nothing is."""
+    """How many of the most likely tokens are reported with each token; None: no log-probabilities."""
 
 
 class CompletionAsked(Asked):
@@ -145,21 +145,21 @@ class CompletionAsked(Asked):
 
 
 class Part(Body):
-    """A piece of a message."""
+    """One content part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_parts)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Write it as templates read it."""
+        """Return the message as chat templates expect it."""
         content = "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
@@ -193,10 +193,10 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def read(body: bytes, kind: type[Kind]) -> Kind:
-    """Check a body.
+    """Parse and check a body.
 
     Raises:
-        APIError: 422 for what is not served, 400 for all else that is wrong; it names the field.
+        APIError: 422 for a field that is not served, 400 for any other fault; it names the field.
     """
     try:
         return kind.model_validate_json(body)
@@ -214,14 +214,14 @@ def read(body: bytes, kind: type[Kind]) -> Kind:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Changes logits as `logit_bias` and `frequency_penalty` ask; a plain value, which other ranks get too."""
+    """A logits processor for `logit_bias` and `frequency_penalty`; picklable, because it is sent to other ranks."""
 
     bias: dict[int, float]
     frequency_penalty: float
     num_prompt_tokens: int
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """Do what `SamplingParams.logits_processor` does."""
+        """Return changed logits, see `SamplingParams.logits_processor`."""
         scores = scores.clone()
         for token, bias in self.bias.items():
             scores[:, token] += bias
@@ -232,7 +232,7 @@ class Adjustment:
 
 @contextlib.contextmanager
 def blamed_on(param: str) -> Iterator[None]:
-    """Tell any error as one of a field: templates raise what they like, and jinja's errors are its own."""
+    """Turn any error into an APIError about a field: chat templates may raise errors of any type."""
     try:
         yield
     except APIError:
@@ -242,25 +242,25 @@ def blamed_on(param: str) -> Iterator[None]:
 
 
 def vocab_size_of(engine: Engine) -> int:
-    """Tokens that the model knows."""
+    """Return the size of the model's vocabulary."""
     return engine.model.get_input_embeddings().num_embeddings
 
 
 def encoded(given: str | list[int], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
-    """Turn a text into tokens that the model knows.
+    """Turn a text into token ids of the model's vocabulary.
 
     Raises:
-        APIError: the tokenizer or the model refuses it.
+        APIError: the tokenizer or the model refuses the text.
     """
     with blamed_on(param):
         return encode(given, engine.tokenizer, vocab_size_of(engine), begins_text)
 
 
 def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
-    """Turn what is to be continued into tokens.
+    """Return the token ids of each prompt of a request.
 
     Raises:
-        APIError: there is nothing, too much, no chat template, or what the tokenizer or the template refuses.
+        APIError: a prompt is empty or too long, the model has no chat template, or tokenizer or template refuse it.
     """
     if isinstance(asked, CompletionAsked):
         return [encoded(each, engine, "prompt") for each in asked.prompt]
@@ -274,13 +274,13 @@ def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
 
 
 def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: int) -> SamplingParams:
-    """Turn what is asked for one prompt into sampling parameters.
+    """Return the sampling parameters of one prompt.
 
     Args:
-        asked: for all prompts of the request.
-        num_prompt_tokens: of this one.
-        engine: that shall continue it.
-        longest: sequence that the model is made for and the memory can hold.
+        asked: body of the request.
+        num_prompt_tokens: tokens of this prompt.
+        engine: engine that serves the model.
+        longest: tokens of the longest sequence that the model and the memory allow.
     Raises:
         APIError: a value is out of range, or the prompt and its continuation are too long.
     """
@@ -294,7 +294,7 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
         raise APIError(400, f"{told}: at most {longest} are served", place, "context_length_exceeded")
     if asked.logit_bias and max(asked.logit_bias) >= vocab_size_of(engine):
         raise APIError(400, f"logit_bias: expected token ids below {vocab_size_of(engine)}", "logit_bias")
-    tokenizer = engine.tokenizer  # text has no special tokens in it: they stop by themselves
+    tokenizer = engine.tokenizer  # special tokens are not part of the text, so they stop by id
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in asked.stop if text in tokenizer.all_special_tokens}
     adjustment = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
     try:
@@ -312,6 +312,6 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
 
 
 def out_of_range(error: ValueError) -> APIError:
-    """Tell what the engine says of a value, which begins with its name."""
+    """Turn the engine's error about a value, which begins with the value's name, into an APIError."""
     name = str(error).partition("=")[0]
     return APIError(400, str(error), name if name.isidentifier() else None)

@@ -1,4 +1,4 @@
-"""The thread that runs the engines: requests come in through a queue, tokens go out through one each."""
+"""The thread that steps the engines: requests arrive in one queue, and each request has a queue for its tokens."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from dmc.serving.requests import APIError
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 20.0
-"""Other ranks hear from the first at least so often, or they would take it for dead."""
+"""The first rank sends the others a message at least this often; without one their collective would time out."""
 LOOK_SECONDS = 0.5
-"""Engines are looked at no more often than that while they run."""
+"""Minimum time between two readings of the engines' gauges while requests run."""
 SNAPSHOT_SECONDS = 0.1
-"""What a running request holds is told no more often than that: each time waits for the device."""
+"""Minimum time between two reports of what a running request holds: each of them waits for the device."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One prompt of a client's request, and where its news goes: events, stats, at last its generation or an error."""
+    """One prompt of a client's request, and the queue of its token events, stats, and final generation or error."""
 
     name: str
     prompt: list[int]
@@ -42,27 +42,27 @@ class Job:
     index: int
     news: asyncio.Queue[tuple[Job, Any]] | None
     loop: asyncio.AbstractEventLoop | None
-    """Both None on the ranks that take no requests."""
+    """`news` and `loop` are None on ranks that receive no requests."""
     question_tokens: int = 0
     watched: bool = False
-    """Whether the client wants to know what the cache holds as it grows."""
+    """Whether the client asked for the cache's contents while tokens are generated."""
     number: int = -1
     request: Any = None
-    """The engine's."""
+    """The engine's request; None: not submitted yet."""
     begin: float = field(default_factory=time.monotonic)
     last: float = 0.0
-    """When its last token came."""
+    """Time of its last token."""
     told: float = 0.0
-    """When was told what it holds."""
+    """Time of the last report of what it holds."""
 
 
 class Worker:
-    """Steps all engines in one thread of its own, or in the threads of all ranks alike.
+    """Steps all engines in one thread; on several ranks, one thread each makes the same steps.
 
     Args:
-        engines: by the names under which clients know them; they may share models.
-        max_waiting: requests beyond those that run, of one name.
-        group: of the ranks that share the models; the first one takes requests.
+        engines: engines by served name; they may share models.
+        max_waiting: maximum number of waiting requests per name.
+        group: ranks over which the models are split; the first one receives requests.
     """
 
     def __init__(self, engines: dict[str, Engine], max_waiting: int, group: Ranks | None = None) -> None:
@@ -70,30 +70,30 @@ class Worker:
         self.longest = {name: longest_of(engine) for name, engine in engines.items()}
         self.num_unfinished = dict.fromkeys(engines, 0)
         self.failure: BaseException | None = None
-        """Why the thread has ended."""
+        """Error with which the thread has ended; None: it runs."""
         self._most = {name: engine.cache.num_free_rows + max_waiting for name, engine in engines.items()}
         self._lock = threading.Lock()
-        """Of what clients' threads and this one change: the two above, and who may put into the inbox."""
+        """Guards `num_unfinished`, `failure` and putting into the inbox, which several threads do."""
         self._inbox: queue.SimpleQueue[Job | int | None] = queue.SimpleQueue()
-        """New jobs, numbers of those to take off, or None: the end."""
+        """New jobs, numbers of jobs to abort, and None to stop the thread."""
         self._jobs: dict[int, Job] = {}
         self._numbers, self._looked = itertools.count(), 0.0
         self._thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take all requests off, let the other ranks go and wait for the thread's end."""
+        """Abort all requests, stop the other ranks and wait for the thread to end."""
         self._inbox.put(None)
         self._thread.join(timeout=60)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the prompts of one request, all or none.
+        """Queue all prompts of one request, or none.
 
         Raises:
-            APIError: too many wait already, or the thread has ended.
+            APIError: too many requests wait already, or the thread has ended.
         """
         with self._lock:
             if self.failure is not None:
@@ -108,12 +108,12 @@ class Worker:
                 self._inbox.put(job)
 
     def abort(self, jobs: Sequence[Job]) -> None:
-        """Take prompts off whose client has gone; nothing if they have ended."""
+        """Abort prompts whose client has disconnected; finished ones are ignored."""
         for job in jobs:
             self._inbox.put(job.number)
 
     def run(self) -> None:
-        """Obey what comes in and step while anything runs, until told to stop."""
+        """Handle the inbox and step the engines while requests run, until told to stop."""
         end: BaseException = RuntimeError("the server stops")
         try:
             while all(self._obey(each) for each in self._next()):
@@ -127,7 +127,7 @@ class Worker:
         except BaseException as error:
             logger.exception("the engines have stopped")
             end = error
-        with self._lock:  # nobody puts another job in after that
+        with self._lock:  # after this no job can be submitted
             self.failure = end
         while not self._inbox.empty():
             if isinstance(job := self._inbox.get(), Job):
@@ -136,7 +136,7 @@ class Worker:
             self._close(job, RuntimeError("the engines have stopped"))
 
     def _next(self) -> list[Job | int | None]:
-        """Wait for what comes in if nothing runs; all ranks return the same."""
+        """Return the inbox's items, waiting for one if nothing runs; all ranks return the same."""
         found: list[Job | int | None] = []
         if self.ranks.rank == 0:
             wait, timeout = not self._jobs, HEARTBEAT_SECONDS if self.ranks.size > 1 else None
@@ -150,7 +150,7 @@ class Worker:
         return found
 
     def _obey(self, each: Job | int | None) -> bool:
-        """Submit or abort; False: it is over."""
+        """Submit or abort a job; return False if the thread shall stop."""
         if each is None:
             for job in self._jobs.values():
                 self.engines[job.name].abort(job.request)
@@ -158,11 +158,11 @@ class Worker:
         elif isinstance(each, Job):
             self._jobs[each.number] = each
             engine, cut = self.engines[each.name], len(each.prompt)
-            if engine.policy is not None:  # nothing else acts at a prompt's end
+            if engine.policy is not None:  # only policies compress at a prompt's end
                 cut -= min(each.question_tokens, cut - 1)
             try:
                 each.request = engine.submit(each.prompt[:cut], each.params, after=each.prompt[cut:])
-            except Exception as error:  # every rank refuses it alike
+            except Exception as error:  # every rank raises the same error
                 self._close(each, error)
         elif (found := self._jobs.get(each)) is not None:
             self.engines[found.name].abort(found.request)
@@ -171,7 +171,7 @@ class Worker:
     def _step(self, engine: Engine) -> list[TokenEvent]:
         try:
             return engine.step()
-        except Exception:  # not of a pass: it has taken all its requests off, others go on
+        except Exception:  # the engine has ended its own requests; other engines continue
             logger.exception("an engine has lost its requests")
             return []
 
@@ -224,7 +224,7 @@ def _hand_out(news: list[tuple[Job, Any]]) -> None:
 
 
 def longest_of(engine: Engine) -> int:
-    """Tokens of the longest sequence that the model is made for and the memory is expected to hold."""
+    """Return the tokens of the longest sequence that the model allows and the memory is expected to hold."""
     cache, limit = engine.cache, context_length(engine.model.config)
     if cache.grows:
         return limit

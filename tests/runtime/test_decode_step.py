@@ -183,6 +183,6 @@ def test_what_cannot_be_recorded_is_told(make_stock: Any) -> None:
         Engine(model, cuda_graphs=1)  # type: ignore[arg-type]
     layout = Engine(model).cache.layout.__class__(2, 2, 16, torch.float32, torch.device("cuda"))
     assert why_not_recorded(layout, None, model.config) is None
-    assert "H2O reads" in str(why_not_recorded(layout, policies.H2O(budget=Budget(ratio=2)), model.config))
+    assert "H2O reads the scores" in str(why_not_recorded(layout, policies.H2O(budget=Budget(ratio=2)), model.config))
     model.config.rope_parameters = {"rope_type": "dynamic"}
-    assert "by positions" in str(why_not_recorded(layout, None, model.config))
+    assert "by position" in str(why_not_recorded(layout, None, model.config))
