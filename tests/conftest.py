@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,12 @@ def folders(make_stock, make_compressed, tmp_path):
         build(vocab_size=TEXT_VOCAB_SIZE).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return found
+
+
+def pytest_collection_finish():
+    """Let collections of garbage, which every cell of a grid asks for, pass over what has been imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from scripts_here import run_script
 
 from dmc import Engine
 from dmc.budget import Budget
@@ -66,15 +65,3 @@ def test_a_page_shows_what_is_held_and_what_was_answered(tokenizer):
     colored = "\n".join(page(told[:1], [sample], tokenizer, colors=True))
     assert f"\x1b[48;5;40m{pieces[0]}\x1b[0m" in colored and f"\x1b[48;5;28m{pieces[1]}\x1b[0m" in colored
     assert "dot" in legend(colors=False) and "\x1b[48;5;236m" in legend(colors=True)
-
-
-def test_the_package_brings_what_the_demo_shows(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert not run_script("demo.py")
-    shown = capsys.readouterr().out
-    answered = {
-        line.split(":")[0]: int(line.split(",")[-1].split()[0]) for line in shown.splitlines() if "answered" in line
-    }
-    assert answered["full cache"] >= 5 and answered["learned"] >= 5
-    assert max(answered["H2O"], answered["SnapKV"]) <= 3
-    assert not [*tmp_path.iterdir()]

@@ -1,9 +1,12 @@
-"""What `pip install` brings: every script as a command, with its settings, without a checkout."""
+"""What `pip install` brings: every script as a command, with its settings, and the main job, without a checkout."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,10 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import commands, examples
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from scripts_here import run_script
 from short_quickstart import BASE, RETROFIT
+
+from dmc import load_model
+from dmc.data import StandardLibrarySource, build_packed
+from dmc.loading import load_tokenizer
+from dmc.measure import score_text
+from dmc.results.statistics import summarize
+from dmc.results.store import Store
+from dmc.results.tasks import FactRecall
+from dmc.training.record import read_config
+from dmc.training.text_data import TextData
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,6 +45,17 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def m
 def test_every_script_is_a_command():
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert commands == {f"dmc-{name.replace('_', '-')}": f"dmc.scripts.{name}:main" for name in SCRIPTS}
+
+
+LOOK = """
+import importlib, sys
+from hydra.core.global_hydra import GlobalHydra
+mains = {name: importlib.import_module(f"dmc.scripts.{name}").main for name in NAMES}
+for name, *arguments in COMMANDS:
+    sys.argv = [name, *arguments]
+    mains[name]()
+    GlobalHydra.instance().clear()
+"""
 
 
 def test_a_pin_leaves_out_the_pythons_that_its_package_refuses():
@@ -59,16 +85,56 @@ print(Path(_built()._name).name if _built() else None, answer.token_ids)
 """
 
 
+def check_measurements(folder, shown):
+    """Recompute what the table says of the control, from its weights and the text."""
+    frame = Store(folder / "cells.jsonl").frame()
+    recall, loss = (
+        summarize(frame[frame["task"] == f"stdlib {name}"]).set_index("title") for name in ("recall", "loss")
+    )
+    rivals = [f"control, {name}, bytes of retrofit" for name in ("h2o", "tova", "snapkv")]
+    for lines in (recall, loss):
+        assert {*lines.index} == {"base, full", "control, full", "retrofit, learned, CR 4", *rivals}
+        assert {*lines["split"]} == {"test"} and lines.loc["control, full", "achieved_ratio"] == 1
+        own = lines.loc["retrofit, learned, CR 4", "bytes_per_token"]
+        assert own < lines.loc["control, full", "bytes_per_token"]
+        assert lines.loc[rivals, "bytes_per_token"].between(own / 1.02, own * 1.15).all()
+    assert {*recall["question"]} == {"hidden"} and {*recall["samples"]} == {16 * 2} and {*loss["samples"]} == {8}
+    tokenizer, control = load_tokenizer(folder / "base/final"), load_model(folder / "control/final")
+    source, cache = StandardLibrarySource("test"), str(folder / "cache")
+    windows = build_packed(source, tokenizer, 64, cache)
+    texts = torch.stack([windows[round(i * (len(windows) - 1) / 7)]["input_ids"] for i in range(8)])
+    options = {"keys": 2, "num_keys": 5, "lengths": [64], "questions": 2, "cache_folder": cache}
+    asked = FactRecall(haystack=source, **options).samples(tokenizer, len(tokenizer))
+    with torch.no_grad():
+        logits = control(texts).logits[:, 47:-1].transpose(1, 2)
+        answers = [int(control(torch.tensor([each.prompt + each.after])).logits[0, -1].argmax()) for each in asked]
+    assert loss.loc["control, full", "value"] == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits, texts[:, 48:])), abs=1e-5
+    )
+    right = [answer == each.continuation[0] for answer, each in zip(answers, asked, strict=True)]
+    assert recall.loc["control, full", "value"] == pytest.approx(sum(right) / len(right))
+    assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart/report/report.html" in shown
+    assert "retrofit (learned)" in (folder / "report/report.html").read_text()
+    assert set(json.loads((folder / "seconds.json").read_text())) == {"base", "control", "retrofit", "measure"}
+    data = TextData(read_config(folder / "retrofit"), tokenizer, total_steps=1)
+    contexts, measured = data.held_out("calibration", has_questions=False), folder / "retrofit/final/retrofit.json"
+    assert json.loads(measured.read_text())["metrics"]["achieved_ratio_on_calibration_text"] == pytest.approx(
+        score_text(load_model(folder / "retrofit/final"), contexts).achieved_ratio, rel=1e-5
+    )
+
+
 @pytest.mark.slow
-def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
+def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, monkeypatch, capsys):
+    home = tmp_path / "empty"
+
     def run(*command, **variables):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200", **variables}
-        done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "WARNING" not in done.stderr, done.stderr  # of a library: nothing that a user would ask about
         return done.stdout
 
-    (tmp_path / "empty").mkdir()
+    home.mkdir()
     source = tmp_path / "source"  # a build writes beside what it builds
     shutil.copytree(ROOT, source, ignore=lambda folder, names: {*names} - KEPT if Path(folder) == ROOT else set())
     offline = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
@@ -89,24 +155,49 @@ def test_an_installed_wheel_runs_from_an_empty_folder(tmp_path):
         assert max((int(major), int(minor)) for major, minor in needed) <= (2, 28)  # that of torch's own wheels
     binaries = tmp_path / "site" / "bin"
     assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
-    modules = [f"dmc.scripts.{name}" for name in SCRIPTS]
-    code = f"import importlib; print(*[importlib.import_module(each).main.__name__ for each in {modules}])"
-    assert run(sys.executable, "-c", code).split() == ["main"] * len(modules)
+    looks = [["train", "experiment=quickstart_base", "plan=true"]]
+    looks += [["compare", "models={base: nowhere}", "policies=full,h2o", "--cfg", "job"]]
+    seen = run(sys.executable, "-c", f"NAMES = {SCRIPTS}; COMMANDS = {looks}\n{LOOK}")
+    assert re.search(r"pretrain +2,400 steps", seen) and "h2o" in seen
     shown = run(str(binaries / "dmc-train"), "--help")
     assert "training: pretrain, regress, retrofit" in shown and "callbacks: device_stats, profile" in shown
-    plan = run(str(binaries / "dmc-train"), "experiment=quickstart_base", "plan=true")
-    assert re.search(r"pretrain +2,400 steps", plan)
-    assert "h2o" in run(str(binaries / "dmc-compare"), "models={base: nowhere}", "policies=full,h2o", "--cfg", "job")
-    assert not [*(tmp_path / "empty").iterdir()]
-
-    assert run(str(binaries / "dmc-demo")).count("of 6 answered") == 4
+    answered = dict(re.findall(r"^(.+?):.*, (\d) of 6 answered", run(str(binaries / "dmc-demo")), flags=re.M))
+    assert min(answered["full cache"], answered["learned"]) >= "5" and max(answered["H2O"], answered["SnapKV"]) <= "3"
+    assert not [*home.iterdir()]
 
     # The main job, shortened, with the kernels that came along: here is no compiler.
     alone = {"CXX": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")} if levels else {}
     shown = run(str(binaries / "dmc-quickstart"), "--base", *BASE, "--retrofit", *RETROFIT, **alone)
-    assert (tmp_path / "empty/outputs/quickstart/table.md").read_text().strip() in shown
+    monkeypatch.chdir(home)
+    check_measurements(home / "outputs/quickstart", shown)
     answers = [run(sys.executable, "-c", ANSWER, ATEN_CPU_CAPABILITY=each.lower(), **alone) for each in levels]
     best = torch.backends.cpu.get_cpu_capability()
     for level, answer in zip(levels, answers, strict=True):
         used = level if best in levels[levels.index(level) :] else best
         assert answer.split(maxsplit=1) == [f"cpu_{used.lower()}.so", answers[0].split(maxsplit=1)[1]]
+
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(home)
+    stamps = {p: p.stat().st_mtime_ns for p in home.rglob("model.safetensors")}
+    assert not run_script("quickstart.py", "--base", *BASE, "--retrofit", *RETROFIT)  # it is all there
+    assert {p: p.stat().st_mtime_ns for p in home.rglob("model.safetensors")} == stamps
+
+    # The examples and commands of README and docs that stand on the models of the main job.
+    files = [file for file, _ in examples()]
+    for file, code in examples():
+        (home / file).write_text(code)
+        runpy.run_path(file, run_name="__main__")
+    extensions = {Path(file).stem for file in files if not file.startswith("example_")}
+    assert {"key_norm", "first_token", "numbers_source"} <= extensions
+    for words in map(shlex.split, commands()):
+        named = any(f"{name}." in word for name in extensions for word in words)
+        if words[0] == "python" and (named or "output_dir=outputs/local_prior" in words):
+            assert not run_script(Path(words[1]).name, *words[2:])
+    assert "key_norm" in (home / "outputs/compare/table.md").read_text()
+
+    capsys.readouterr()
+    model = "model=outputs/quickstart/retrofit/final"
+    assert not run_script("generate.py", model, "prompt=import os", "max_new_tokens=8")
+    assert capsys.readouterr().out.startswith("import os")
+    assert not run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
+    assert "is not empty" in run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
