@@ -103,7 +103,7 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
 @pytest.mark.parametrize(
     "trainer",
     [
-        {"strategy": "ddp"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2", "tensor_parallel_size": 2},
+        {"strategy": "ddp"}, {"strategy": "fsdp2", "tensor_parallel_size": 2},
         {"strategy": "deepspeed_zero3"},
         {"strategy": "deepspeed_zero1", "precision": "bf16-mixed"},
     ],
@@ -151,9 +151,7 @@ def test_the_weight_integrates_the_relative_excess():
         *(
             pytest.param(trainer, marks=pytest.mark.slow)
             for trainer in (
-                {"devices": 1, "strategy": "fsdp2"},
                 {"devices": 2, "strategy": "ddp"},
-                {"devices": 2, "strategy": "fsdp2"},
                 {"devices": 2, "strategy": "fsdp2", "accumulate_locally": True},
                 {"devices": 2, "strategy": "fsdp2", "tensor_parallel_size": 2},
                 {"devices": 4, "strategy": "hsdp", "shard_size": 2},

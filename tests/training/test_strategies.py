@@ -145,7 +145,7 @@ def test_a_run_goes_on_at_every_mesh_with_the_same_samples(values, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "auto"])
+@pytest.mark.parametrize("layout", ["fsdp2 on 3", "hsdp on 4", "tp on 2"])  # of ddp: tests/training/test_ranks.py
 def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bit(values, layout, tmp_path):
     values["training"] |= {"stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}}, "batch_size": 12}
     options = {"micro_batch_size": 1, "checkpoint_every_steps": 3}
@@ -193,7 +193,7 @@ def test_two_ranks_of_deepspeed_learn_what_one_does_and_share_its_checkpoints(va
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
     options = {"micro_batch_size": 1, "activation_checkpointing": True}
@@ -251,9 +251,7 @@ def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "tp_size", "merge_kv_heads"), [("fsdp2", 2, None), ("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)]
-)
+@pytest.mark.parametrize(("strategy", "tp_size", "merge_kv_heads"), [("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)])
 def test_each_rank_reads_its_own_part_of_a_base(values, strategy, tp_size, merge_kv_heads, tmp_path):
     shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
     fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
