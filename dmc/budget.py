@@ -29,11 +29,6 @@ def whole(share: float) -> int:
     return math.floor(share + 1e-9)
 
 
-def entry_bytes(head_dim: int, bytes_per_number: int) -> int:
-    """Return the bytes of one cache entry: the key and the value of one KV head."""
-    return 2 * head_dim * bytes_per_number
-
-
 @dataclass(frozen=True)
 class Budget:
     """How many entries each KV head may hold: a share of the tokens seen, in all turns of a session, or a fixed number.

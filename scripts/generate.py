@@ -40,6 +40,7 @@ def main(settings: DictConfig) -> None:
         block_size=settings.block_size,
         memory=settings.memory,
         kernels=settings.kernels,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     params = SamplingParams(**{name: settings[name] for name in SAMPLING}, stop=tuple(settings.stop))
     speaks = engine.cache.layout.ranks.rank == 0

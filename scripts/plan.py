@@ -35,7 +35,7 @@ def main(settings: DictConfig) -> None:
             gates = CompressionConfig(action=settings.action, delay=settings.delay)
             model = retrofit(model, gates)
     weights = sum({id(each): each.numel() * each.element_size() for each in model.parameters()}.values())
-    layout = layout_of(model)
+    layout = layout_of(model).stored_as(settings.kv_cache_dtype)
     found = capacities(config, layout, weights, int(settings.gpu * GIB), settings.context, [*settings.ratios])
     print(f"{name}: weights {weights / GIB:.2f} GiB in {settings.dtype}, one GPU of {settings.gpu} GiB\n")
     print(f"| CR | bytes of {settings.context:,} tokens (MiB) | requests held at once | longest request (tokens) |")

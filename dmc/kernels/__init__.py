@@ -2,7 +2,7 @@
 
 Each offers `append_or_merge`, `paged_attention`, `prefill_attention`, `compact`, for policies `write_notes`,
 `read_notes`, `attention_received`, `add_attention`, `nth_newest`, `eviction_candidate` and `evict`, and
-`supports(dtype, head_dim, block_size, device)`, which returns why it cannot serve such a cache, or None.
+`supports(dtype, head_dim, block_size, device)`, which returns why it cannot serve pages of such a dtype, or None.
 """
 
 from __future__ import annotations

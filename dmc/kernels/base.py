@@ -20,7 +20,7 @@ class LayerCache:
     """One layer's part of the cache, and the pool that all layers share; kernels write all of it in place."""
 
     key_pages: Tensor
-    """Rotated keys, [N, block, D]."""
+    """Rotated keys, [N, block, D]; int8 where there are scales."""
     value_pages: Tensor
     """Values, [N, block, D]."""
     free_blocks: Tensor
@@ -43,6 +43,10 @@ class LayerCache:
     """Exact accumulation only: mean key (unrotated) and value of the open slot, float32 [C, H, 2 D]."""
     weight: Tensor | None = None
     """Exact accumulation only: total importance of the open slot, 0 before the first token, float32 [C, H]."""
+    key_scales: Tensor | None = None
+    """8-bit pages only: factors of the keys, float32 [N, block, 1]."""
+    value_scales: Tensor | None = None
+    """Likewise, of the values."""
     notes: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """Further metadata of every slot, 4 bytes each, [N, block]."""
 
@@ -52,9 +56,19 @@ class LayerCache:
         return self.key_pages.shape[1]
 
     @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Factors of 8-bit keys and values; None: pages hold the model's dtype."""
+        return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
+    @property
+    def entry_pages(self) -> list[Tensor]:
+        """Pages of keys and values, then their scales, if they have any."""
+        return [self.key_pages, self.value_pages, *(self.scales or ())]
+
+    @property
     def slot_pages(self) -> list[Tensor]:
         """All pages with data of slots, which move with their slot."""
-        return [self.key_pages, self.value_pages, *self.notes.values()]
+        return [*self.entry_pages, *self.notes.values()]
 
 
 @dataclass

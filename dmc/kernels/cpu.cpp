@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 struct BFloat16 {
     uint16_t bits;
@@ -51,6 +53,9 @@ struct BFloat16 {
 inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
 inline Vec load(const BFloat16* from) {
     return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
+}
+inline Vec load(const int8_t* from) {
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Ints), Vec);
 }
 inline void store(float* to, Vec values) { *reinterpret_cast<Vec*>(to) = values; }
 inline Bits rounded(Vec values) {  // to bfloat16 in the upper half of each lane: to nearest, ties to even
@@ -61,31 +66,65 @@ inline void store(BFloat16* to, Vec values) {
     *reinterpret_cast<Halves*>(to) = __builtin_convertvector(rounded(values) >> 16, Halves);
 }
 
-// Attention works on channels in the order of unpack, which two operations a pair of vectors give: the even ones, then
-// the odd ones. It is the same for queries, keys and values; pack puts the output back in order.
-inline void unpack(const float* from, int dim, float* to) { std::copy_n(from, dim, to); }
-inline void unpack(const BFloat16* from, int dim, float* to) {
+// Attention works on channels in the order of unpack<P>, P what the pages hold. In bfloat16 these are the even ones of a
+// pair of vectors, which take an operation each, then the odd ones. It is the same for queries, keys and values; pack<P>
+// puts the output back in order.
+template <class P, class T>
+inline void unpack(const T* from, int dim, float* to) {
     int d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
-        const Bits pairs = *reinterpret_cast<const Bits*>(from + d);
-        store(to + d, (Vec)(pairs << 16));
-        store(to + d + LANES, (Vec)(pairs & 0xffff0000u));
-    }
-    if (d < dim) store(to + d, load(from + d));
+    if constexpr (std::is_same_v<P, BFloat16>)
+        for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+            const Bits pairs = *reinterpret_cast<const Bits*>(from + d);
+            store(to + d, (Vec)(pairs << 16));
+            store(to + d + LANES, (Vec)(pairs & 0xffff0000u));
+        }
+    for (; d < dim; d += LANES) store(to + d, load(from + d));
 }
-inline void pack(const float* from, int dim, float* to) { std::copy_n(from, dim, to); }
-inline void pack(const float* from, int dim, BFloat16* to) {
+template <class P, class T>
+inline void pack(const float* from, int dim, T* to) {
     int d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES)
-        *reinterpret_cast<Bits*>(to + d) =
-            rounded(load(from + d)) >> 16 | (rounded(load(from + d + LANES)) & 0xffff0000u);
-    if (d < dim) store(to + d, load(from + d));
+    if constexpr (std::is_same_v<P, BFloat16>)
+        for (; d + 2 * LANES <= dim; d += 2 * LANES)
+            *reinterpret_cast<Bits*>(to + d) =
+                rounded(load(from + d)) >> 16 | (rounded(load(from + d + LANES)) & 0xffff0000u);
+    for (; d < dim; d += LANES) store(to + d, load(from + d));
 }
 inline void scale(float* values, int dim, float factor) {
     for (int d = 0; d < dim; d += LANES) store(values + d, load(values + d) * factor);
 }
 
+// values[i] *= factors[i], for as many whole vectors as it takes.
+inline void multiply(float* values, const float* factors, int count) {
+    for (int i = 0; i < count; i += LANES) store(values + i, load(values + i) * load(factors + i));
+}
+
+template <class P>
+constexpr bool is_8_bit = std::is_same_v<P, int8_t>;
+
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+constexpr int LARGEST = 127;  // of an 8-bit page, as in pages.py
+
+// Rounds channels to 8 bits and returns their factor. Magnitudes are compared as integers, which order floats alike and put
+// what is not finite above all others: the factor is then not finite either.
+inline float quantize(const float* from, int dim, int8_t* to) {
+    Ints largest = {};
+    for (int d = 0; d < dim; d += LANES) {
+        const Ints magnitude = (Ints)load(from + d) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = std::max(bits, int32_t(largest[i]));
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof(float));
+    const float inverse = bits > 0 ? LARGEST / magnitude : 0;
+    for (int d = 0; d < dim; d += LANES) {
+        const Vec steps = load(from + d) * inverse;
+        const Ints whole = __builtin_convertvector(steps + (steps > 0.0f ? Vec{} + 0.5f : Vec{} - 0.5f), Ints);
+        *reinterpret_cast<Bytes*>(to + d) = __builtin_convertvector(whole, Bytes);
+    }
+    return magnitude / LARGEST;
+}
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -171,7 +210,8 @@ struct Attention {
     const int64_t* starts;  // where the queries of each sequence begin, and the end, [S + 1]; null: one of each
     const void* query;      // [T, H_q, D]
     int64_t query_step, query_head_step;
-    const void *key_pages, *value_pages;  // [N, block, D]
+    const void *key_pages, *value_pages;    // [N, block, D]
+    const float *key_scales, *value_scales;  // [N, block], factors of 8-bit pages
     const int64_t* rows;                  // [S]; null: sequence s has row s
     const int32_t* tables;                // [C, H, M]
     int64_t table_row_step, table_head_step;
@@ -189,14 +229,19 @@ struct Attention {
 
     int64_t start(int64_t sequence) const { return starts ? starts[sequence] : sequence; }
     int64_t queries(int64_t sequence) const { return starts ? starts[sequence + 1] - starts[sequence] : 1; }
+    int64_t seen(int64_t sequence, int64_t head, int64_t query) const {
+        const int64_t place = slots_by_row ? (rows ? rows[sequence] : sequence) : start(sequence) + query;
+        return slots[place * kv_heads + head];
+    }
 };
 
 namespace {
 
-template <class T>
+template <class E>
 struct Tile {
-    const T* key[TILE];
-    const T* value[TILE];
+    const E* key[TILE];
+    const E* value[TILE];
+    float key_scale[TILE], value_scale[TILE];  // of 8-bit pages
     int count;
 
     void pad() {  // the score kernel takes KEYS at a time, and fetching looks as far as the tile before it is long
@@ -269,19 +314,22 @@ void add_values(const float* weights, const float* const* values, const T* const
         for (int v = 0; v < V; v++) store(out + r * dim + v * LANES, sums[r][v]);
 }
 
-// Points to some channels of rows in float32; for 16 bit they are first copied to scratch.
-inline void widen(const float* const* from, int count, int channel, int, float*, const float** to) {
-    for (int j = 0; j < count; j++) to[j] = from[j] + channel;
-}
-inline void widen(const BFloat16* const* from, int count, int channel, int width, float* scratch, const float** to) {
+// Points to some channels of rows in float32; others are first copied to scratch.
+template <class P, class E>
+inline void widen(const E* const* from, int count, int channel, int width, float* scratch, const float** to) {
     for (int j = 0; j < count; j++, scratch += width) {
-        unpack(from[j] + channel, width, scratch);
-        to[j] = scratch;
+        if constexpr (std::is_same_v<E, float>) {
+            to[j] = from[j] + channel;
+        } else {
+            unpack<P>(from[j] + channel, width, scratch);
+            to[j] = scratch;
+        }
     }
 }
 
-// The online softmax of the rows of a task (row = query * group + member), and the scratch memory of a thread.
-template <class T>
+// The online softmax of the rows of a task (row = query * group + member), and the scratch memory of a thread. T: queries,
+// raw tokens and outputs, P: pages.
+template <class T, class P>
 class Rows {
   public:
     Rows(const Attention& a, int64_t most_queries)
@@ -292,7 +340,7 @@ class Rows {
         begin(task);
         const int64_t row = a_.rows ? a_.rows[task.sequence] : task.sequence;
         const int32_t* table = a_.tables + row * a_.table_row_step + task.head * a_.table_head_step;
-        Tile<T> tile, next;
+        Tile<P> tile, next;
         int64_t start = task.begin;
         fill(next, table, start, task.end);
         for (; start < task.end; start += tile.count) {
@@ -333,7 +381,7 @@ class Rows {
             const int64_t query = a_.start(task.sequence) + task.first_query + r / a_.group;
             const int64_t place = (query * a_.kv_heads * a_.group + head) * dim_;
             scale(&out_[r * dim_], dim_, inverse);
-            pack(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
+            pack<P>(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
             if (!a_.scores) continue;
             float* scores = score_row(task, r);
             int64_t j = 0;
@@ -351,9 +399,9 @@ class Rows {
             const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
             const T* from = static_cast<const T*>(a_.query) + (a_.start(task.sequence) + query) * a_.query_step +
                             head * a_.query_head_step;
-            unpack(from, dim_, &query_[r * dim_]);
+            unpack<P>(from, dim_, &query_[r * dim_]);
             scale(&query_[r * dim_], dim_, scaling);
-            limit_[r] = seen_slots(a_, task.sequence, task.head, query);
+            limit_[r] = a_.seen(task.sequence, task.head, query);
         }
         std::fill_n(out_.begin(), rows_ * dim_, 0.0f);
         std::fill_n(maximum_.begin(), rows_, LOWEST_MAXIMUM);
@@ -364,15 +412,19 @@ class Rows {
         return a_.scores + ((task.sequence * a_.kv_heads + task.head) * a_.group + r) * a_.scores_step;
     }
 
-    void fill(Tile<T>& tile, const int32_t* table, int64_t start, int64_t end) const {
+    void fill(Tile<P>& tile, const int32_t* table, int64_t start, int64_t end) const {
         tile.count = int(std::clamp<int64_t>(end - start, 0, TILE));
         for (int j = 0; j < tile.count;) {
             const int64_t offset = (start + j) % a_.block;
-            int64_t place = (table[(start + j) / a_.block] * a_.block + offset) * dim_;
+            int64_t place = table[(start + j) / a_.block] * a_.block + offset;
             const int stop = int(std::min<int64_t>(tile.count, j + a_.block - offset));
-            for (; j < stop; j++, place += dim_) {
-                tile.key[j] = static_cast<const T*>(a_.key_pages) + place;
-                tile.value[j] = static_cast<const T*>(a_.value_pages) + place;
+            if constexpr (is_8_bit<P>) {
+                std::copy_n(a_.key_scales + place, stop - j, tile.key_scale + j);
+                std::copy_n(a_.value_scales + place, stop - j, tile.value_scale + j);
+            }
+            for (place *= dim_; j < stop; j++, place += dim_) {
+                tile.key[j] = static_cast<const P*>(a_.key_pages) + place;
+                tile.value[j] = static_cast<const P*>(a_.value_pages) + place;
             }
         }
         tile.pad();
@@ -401,21 +453,26 @@ class Rows {
     }
 
     // Row r sees tile entries from(r)..to(r) - 1. Meanwhile the tile's values and the next tile's keys are fetched.
-    template <class From, class To>
-    void attend(const Tile<T>& tile, const Tile<T>& next, int first, int last, From from, To to) {
+    template <class E, class From, class To>
+    void attend(const Tile<E>& tile, const Tile<E>& next, int first, int last, From from, To to) {
         alignas(LINE) float wide[std::max(KEYS * MAX_DIM, TILE * SPAN)];
         for (int j = 0; j < tile.count; j += KEYS) {
             const float* key[KEYS];
             prefetch(tile.value + j, std::min(KEYS, tile.count - j), dim_);
-            widen(tile.key + j, KEYS, 0, dim_, wide, key);
+            widen<P>(tile.key + j, KEYS, 0, dim_, wide, key);
             int r = first;
             for (; r + ROWS <= last; r += ROWS) score<ROWS>(&query_[r * dim_], key, dim_, &scores_[r * TILE + j]);
             for (; r < last; r++) score<1>(&query_[r * dim_], key, dim_, &scores_[r * TILE + j]);
         }
+        if constexpr (is_8_bit<E>)
+            for (int r = first; r < last; r++) multiply(&scores_[r * TILE], tile.key_scale, tile.count);
         if (raw_scores_)
             for (int r = first; r < last; r++)
                 std::copy_n(&scores_[r * TILE], tile.count, raw_scores_ + r * a_.scores_step);
-        for (int r = first; r < last; r++) weigh(r, from(r), to(r), tile.count);
+        for (int r = first; r < last; r++) {
+            weigh(r, from(r), to(r), tile.count);
+            if constexpr (is_8_bit<E>) multiply(&scores_[r * TILE], tile.value_scale, tile.count);
+        }
         int channel = 0;
         for (; channel + SPAN <= dim_; channel += SPAN) add<VECTORS>(tile, next, first, last, channel, wide);
         for (; channel < dim_; channel += 2 * LANES) {
@@ -427,11 +484,11 @@ class Rows {
     }
 
     // The part of `attend` that follows the weights, for V vectors of channels.
-    template <int V>
-    void add(const Tile<T>& tile, const Tile<T>& next, int first, int last, int channel, float* wide) {
+    template <int V, class E>
+    void add(const Tile<E>& tile, const Tile<E>& next, int first, int last, int channel, float* wide) {
         const float* value[TILE];
-        widen(tile.value, tile.count, channel, V * LANES, wide, value);
-        const T* const* ahead = next.count > 0 ? next.key : nullptr;
+        widen<P>(tile.value, tile.count, channel, V * LANES, wide, value);
+        const E* const* ahead = next.count > 0 ? next.key : nullptr;
         int r = first;
         for (; r + ROWS <= last; r += ROWS, ahead = nullptr)
             add_values<ROWS, V>(&scores_[r * TILE], value, ahead, tile.count, channel, dim_, &out_[r * dim_ + channel]);
@@ -463,13 +520,6 @@ class Rows {
         sum_[r] += sum_of(sum);
     }
 
-  public:
-    static int64_t seen_slots(const Attention& a, int64_t sequence, int64_t head, int64_t query) {
-        const int64_t place = a.slots_by_row ? (a.rows ? a.rows[sequence] : sequence) : a.start(sequence) + query;
-        return a.slots[place * a.kv_heads + head];
-    }
-
-  private:
     const Attention& a_;
     const int dim_, size_;
     int rows_ = 0;
@@ -485,8 +535,7 @@ inline int64_t most_queries(const Attention& a) {
 }
 
 // Cuts the work into tasks: late queries, which see most, come first; long heads are cut so that every thread has some.
-template <class T>
-std::vector<Task> plan(const Attention& a, int64_t block_queries) {
+inline std::vector<Task> plan(const Attention& a, int64_t block_queries) {
     std::vector<Task> units, tasks;
     int64_t total = 0;
     for (int64_t behind = 0; behind < most_queries(a); behind += block_queries)
@@ -496,7 +545,7 @@ std::vector<Task> plan(const Attention& a, int64_t block_queries) {
                 if (last <= 0) break;
                 int64_t most = 0;
                 for (int64_t query = first; query < last; query++)
-                    most = std::max(most, Rows<T>::seen_slots(a, sequence, head, query));
+                    most = std::max(most, a.seen(sequence, head, query));
                 units.push_back({sequence, head, first, last - first, 0, most, int64_t(units.size()), -1});
                 total += most;
             }
@@ -514,10 +563,10 @@ std::vector<Task> plan(const Attention& a, int64_t block_queries) {
     return tasks;
 }
 
-template <class T>
+template <class T, class P>
 void attend(const Attention& a) {
     const int64_t block_queries = std::clamp<int64_t>(BLOCK_ROWS / a.group, 1, std::max<int64_t>(most_queries(a), 1));
-    const std::vector<Task> tasks = plan<T>(a, block_queries);
+    const std::vector<Task> tasks = plan(a, block_queries);
     const int64_t num_tasks = int64_t(tasks.size()), stride = block_queries * a.group * (a.dim + 2);
     int64_t num_partials = 0;
     for (const Task& task : tasks) num_partials = std::max(num_partials, task.partial + 1);
@@ -528,7 +577,7 @@ void attend(const Attention& a) {
     for (const Task& task : tasks) work += (task.end - task.begin + a.delay + 1) * task.queries * a.group * a.dim;
     std::atomic<int64_t> taken{0};
     on_threads(work < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
-        Rows<T> rows(a, block_queries);
+        Rows<T, P> rows(a, block_queries);
         for (int64_t i; (i = taken++) < num_tasks;) {
             const Task& task = tasks[i];
             rows.run(task);
@@ -561,6 +610,7 @@ struct Append {
     int64_t omega_step, omega_head_step;
     const float *cos, *sin;  // [T + S W, D]: at W positions more of each sequence, before its first
     void *key_pages, *value_pages;
+    float *key_scales, *value_scales;  // [N, block], factors of 8-bit pages, or null
     const int32_t* free_blocks;
     int32_t* num_free;
     int32_t* tables;  // [C, H, M]
@@ -648,6 +698,14 @@ class Head {
         for (int d = 0; d < dim_; d += LANES) store(to + d, load(from + d));
     }
 
+    // Writes a state into a slot; in 8 bits, the state becomes what is read there again.
+    void put(float* state, void* pages, float* scales, int64_t slot) const {
+        if (scales == nullptr) return copy(state, static_cast<T*>(pages) + slot * dim_);
+        int8_t* page = static_cast<int8_t*>(pages) + slot * dim_;
+        scales[slot] = quantize(state, dim_, page);
+        for (int d = 0; d < dim_; d += LANES) store(state + d, scales[slot] * load(page + d));
+    }
+
     // sums = old * sums + fresh * from
     void blend(float* sums, float old, float fresh, const T* from) const {
         for (int d = 0; d < dim_; d += LANES) store(sums + d, old * load(sums + d) + fresh * load(from + d));
@@ -666,9 +724,9 @@ class Head {
             state(position, key, value);
             if (a_.gated) rotate(key, i);
             const int64_t slot = a_.seen[place(i)] - (a_.top_key ? 0 : 1);
-            const int64_t to = (table_[slot / a_.block] * a_.block + slot % a_.block) * dim_;
-            copy(key, static_cast<T*>(a_.key_pages) + to);
-            copy(value, static_cast<T*>(a_.value_pages) + to);
+            const int64_t to = table_[slot / a_.block] * a_.block + slot % a_.block;
+            put(key, a_.key_pages, a_.key_scales, to);
+            put(value, a_.value_pages, a_.value_scales, to);
         }
         if (a_.top_key) {
             copy(key, static_cast<T*>(a_.top_key) + place(i) * dim_);
@@ -806,7 +864,7 @@ template <class T>
 void linear(const Linear& a) {
     std::vector<float> x(a.rows * a.inputs);
     for (int64_t row = 0; row < a.rows; row++)
-        unpack(static_cast<const T*>(a.x) + row * a.inputs, static_cast<int>(a.inputs), x.data() + row * a.inputs);
+        unpack<T>(static_cast<const T*>(a.x) + row * a.inputs, static_cast<int>(a.inputs), x.data() + row * a.inputs);
     std::atomic<int64_t> taken{0};
     on_threads(a.rows * a.inputs * a.outputs < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
         std::vector<float> sums(a.rows);
@@ -1064,7 +1122,7 @@ void candidates(const Candidate& c) {
 
 // What slots receive from all queries of a prompt. Mirrored in cpu.py.
 struct Received {
-    Heads heads;  // its pages are the keys
+    Heads heads;  // its pages are the keys, and the factors of 8-bit ones
     int64_t dim, group, most, entries;  // most: queries of a sequence
     double scaling;
     const int64_t* starts;  // where the queries of each sequence begin, and the end, [S + 1]
@@ -1085,7 +1143,7 @@ constexpr int KEY_TILE = 32;         // keys whose sums a task holds
 
 // Two passes over Q K^T: the first finds each query's normalisation, its tasks are blocks of queries; in the second each
 // task owns some keys, so that sums need no locks and do not depend on the number of threads.
-template <class T>
+template <class T, class P>
 class Receiver {
   public:
     explicit Receiver(const Received& v)
@@ -1125,7 +1183,7 @@ class Receiver {
         float channels[MAX_DIM];
         std::fill_n(to, dim_ * WIDTH, 0.0f);
         for (int64_t lane = 0; lane < std::min<int64_t>(WIDTH, v_.queries(head) - first); lane++) {
-            unpack(query + (first + lane) * v_.query_step, dim_, channels);
+            unpack<P>(query + (first + lane) * v_.query_step, dim_, channels);
             for (int d = 0; d < dim_; d++) to[d * WIDTH + lane] = channels[d] * float(v_.scaling * 1.4426950408889634);
         }
     }
@@ -1146,8 +1204,14 @@ class Receiver {
         }
     }
 
-    const T* key(const Tenant& tenant, int64_t slot) const {
-        return tenant.at<const T>(0, std::min<int64_t>(slot, tenant.length() - 1));
+    // Points to a key in float32, in scratch if need be.
+    const float* key(const Tenant& tenant, int64_t slot, float* scratch) const {
+        slot = std::min<int64_t>(slot, tenant.length() - 1);
+        const P* held = tenant.at<const P>(0, slot);
+        const float* wide;
+        widen<P>(&held, 1, 0, dim_, scratch, &wide);
+        if constexpr (is_8_bit<P>) scale(scratch, dim_, *tenant.at<float>(1, slot));
+        return wide;
     }
 
     void normalise(int64_t query_head, int64_t block) {
@@ -1158,11 +1222,9 @@ class Receiver {
         Vec maximum[ROWS], sum[ROWS] = {};
         std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
         for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
-            float wide[KEYS * MAX_DIM];
-            const T* narrow[KEYS];
+            float wide[KEYS][MAX_DIM];
             const float* keys[KEYS];
-            for (int j = 0; j < KEYS; j++) narrow[j] = key(tenant, first + j);
-            widen(narrow, KEYS, 0, dim_, wide, keys);
+            for (int j = 0; j < KEYS; j++) keys[j] = key(tenant, first + j, wide[j]);
             Vec scores[KEYS][ROWS];
             score(packed(query_head, block), limits(head, block), first, keys, scores);
             for (int r = 0; r < ROWS; r++) {
@@ -1183,21 +1245,20 @@ class Receiver {
     void receive(int64_t head, int64_t first) {
         const Tenant tenant(a_, head);
         const float share = 1.0f / float(v_.group);
-        float keys[KEY_TILE][MAX_DIM];
+        float wide[KEY_TILE][MAX_DIM];
+        const float* keys[KEY_TILE];
         if (first >= tenant.length()) return;
-        for (int j = 0; j < KEY_TILE; j++) unpack(key(tenant, first + j), dim_, keys[j]);
+        for (int j = 0; j < KEY_TILE; j++) keys[j] = key(tenant, first + j, wide[j]);
         std::vector<float> columns(v_.group * KEY_TILE * LANES), squares(KEY_TILE * LANES);
         for (int64_t block = 0; block * WIDTH < v_.queries(head); block++) {
             const int32_t last = last_[head * blocks_ + block];
             for (int tile = 0; tile < KEY_TILE && first + tile < last; tile += KEYS) {
-                const float* four[KEYS];
-                for (int j = 0; j < KEYS; j++) four[j] = keys[tile + j];
                 Vec mean[KEYS][ROWS] = {};
                 for (int64_t member = 0; member < v_.group; member++) {
                     const int64_t query_head = head * v_.group + member;
                     const float* normalisation = &normalisation_[(query_head * blocks_ + block) * WIDTH];
                     Vec scores[KEYS][ROWS];
-                    score(packed(query_head, block), limits(head, block), int32_t(first) + tile, four, scores);
+                    score(packed(query_head, block), limits(head, block), int32_t(first) + tile, keys + tile, scores);
                     for (int j = 0; j < KEYS; j++) {
                         float* column = &columns[(member * KEY_TILE + tile + j) * LANES];
                         Vec sum = load(column);
@@ -1247,14 +1308,13 @@ inline const char* wrong_rows(const int64_t* rows, int64_t count, int64_t num_ro
     return std::all_of(rows, rows + count, [&](int64_t row) { return 0 <= row && row < num_rows; }) ? nullptr : NO_ROW;
 }
 
-template <class T>
-const char* wrong(const Attention& a) {
+inline const char* wrong(const Attention& a) {
     if (const char* found = wrong_rows(a.rows, a.sequences, a.num_rows)) return found;
     const int64_t most = a.scores ? std::min(a.num_slots, a.scores_step) : a.num_slots;
     for (int64_t sequence = 0; sequence < a.sequences; sequence++)
         for (int64_t head = 0; head < a.kv_heads; head++)
             for (int64_t query = 0; query < a.queries(sequence); query++) {
-                const int64_t seen = Rows<T>::seen_slots(a, sequence, head, query);
+                const int64_t seen = a.seen(sequence, head, query);
                 if (seen < 0 || seen > most) return TOO_LONG;
             }
     return nullptr;
@@ -1335,8 +1395,10 @@ const char* unless(const char* found, const Work& work) {
 
 extern "C" {
 void use_fork_join(ForkJoin function) { fork_join = function; }
-CHECKED(attend_float32, Attention, wrong<float>(a), attend<float>(a))
-CHECKED(attend_bfloat16, Attention, wrong<BFloat16>(a), attend<BFloat16>(a))
+CHECKED(attend_float32, Attention, wrong(a), (attend<float, float>(a)))
+CHECKED(attend_bfloat16, Attention, wrong(a), (attend<BFloat16, BFloat16>(a)))
+CHECKED(attend_float32_int8, Attention, wrong(a), (attend<float, int8_t>(a)))
+CHECKED(attend_bfloat16_int8, Attention, wrong(a), (attend<BFloat16, int8_t>(a)))
 CHECKED(linear_float32, Linear, nullptr, linear<float>(a))
 CHECKED(linear_bfloat16, Linear, nullptr, linear<BFloat16>(a))
 CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
@@ -1348,6 +1410,8 @@ CHECKED(read_notes, ReadNotes, wrong(a), read_notes(a))
 CHECKED(add_attention, AddAttention, wrong(a), add_attention(a))
 CHECKED(nth_newest, NthNewest, nullptr, nth_newest(a))
 CHECKED(eviction_candidate, Candidate, wrong(a), candidates(a))
-CHECKED(receive_float32, Received, wrong(a), Receiver<float>(a).run())
-CHECKED(receive_bfloat16, Received, wrong(a), Receiver<BFloat16>(a).run())
+CHECKED(receive_float32, Received, wrong(a), (Receiver<float, float>(a).run()))
+CHECKED(receive_bfloat16, Received, wrong(a), (Receiver<BFloat16, BFloat16>(a).run()))
+CHECKED(receive_float32_int8, Received, wrong(a), (Receiver<float, int8_t>(a).run()))
+CHECKED(receive_bfloat16_int8, Received, wrong(a), (Receiver<BFloat16, int8_t>(a).run()))
 }

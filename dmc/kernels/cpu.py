@@ -37,7 +37,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
 # Fields of the structures of the same names in cpu.cpp, in their order.
 _ATTENTION = """
     sequences kv_heads group dim block threads scaling starts query query_step query_head_step key_pages value_pages
-    rows tables table_row_step table_head_step slots slots_by_row
+    key_scales value_scales rows tables table_row_step table_head_step slots slots_by_row
     top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
     num_rows num_slots
 """
@@ -45,7 +45,7 @@ _APPEND = """
     sequences heads dim block history delay threads gated merges window rows starts positions
     key value key_step key_head_step value_step value_head_step
     merged merged_step merged_head_step omega omega_step omega_head_step cos sin
-    key_pages value_pages free_blocks num_free tables table_row_step table_head_step lengths
+    key_pages value_pages key_scales value_scales free_blocks num_free tables table_row_step table_head_step lengths
     history_key history_value history_merged history_omega mean weight seen
     top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
 """
@@ -78,7 +78,7 @@ def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
 ) -> VisibleKeys:
     """See `reference.append_or_merge`."""
-    library = _library(cache.key_pages)
+    library = _library(cache.key_pages, cache.history_key)
     if library is None:
         return reference.append_or_merge(cache, batch, tokens, config)
     sequences, num_tokens = len(batch.rows), batch.num_tokens
@@ -95,10 +95,11 @@ def append_or_merge(
         assert tokens.merged is not None and tokens.omega is not None
         _expect("merged", tokens.merged, torch.bool, (num_tokens, heads), dense=False)
         _expect("omega", tokens.omega, torch.float32, (num_tokens, heads), dense=False)
+    dtype = cache.history_key.dtype
     _expect_cache(cache, config)
     _expect_batch(batch)
-    _expect("key", key, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
-    _expect("value", value, cache.key_pages.dtype, (num_tokens, heads, dim), dense=False)
+    _expect("key", key, dtype, (num_tokens, heads, dim), dense=False)
+    _expect("value", value, dtype, (num_tokens, heads, dim), dense=False)
     seen = VisibleKeys(torch.empty(num_tokens, heads, dtype=torch.int32))
     if merges and batch.most_new > 1:
         seen.top = OpenSlotState(*_raw(key, num_tokens))
@@ -130,6 +131,8 @@ def append_or_merge(
         _address(sin),
         cache.key_pages.data_ptr(),
         cache.value_pages.data_ptr(),
+        _address(cache.key_scales),
+        _address(cache.value_scales),
         cache.free_blocks.data_ptr(),
         cache.num_free.data_ptr(),
         cache.block_tables.data_ptr(),
@@ -274,11 +277,12 @@ def attention_received(
     group = query.shape[1] // heads
     _expect("slots", slots, torch.int32, (batch.num_tokens, heads))
     queries = (batch.num_tokens, group * heads, cache.key_pages.shape[-1])
-    _expect("query", query, cache.key_pages.dtype, queries, dense=False)
+    _expect("query", query, query.dtype, queries, dense=False)
     _expect_batch(batch)
     columns = torch.zeros(len(batch.rows), heads, group, num_entries)
     squares = torch.zeros(len(batch.rows), heads, num_entries)
-    heads_given, _held = _heads(cache, batch.row_index, [cache.key_pages])
+    keys = [cache.key_pages] if cache.key_scales is None else [cache.key_pages, cache.key_scales]
+    heads_given, _held = _heads(cache, batch.row_index, keys)
     arguments = _Received(
         *heads_given,
         query.shape[-1],
@@ -293,7 +297,7 @@ def attention_received(
         columns.data_ptr(),
         squares.data_ptr(),
     )
-    _call(library, "receive_" + SUFFIXES[query.dtype], arguments)
+    _call(library, _named("receive", query, cache.key_pages), arguments)
     return columns, squares
 
 
@@ -305,6 +309,7 @@ def paged_attention(
     lengths: Tensor,
     scaling: float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
@@ -320,6 +325,7 @@ def paged_attention(
             block_tables,
             lengths,
             scaling,
+            scales=scales,
             rows=rows,
             recent=recent,
             return_scores=return_scores,
@@ -329,7 +335,7 @@ def paged_attention(
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
-    attended = _attend(library, query, *pages, VisibleKeys(lengths, recent=recent), scaling, rows, scores)
+    attended = _attend(library, query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores)
     return attended if scores is None else (attended, scores)
 
 
@@ -341,14 +347,15 @@ def prefill_attention(
     batch: ForwardBatch,
     seen: VisibleKeys,
     scaling: float,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `reference.prefill_attention`."""
     library = _library(key_pages, query)
     if library is None:
-        return reference.prefill_attention(query, key_pages, value_pages, block_tables, batch, seen, scaling)
+        return reference.prefill_attention(query, key_pages, value_pages, block_tables, batch, seen, scaling, scales)
     _expect_batch(batch)
     pages = key_pages, value_pages, block_tables
-    return _attend(library, query, *pages, seen, scaling, batch.row_index, batch=batch)
+    return _attend(library, query, *pages, seen, scaling, scales, batch.row_index, batch=batch)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -381,6 +388,7 @@ def _attend(
     block_tables: Tensor,
     seen: VisibleKeys,
     scaling: float,
+    scales: tuple[Tensor, Tensor] | None,
     rows: Tensor | None,
     scores: Tensor | None = None,
     batch: ForwardBatch | None = None,
@@ -396,9 +404,8 @@ def _attend(
     out = torch.empty(query.shape, dtype=query.dtype)
     top, recent = _contiguous(seen.top), _contiguous(seen.recent)
     wanted = num_tokens if batch is None else batch.num_tokens
-    _expect("query", query, key_pages.dtype, (wanted, heads // kv_heads * kv_heads, key_pages.shape[-1]), False)
-    _expect("key_pages", key_pages, key_pages.dtype, key_pages.shape)
-    _expect("value_pages", value_pages, key_pages.dtype, key_pages.shape)
+    _expect("query", query, query.dtype, (wanted, heads // kv_heads * kv_heads, key_pages.shape[-1]), False)
+    _expect_pages(key_pages, value_pages, *(scales or (None, None)))
     _expect("block_tables", tables, torch.int32, tables.shape)
     _expect("slots", slots, torch.int32, (num_rows if batch is None else num_tokens, kv_heads))
     if rows is not None:
@@ -406,8 +413,8 @@ def _attend(
     delay = 0 if recent is None else (len(recent.exists) - num_tokens) // sequences + 1
     for raw, extra in ((top, 0), (recent, sequences * (delay - 1))):
         if raw is not None:
-            _expect("raw keys", raw.key, key_pages.dtype, (num_tokens + extra, kv_heads, dim))
-            _expect("raw values", raw.value, key_pages.dtype, raw.key.shape)
+            _expect("raw keys", raw.key, query.dtype, (num_tokens + extra, kv_heads, dim))
+            _expect("raw values", raw.value, query.dtype, raw.key.shape)
             _expect("exists", raw.exists, torch.bool, raw.key.shape[:1])
     arguments = _Attention(
         sequences,
@@ -422,6 +429,7 @@ def _attend(
         *query.stride()[:2],
         key_pages.data_ptr(),
         value_pages.data_ptr(),
+        *map(_address, scales or (None, None)),
         _address(rows),
         tables.data_ptr(),
         *tables.stride()[:2],
@@ -435,8 +443,13 @@ def _attend(
         0 if scores is None else scores.shape[-1],
         *_bounds(tables, key_pages.shape[1]),
     )
-    _call(library, "attend_" + SUFFIXES[query.dtype], arguments)
+    _call(library, _named("attend", query, key_pages), arguments)
     return out
+
+
+def _named(work: str, query: Tensor, pages: Tensor) -> str:
+    """Name the compiled function of the dtypes of queries and pages."""
+    return f"{work}_{SUFFIXES[query.dtype]}" + ("_int8" if pages.dtype == torch.int8 else "")
 
 
 def _expect_batch(batch: ForwardBatch) -> None:
@@ -513,16 +526,15 @@ def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int],
 def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
     """Refuse a cache that differs from its compiled mirror; checks the gates' state that `config` uses."""
     pages, (rows, heads, width) = cache.key_pages, cache.block_tables.shape
-    _expect("key_pages", pages, pages.dtype, pages.shape)
-    _expect("value_pages", cache.value_pages, pages.dtype, pages.shape)
+    _expect_pages(pages, cache.value_pages, cache.key_scales, cache.value_scales)
     _expect("free_blocks", cache.free_blocks, torch.int32, pages.shape[:1])
     _expect("num_free", cache.num_free, torch.int32, (1,))
     _expect("block_tables", cache.block_tables, torch.int32, (rows, heads, width))
     _expect("lengths", cache.lengths, torch.int32, (rows, heads))
     size, dim = history_size(config), pages.shape[-1]
     if size > 0:
-        _expect("history_key", cache.history_key, pages.dtype, (rows, heads, size, dim))
-        _expect("history_value", cache.history_value, pages.dtype, (rows, heads, size, dim))
+        _expect("history_key", cache.history_key, cache.history_key.dtype, (rows, heads, size, dim))
+        _expect("history_value", cache.history_value, cache.history_key.dtype, (rows, heads, size, dim))
         _expect("history_merged", cache.history_merged, torch.bool, (rows, heads, size))
         _expect("history_omega", cache.history_omega, torch.float32, (rows, heads, size))
     if cache.mean is not None and cache.weight is not None:
@@ -530,17 +542,25 @@ def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
         _expect("weight", cache.weight, torch.float32, (rows, heads))
 
 
-def _library(pages: Tensor, query: Tensor | None = None) -> ctypes.CDLL | None:
-    """Return the compiled kernels; None where the reference has to serve."""
-    dim = pages.shape[-1]
-    query_dtype = pages.dtype if query is None else query.dtype
-    alike = query_dtype == pages.dtype
-    if alike and pages.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
+def _expect_pages(key: Tensor, value: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> None:
+    if (key.dtype == torch.int8) == (key_scales is None):
+        raise ValueError(f"kernels.cpu: {key.dtype} pages {'without' if key_scales is None else 'with'} scales")
+    _expect("key_pages", key, key.dtype, key.shape)
+    _expect("value_pages", value, key.dtype, key.shape)
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if scales is not None:
+            _expect(name, scales, torch.float32, (*key.shape[:2], 1))
+
+
+def _library(pages: Tensor, states: Tensor) -> ctypes.CDLL | None:
+    """Return the compiled kernels for pages, and for queries or new tokens; None where the reference has to serve."""
+    dim, alike = pages.shape[-1], pages.dtype in (states.dtype, torch.int8)
+    if alike and states.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
         return load_library()
-    given = f"{pages.dtype} with head_dim={dim}" + ("" if alike else f" and {query_dtype} queries")
+    given = f"{pages.dtype} with head_dim={dim}" + ("" if states.dtype == pages.dtype else f", {states.dtype} queries")
     _warn_once(
         f"kernels.cpu has no compiled code for {given}: the slower reference backend serves; compiled are "
-        f"{' and '.join(map(str, SUFFIXES))}, pages and queries alike, with head_dim a multiple of {DIM_STEP} up to "
+        f"{' and '.join(map(str, SUFFIXES))}, pages alike or int8, with head_dim a multiple of {DIM_STEP} up to "
         f"{MAX_DIM}"
     )
     return None

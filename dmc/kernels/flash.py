@@ -78,6 +78,7 @@ def paged_attention(
     lengths: Tensor,
     scaling: float,
     *,
+    scales: None = None,
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,

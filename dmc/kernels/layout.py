@@ -12,8 +12,11 @@ import torch
 from dmc.compression import CompressionConfig
 from dmc.ranks import ALONE, Ranks
 
+KV_CACHE_DTYPES = ("auto", "int8")
+"""What keys and values of slots may be stored in; "auto" is the model's dtype."""
 FIRST_TABLE_BLOCKS = 4
 """Initial number of blocks of a head's block table, which grows."""
+ENTRY_PAGES, ENTRY_SCALES = ("key_pages", "value_pages"), ("key_scales", "value_scales")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class CacheLayout:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Of the model, and of raw tokens beside the pages."""
     device: torch.device
     compression: CompressionConfig | None = None
     ranks: Ranks = ALONE
@@ -63,6 +67,19 @@ class CacheLayout:
     """Fields that a policy keeps beside keys and values."""
     offloaded: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """Runs of layers that a policy keeps partly in the host's memory, by name of the run."""
+    page_dtype: torch.dtype | None = None
+    """Of keys and values in pages: int8, each with a float32 scale; None: `dtype`."""
+
+    def stored_as(self, kv_cache_dtype: str) -> CacheLayout:
+        """Return the layout with pages of one of `KV_CACHE_DTYPES`.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            expected = "'auto' (the model's dtype) or 'int8' (8 bits, with a scale for each key and value)"
+            raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: expected {expected}")
+        return dataclasses.replace(self, page_dtype=torch.int8 if kv_cache_dtype == "int8" else None)
 
     @property
     def history_size(self) -> int:
@@ -82,8 +99,7 @@ class CacheLayout:
         heads, size, dim = (self.num_kv_heads,), self.history_size, self.head_dim
         ring = (*heads, size)
         own = [
-            Field("key_pages", self.dtype, "slot", (dim,)),
-            Field("value_pages", self.dtype, "slot", (dim,)),
+            *self._entry_fields,
             Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
             Field("lengths", torch.int32, "row", heads),
             Field("history_key", self.dtype, "row", (*ring, dim)),
@@ -97,6 +113,17 @@ class CacheLayout:
                 Field("weight", torch.float32, "row", heads),
             ]
         return (*own, *self.policy_fields)
+
+    @property
+    def _entry_fields(self) -> list[Field]:
+        kept = [Field(name, self.page_dtype or self.dtype, "slot", (self.head_dim,)) for name in ENTRY_PAGES]
+        scales = [Field(name, torch.float32, "slot", (1,)) for name in ENTRY_SCALES]
+        return kept if self.page_dtype is None else [*kept, *scales]
+
+    @property
+    def entry_bytes(self) -> int:
+        """Return the bytes of the key and the value of one slot."""
+        return sum(each.num_bytes(1) for each in self._entry_fields)
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block, with all data kept for its slots."""

@@ -5,11 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LARGEST = 127
+"""Largest number of an 8-bit page."""
 
-def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int) -> Tensor:
-    """Copy the first `num_slots` slots of each head out of their pages, [S, H, num_slots, D]."""
-    num_blocks = -(-num_slots // pages.shape[1])
-    return pages[block_tables[..., :num_blocks].long()].flatten(2, 3)[:, :, :num_slots]
+
+def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Round [..., D] to 8 bits: int8 [..., D], and the factor of each row, float32 [..., 1], NaN if one of them is.
+
+    The error of a channel is at most half the factor, 1/254 of the largest channel.
+    """
+    states = states.float()
+    largest = states.abs().amax(-1, keepdim=True)
+    steps = (states * (LARGEST / largest)).nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+    return steps.round().to(torch.int8), largest / LARGEST
+
+
+def gather_pages(pages: Tensor, block_tables: Tensor, num_slots: int, scales: Tensor | None = None) -> Tensor:
+    """Copy the first `num_slots` slots of each head out of their pages, times their scales; [S, H, num_slots, D]."""
+    blocks = block_tables[..., : -(-num_slots // pages.shape[1])].long()
+    read = pages[blocks] if scales is None else pages[blocks] * scales[blocks]
+    return read.flatten(2, 3)[:, :, :num_slots]
 
 
 def places(block_tables: Tensor, slots: Tensor, block_size: int, sequence: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ def attention_probabilities(
     """
     sequences, _, num_new, head_dim = query.shape
     tables = cache.block_tables[rows]
-    key = gather_pages(cache.key_pages, tables, int(slots.max())).float()
+    key = gather_pages(cache.key_pages, tables, int(slots.max()), cache.key_scales).float()
     grouped = query.float().reshape(sequences, key.shape[1], -1, num_new, head_dim) * scaling
     place = torch.arange(key.shape[2], device=query.device)
     for begin in range(0, num_new, QUERY_BLOCK):

@@ -12,7 +12,7 @@ from dmc.compression import CompressionConfig, accumulate, rotate
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
-from dmc.kernels.pages import gather_pages, places, slots_below
+from dmc.kernels.pages import gather_pages, places, quantize, slots_below
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.kernels.probabilities import attention_received as attention_received
 
@@ -41,7 +41,7 @@ def append_or_merge(
     """
     if config is None:
         length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
-        _store(cache, batch, tokens.key, tokens.value, length, None)
+        _store(cache, batch, _as_stored(cache, tokens.key, tokens.value), length, None)
         return VisibleKeys(length)
     assert batch.rotary is not None
     cos, sin = batch.rotary
@@ -59,12 +59,14 @@ def append_or_merge(
         closes = appended.roll(-1, 0).index_fill(0, batch.last, True)
         stays = exists[:, None] & closes  # a state that a later token of this call overwrites is not written
     turn = batch.new_in_extended(delay) - delay  # W positions behind
-    key = rotate(key, cos[turn], sin[turn]).to(tokens.key.dtype)
-    value = value.to(tokens.value.dtype)
-    _store(cache, batch, key, value, length, stays)
+    states = _as_stored(cache, rotate(key, cos[turn], sin[turn]), value)
+    _store(cache, batch, states, length, stays)
     _remember(cache, batch, raw, size)
     seen = VisibleKeys(length)
     if config.action == "merge" and batch.most_new > 1:
+        key, value, *scales = states
+        if scales:  # as decoding reads it again
+            key, value = (key * scales[0]).to(tokens.key.dtype), (value * scales[1]).to(tokens.value.dtype)
         seen = VisibleKeys((length - 1).clamp_min(0), OpenSlotState(key, value, exists))
     if delay > 0:
         recent = raw.part(batch, size, size - delay + 1, delay - 1)
@@ -179,9 +181,15 @@ def _accumulate(states: Tensor, alpha: Tensor, omega: Tensor, window_size: int |
     return pooled[..., :-1].masked_fill(pooled[..., -1:] > 0, torch.nan)
 
 
-def _store(
-    cache: LayerCache, batch: ForwardBatch, key: Tensor, value: Tensor, length: Tensor, stays: Tensor | None
-) -> None:
+def _as_stored(cache: LayerCache, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Bring keys and values [T, H, D] into the form of `cache.entry_pages`."""
+    if cache.scales is None:
+        return [key.to(cache.key_pages.dtype), value.to(cache.value_pages.dtype)]
+    (key, key_scale), (value, value_scale) = quantize(key), quantize(value)
+    return [key, value, key_scale, value_scale]
+
+
+def _store(cache: LayerCache, batch: ForwardBatch, every: list[Tensor], length: Tensor, stays: Tensor | None) -> None:
     """Take the blocks that `length` [T, H] needs and write the states that stay (None: all) into slot length - 1."""
     take_blocks(cache, batch.row_index, length[batch.last].long())
     place = places(cache.block_tables[batch.row_index], (length - 1).clamp_min(0), cache.block_size, batch.sequence)
@@ -189,7 +197,7 @@ def _store(
         stays, place = stays.expand_as(place).flatten(), place.flatten()
         first = stays.byte().argmax(0, keepdim=True)
         place, is_any = place.where(stays, place[first]), stays[first, None]
-    for pages, states in ((cache.key_pages, key), (cache.value_pages, value)):
+    for pages, states in zip(cache.entry_pages, every, strict=True):
         flat = pages.flatten(0, 1)
         if stays is not None:
             states = states.flatten(0, 1)
@@ -366,6 +374,7 @@ def paged_attention(
     lengths: Tensor,
     scaling: float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
@@ -380,6 +389,7 @@ def paged_attention(
         block_tables: int32 [C, H, M].
         lengths: slots held, int32 [C, H]; a head without slots gives zeros.
         scaling: factor on the scores.
+        scales: factors of 8-bit keys and values, float32 [N, block, 1] each.
         rows: cache row of each query, int64 [B]; None: query b has row b, and C = B.
         recent: raw tokens, [B W, H, D].
         return_scores: also return each slot's attention probability.
@@ -392,7 +402,7 @@ def paged_attention(
         block_tables, lengths = block_tables[rows], lengths[rows]
     capacity, seen = block_tables.shape[-1] * key_pages.shape[1], VisibleKeys(lengths, recent=recent)
     most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
-    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots)
+    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots, scales)
     if not return_scores:
         return attended[:, 0]
     missing = (num_scores or capacity) - most_slots
@@ -407,6 +417,7 @@ def prefill_attention(
     batch: ForwardBatch,
     seen: VisibleKeys,
     scaling: float,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
 
@@ -418,6 +429,7 @@ def prefill_attention(
         batch: the batch of the queries.
         seen: the keys that each query sees, from `append_or_merge`.
         scaling: factor on the scores.
+        scales: factors of 8-bit keys and values, float32 [N, block, 1] each.
     Returns:
         [T, H_q, D]; zeros where a query sees nothing.
     """
@@ -434,7 +446,7 @@ def prefill_attention(
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
         own, tables = VisibleKeys(seen.slots[where], top, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(own.slots.max())
-        attended[where] = part.unpad(_attend(part, query[where], *pages, own, scaling, most_slots)[0])
+        attended[where] = part.unpad(_attend(part, query[where], *pages, own, scaling, most_slots, scales)[0])
     return attended
 
 
@@ -447,6 +459,7 @@ def _attend(
     seen: VisibleKeys,
     scaling: float,
     most_slots: int,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, padded [S, n, H_q, D], and the last block of queries' probabilities, slots first.
 
@@ -459,9 +472,13 @@ def _attend(
         seen: the keys that each query sees.
         scaling: factor on the scores.
         most_slots: an upper bound of the slots that a query sees, within the tables.
+        scales: factors of 8-bit keys and values.
     """
     batch, delay = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch, 0
-    keys, values = (gather_pages(pages, block_tables, most_slots).float() for pages in (key_pages, value_pages))
+    keys, values = (
+        gather_pages(pages, block_tables, most_slots, factors).float()
+        for pages, factors in zip((key_pages, value_pages), scales or (None, None), strict=True)
+    )
     seen_slots = batch.pad(seen.slots).transpose(1, 2)  # [S, H, n]
     padded = batch.pad(query)
     sequences, num_new, query_heads, head_dim = padded.shape

@@ -116,14 +116,14 @@ class CacheAttention:
             return attended
         layer = self.cache.layer(layer_index)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling)
+        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales)
         return attended
 
     def attend_once(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float, **options: Any) -> Any:
         """Attend from one token of each sequence, [S, H_q, D]; with `return_scores` also [S, H_q, num_scores]."""
         layer = self.cache.layer(layer_index)
         pages, options = (layer.key_pages, layer.value_pages, layer.block_tables), {"rows": batch.row_index, **options}
-        return self.backend.paged_attention(query, *pages, layer.lengths, scaling, **options)
+        return self.backend.paged_attention(query, *pages, layer.lengths, scaling, scales=layer.scales, **options)
 
     def whole_pages(self, num_slots: int) -> int:
         """Round a number of slots up to whole pages, the width of a kernel's scores."""

@@ -162,9 +162,22 @@ class CachePolicy:
         return False
 
     @property
+    def serves_8_bit(self) -> bool:
+        """Whether it can work on keys and values of 8 bits."""
+        return False
+
+    @property
     def can_fork(self) -> bool:
         """Whether its whole state of a sequence is in the cache's fields, so that copying them forks the sequence."""
         return True
+
+    def check_dtype(self, kv_cache_dtype: str) -> None:
+        """Raise a ValueError if the policy cannot work on such pages."""
+        if kv_cache_dtype != "auto" and not self.serves_8_bit:
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype!r}: {type(self).__name__} rewrites entries, or reads them by itself, "
+                "in the model's dtype; use kv_cache_dtype='auto', or a policy that only evicts, such as H2O or SnapKV"
+            )
 
     def fitted(self, num_layers: int, block_size: int) -> CachePolicy:
         """Return the policy with options that depend on the model filled in.

@@ -64,6 +64,11 @@ class EvictionPolicy(CachePolicy):
         """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
         return not self.evicts_decoding and not self.sums
 
+    @property
+    def serves_8_bit(self) -> bool:
+        """See `CachePolicy`: unless it rewrites entries, which would be rounded every time."""
+        return not self.merges
+
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
         """Numbers that the policy keeps for each layer and sequence."""
         return 0
@@ -354,8 +359,8 @@ class Eviction(CacheAttention):
         layer, fields, sums = self.cache.layer(layer_index), self.cache.fields, self.policy.sums
         lengths = layer.lengths[rows].long()
 
-        def gather(pages: Tensor) -> Tensor:
-            return gather_pages(pages, layer.block_tables[rows], num_entries)
+        def gather(pages: Tensor, scales: Tensor | None) -> Tensor:
+            return gather_pages(pages, layer.block_tables[rows], num_entries, scales)
 
         def read_positions() -> Tensor:
             if self._has_positions:
@@ -379,8 +384,8 @@ class Eviction(CacheAttention):
             read_positions=read_positions,
             read_sums=lambda: dict(zip(sums, self.backend.read_notes(layer, rows, sums, num_entries), strict=True)),
             read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
-            read_keys=lambda: gather(layer.key_pages),
-            read_values=lambda: gather(layer.value_pages),
+            read_keys=lambda: gather(layer.key_pages, layer.key_scales),
+            read_values=lambda: gather(layer.value_pages, layer.value_scales),
             rotate=turn,
             nth_newest=self.backend.nth_newest,
         )

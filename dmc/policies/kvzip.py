@@ -128,10 +128,11 @@ class Repetition:
         positions = self.backend.read_notes(layer, self.rows, ["position"], num_entries)[0]
         exists, is_sink = positions >= 0, (positions >= 0) & (positions < self.sinks)
         keys, values = (
-            torch.cat((gather_pages(pages, tables, num_entries).masked_fill(~exists[..., None], 0), new), dim=2)[
-                0
-            ].float()
-            for pages, new in ((layer.key_pages, key), (layer.value_pages, value))
+            torch.cat((held.masked_fill(~exists[..., None], 0), new), dim=2)[0].float()
+            for held, new in (
+                (gather_pages(layer.key_pages, tables, num_entries, layer.key_scales), key),
+                (gather_pages(layer.value_pages, tables, num_entries, layer.value_scales), value),
+            )
         )
         if layer_index == len(self.scores):
             self.scores.append(torch.zeros_like(positions, dtype=torch.float32).masked_fill(~exists, -torch.inf))

@@ -20,6 +20,7 @@ from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.kernels import BACKENDS
+from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
@@ -71,9 +72,17 @@ class EngineSettings:
     max_batch_size: Count = 8
     """Number of samples that run at the same time."""
     prefill_chunk_size: Count | None = None
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def defining(self) -> dict[str, Any]:
+        """Return all settings, but the dtype of the cache only where it is not the model's, as older rows took it."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("kv_cache_dtype", "auto")}
 
     def __post_init__(self) -> None:
         check_fields(self, "engine.")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"engine.kv_cache_dtype={self.kv_cache_dtype!r}: expected {' or '.join(KV_CACHE_DTYPES)}")
         if self.kernels not in ("auto", *BACKENDS):
             raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
 
@@ -229,7 +238,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
     descriptions = {name: describe_model(model, f"models.{name}") for name, model in models.items()}
     tasks, task_settings = plan_tasks(config, configs, next(iter(models.values())).path)
-    engine = [FORMAT, asdict(config.engine), config.seed]
+    engine = [FORMAT, config.engine.defining, config.seed]
     task_keys = {}
     for task, each in tasks.items():
         own = [] if isinstance(each, LMEvalTask) else [config.speed_tokens, task_settings[task]]
@@ -243,7 +252,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
             policy = method.build()
             if policy is not None and (target_ratio is None or policy.serves_compressed):
                 where = f"{method.name} on {name}"
-                check_fits(policy, values["num_hidden_layers"], config.engine.block_size, where)
+                check_fits(policy, values["num_hidden_layers"], config.engine, where)
             serves = target_ratio is None or (policy is not None and policy.serves_compressed)
             if serves and method.name in (models[name].policies or [method.name]):
                 fitting.append(method)
@@ -426,10 +435,11 @@ def _source_of(kind: type) -> str | None:
     return getattr(sys.modules[kind.__module__], "__file__", None)
 
 
-def check_fits(policy: Any, num_layers: int, block_size: int, where: str) -> None:
-    """Raise a ValueError that names `where` if a policy does not fit a model with `num_layers` layers."""
+def check_fits(policy: Any, num_layers: int, engine: EngineSettings, where: str) -> None:
+    """Raise a ValueError that names `where` if a policy does not fit a model with `num_layers` layers, or its pages."""
     try:
-        policy.fitted(num_layers, block_size)
+        policy.fitted(num_layers, engine.block_size)
+        policy.check_dtype(engine.kv_cache_dtype)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

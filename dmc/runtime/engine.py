@@ -99,8 +99,11 @@ class Engine:
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
             and replayed, the choice of tokens included; with the full cache, or gates alone, on one GPU. The model may
             not wait for the device, as most mixtures of experts do.
+        kv_cache_dtype: what keys and values of slots are stored in: "auto", the model's dtype, or "int8", 8 bits and a
+            float32 factor for each key and each value, rounded when they are written. Raw tokens and sums that gates
+            keep beside the slots stay as they are.
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or the policy cannot work on 8 bits.
         TypeError: the policy is none.
     """
 
@@ -118,6 +121,7 @@ class Engine:
         prefix_cache: bool = False,
         cuda_graphs: bool = False,
         compile: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         switches = {"prefix_cache": prefix_cache, "cuda_graphs": cuda_graphs, "compile": compile}
         for name, given in switches.items():
@@ -133,8 +137,10 @@ class Engine:
         if policy is not None:
             policy = fit_policy(model, policy, block_size, prefill_chunk_size).worded(tokenizer)
             policy = None if policy.budget.ratio == 1 else policy
+        if policy is not None:
+            policy.check_dtype(kv_cache_dtype)
         self.model, self.tokenizer = model.eval(), tokenizer
-        layout = layout_of(model, policy)
+        layout = layout_of(model, policy).stored_as(kv_cache_dtype)
         context = context_length(model.config)
         longest = max_batch_size * blocks_of(layout, block_size, context)
         largest_pass = num_logits = max_batch_size * min(prefill_chunk_size or context, context)

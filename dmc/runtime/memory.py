@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dmc.budget import entry_bytes
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.probabilities import QUERY_BLOCK
 
@@ -71,7 +70,7 @@ class Activations:
         logits = of_token * (num_tokens if num_logits is None else num_logits)
         tokens = max(layer * num_tokens, states * num_tokens + logits)
         per_slot = 3 * 4 * QUERY_BLOCK * heads if shows_attention else 0
-        held = layout.num_layers * layout.num_kv_heads * entry_bytes(layout.head_dim, size)
+        held = layout.num_layers * layout.num_kv_heads * layout.entry_bytes
         largest = tokens + per_slot * config.max_position_embeddings
         shares = ((per_token + per_slot) / held for per_token in (max(layer, states + of_token), max(layer, states)))
         return cls(largest, logits, *shares)

@@ -153,7 +153,8 @@ class Runner:
     ) -> None:
         self.model, self.cache = model, cache
         layout = cache.layout
-        backend = choose_backend(kernels, layout.dtype, layout.head_dim, cache.block_size, layout.device)
+        dtype = layout.page_dtype or layout.dtype
+        backend = choose_backend(kernels, dtype, layout.head_dim, cache.block_size, layout.device)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
         self._linear = backend_linears(backend, model)

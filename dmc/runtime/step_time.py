@@ -71,12 +71,12 @@ def decode_step(
     size = layout.dtype.itemsize
     if not getattr(config, "tie_word_embeddings", False):
         weight_bytes -= config.vocab_size * config.hidden_size * size
-    entries = layout.num_layers * layout.num_kv_heads * (slots_after(layout, context, ratio) + layout.delay)
+    heads, slots = layout.num_layers * layout.num_kv_heads, slots_after(layout, context, ratio)
     group = layout.num_query_heads // layout.num_kv_heads
-    products = batch_size * (2 * weight_bytes // size + 4 * group * entries * layout.head_dim)
+    products = batch_size * (2 * weight_bytes // size + 4 * group * heads * (slots + layout.delay) * layout.head_dim)
     return StepTime(
         launches=layout.num_layers * launches_per_layer(layout) + OPERATIONS_BESIDE_LAYERS,
         weight_bytes=weight_bytes,
-        cache_bytes=batch_size * entries * 2 * layout.head_dim * size,
+        cache_bytes=batch_size * heads * (slots * layout.entry_bytes + layout.delay * 2 * layout.head_dim * size),
         flops=products,
     )

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from dmc.budget import achieved_ratio, check_ratio, entry_bytes
+from dmc.budget import achieved_ratio, check_ratio
 from dmc.compression import CompressionConfig
 
 
@@ -58,6 +58,5 @@ def test_a_ratio_below_one_is_no_compression_ratio(ratio):
         check_ratio(ratio)
 
 
-def test_ratio_and_byte_arithmetic():
+def test_ratio_arithmetic():
     assert achieved_ratio(tokens_seen=10, num_layers=2, num_kv_heads=3, total_slots=15) == 4.0
-    assert entry_bytes(head_dim=128, bytes_per_number=2) == 512

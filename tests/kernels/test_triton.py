@@ -66,6 +66,41 @@ def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place
     assert not expected.lengths[1].any()
 
 
+@pytest.mark.parametrize(
+    "settings", [None, {"delay": 4}, {"window_size": None}, {"action": "drop", "delay": 4}], ids=str
+)
+def test_pages_of_8_bits_are_written_read_and_moved_as_by_the_reference(
+    settings: dict | None, place: tuple[str, torch.dtype]
+) -> None:
+    device, dtype = place
+    config, tolerance, generator = gates_of(settings), TOLERANCES[dtype], torch.Generator().manual_seed(0)
+    expected = make_layer(config, block_size=16, max_blocks=4, head_dim=24, dtype=dtype, in_8_bits=True)
+    actual = copy_to(expected, device)
+    stream = Stream(expected, config, rows=[2, 0], time=44)
+    for begin, end in ((0, 40), *((token, token + 1) for token in range(40, 44))):
+        batch, tokens = stream.tokens(begin, end)
+        seen = kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
+        wanted = reference.append_or_merge(expected, batch, tokens, config)
+        assert_same_view(seen, wanted, tolerance)
+        assert_same_state(actual, expected, tolerance)
+        query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
+        tensors = query, expected.key_pages, expected.value_pages, expected.block_tables, batch, wanted
+        want = reference.prefill_attention(*tensors, 0.2, expected.scales)
+        scales = tuple(each.to(device) for each in expected.scales or ())
+        got = kernels.prefill_attention(*(copy_to(each, device) for each in tensors), 0.2, scales)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=tolerance)
+    pages = expected.key_pages, expected.value_pages, expected.block_tables, expected.lengths
+    options = {"rows": batch.row_index, "recent": wanted.recent, "return_scores": True}
+    own = {name: copy_to(each, device) for name, each in options.items()}
+    got = kernels.paged_attention(query.to(device), *(each.to(device) for each in pages), 0.2, scales=scales, **own)
+    for each, want in zip(got, reference.paged_attention(query, *pages, 0.2, scales=expected.scales, **options)):
+        torch.testing.assert_close(each.cpu(), want, rtol=0, atol=tolerance)
+    actual, keep = copy_to(expected, device), torch.rand(2, 2, 44, generator=generator) < 0.5
+    kernels.compact(actual, batch.row_index.to(device), keep.to(device))
+    reference.compact(expected, batch.row_index, keep)
+    assert_same_state(actual, expected, 0)
+
+
 def decode_case(
     place: tuple[str, torch.dtype], lengths: list[list[int]], *, group: int, head_dim: int, delay: int, block_size: int
 ) -> tuple[list[torch.Tensor], Recent | None]:

@@ -27,14 +27,15 @@ SHARED_MEMORY = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability."""
 REGISTERS, THREADS, PROGRAMS = 64 * 1024, {86: 1536, 90: 2048}, {86: 16, 90: 32}
 """Of a multiprocessor."""
-SPILLED = {(86, "_prefill_kernel"): 6424}
-"""Bytes of stack that are known of: prompts in float32 spill; those in bfloat16 do not."""
+SPILLED = 8
+"""Bytes of a thread's stack that a kernel may take, to which registers spill."""
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
     torch.bool: "*i1",
 }
 
@@ -110,18 +111,21 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
             monkeypatch.setattr(module, name, compiled[-1])
 
     for config in (None, CompressionConfig(window_size=None), CompressionConfig(delay=4)):
-        layer = make_layer(config, head_dim=head_dim, max_blocks=40, dtype=dtype)
-        stream = Stream(layer, config, rows=[2, 0], time=20)
-        single = append.append_or_merge(layer, *stream.tokens(15, 16), config)
-    batch, tokens = stream.tokens(0, 20)
-    seen = reference.append_or_merge(layer, batch, tokens, config)
-    assert seen.top is not None and seen.recent is not None
-    query, rows = torch.zeros(40, 8, head_dim, dtype=dtype), batch.row_index
-    pages = layer.key_pages, layer.value_pages, layer.block_tables
-    prefill.prefill_attention(query, *pages, batch, seen, 0.1)
-    options = {"rows": rows, "recent": single.recent, "return_scores": True}
-    attention.paged_attention(query[:2], *pages, layer.lengths, 0.1, **options)
-    compaction.compact(layer, rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
+        for in_8_bits in (False, True):
+            layer = make_layer(config, head_dim=head_dim, max_blocks=40, dtype=dtype, in_8_bits=in_8_bits)
+            stream = Stream(layer, config, rows=[2, 0], time=20)
+            single = append.append_or_merge(layer, *stream.tokens(15, 16), config)
+            if config is None or config.delay == 0:
+                continue
+            batch, tokens = stream.tokens(0, 20)
+            seen = reference.append_or_merge(layer, batch, tokens, config)
+            assert seen.top is not None and seen.recent is not None
+            query, rows = torch.zeros(40, 8, head_dim, dtype=dtype), batch.row_index
+            pages = layer.key_pages, layer.value_pages, layer.block_tables
+            prefill.prefill_attention(query, *pages, batch, seen, 0.1, layer.scales)
+            options = {"scales": layer.scales, "rows": rows, "recent": single.recent, "return_scores": True}
+            attention.paged_attention(query[:2], *pages, layer.lengths, 0.1, **options)
+            compaction.compact(layer, rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
     layer.notes = {"position": torch.zeros(layer.key_pages.shape[:2], dtype=torch.int32)}
     layer.notes |= {name: torch.zeros(layer.key_pages.shape[:2]) for name in ("mass", "squares")}
     one, counts = ForwardBatch([2, 0], [20, 20], [1, 1]), torch.ones(2, 2, dtype=torch.int64)
@@ -139,5 +143,5 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
             blocks = blocks_per_multiprocessor(capability, used["REG"], used["THREADS"], shared)
             row = (each.kernel.__name__, used["REG"], used["STACK"], shared, blocks)
             print(f"| sm_{capability} | {' | '.join(map(str, row))} |")  # pytest -s
-            assert used["STACK"] <= SPILLED.get((capability, each.kernel.__name__), 8), row
+            assert used["STACK"] <= SPILLED, row
             assert blocks >= 1, row

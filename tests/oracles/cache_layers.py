@@ -11,6 +11,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
+from dmc.kernels.pages import quantize
 
 THETA = 100.0
 
@@ -25,6 +26,7 @@ def make_layer(
     max_blocks: int = 3,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    in_8_bits: bool = False,
 ) -> LayerCache:
     """Make an empty layer whose pages and rings are full of garbage and whose free stack is shuffled."""
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +34,12 @@ def make_layer(
     heads, size = (num_rows, kv_heads), history_size(config)
     keeps_mean = config is not None and config.action == "merge" and config.window_size is None
     key, value = torch.randn(2, num_blocks, block_size, head_dim, generator=generator).to(dtype).unbind()
+    key_scales = value_scales = None
+    if in_8_bits:
+        (key, key_scales), (value, value_scales) = quantize(key), quantize(value)
     return LayerCache(
+        key_scales=key_scales,
+        value_scales=value_scales,
         key_pages=key,
         value_pages=value,
         free_blocks=torch.randperm(num_blocks, generator=generator).int(),
@@ -79,7 +86,8 @@ class Stream:
         head_dim = layer.key_pages.shape[-1]
         shape = (len(rows), time, layer.lengths.shape[1])
         self.config, self.rows = config, rows
-        self.key, self.value = torch.randn(2, *shape, head_dim, generator=generator).to(layer.key_pages.dtype).unbind()
+        dtype = layer.history_key.dtype
+        self.key, self.value = torch.randn(2, *shape, head_dim, generator=generator).to(dtype).unbind()
         self.merged = torch.rand(shape, generator=generator) < 0.5
         self.omega = torch.rand(shape, generator=generator) + 0.01
 
@@ -110,7 +118,16 @@ def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float
     """Compare all that a head owns: block ids, lengths and history exactly, pooled states within the tolerance."""
     for name in ("free_blocks", "num_free", "lengths", "block_tables", "history_merged"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
-    for name in ("key_pages", "value_pages", "history_key", "history_value", "history_omega", "mean", "weight"):
+    for name in ("key", "value"):  # a number of 8 bits may be rounded to the other neighbor
+        pages, scales = getattr(expected, f"{name}_pages"), getattr(expected, f"{name}_scales")
+        if scales is not None:
+            difference = getattr(actual, f"{name}_pages").cpu().int() - pages.int()
+            assert difference.abs().max() <= 1
+            assert tolerance > 1e-3 or (difference != 0).float().mean() <= 0.01
+            given = getattr(actual, f"{name}_scales").cpu()
+            torch.testing.assert_close(given, scales, rtol=max(tolerance, 1e-6), atol=0)
+    pages = () if expected.scales else ("key_pages", "value_pages")
+    for name in (*pages, "history_key", "history_value", "history_omega", "mean", "weight"):
         wanted = getattr(expected, name)
         if wanted is not None:
             given = getattr(actual, name).cpu().float()

@@ -6,7 +6,7 @@ from oracles.decoder import Decoder
 from oracles.policies.omnikv import filter_layers_of, is_full
 
 from dmc import Engine, SamplingParams
-from dmc.budget import Budget, entry_bytes
+from dmc.budget import Budget
 from dmc.policies import OmniKV
 from dmc.policies.omnikv import (
     default_filter_layers,
@@ -78,7 +78,7 @@ def test_worked_numbers_of_selectors():
 def test_fast_memory_is_the_promised_share(make_stock, make_prompts, memory):
     model, (prompt,) = make_stock(num_layers=8), make_prompts(160)
     engine = Engine(model, policy=OmniKV(memory=memory, filter_layers=(0, 4), offload=True))
-    full = 160 * 8 * 2 * entry_bytes(16, 4)
+    full = 160 * 8 * 2 * engine.cache.layout.entry_bytes
     for generated in (0, 16):
         params = SamplingParams(max_new_tokens=generated + 1, temperature=0)
         (stats,) = (generation.stats for generation in engine.generate([prompt], params))

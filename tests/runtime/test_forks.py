@@ -12,6 +12,7 @@ KINDS += ["drop, delay 4", "query for the previous, drop, delay 5", "fixed", "fi
 KINDS += ["StreamingLLM, rerotate", "H2O, tokens", "H2O, prompt only", "CAKE, cascading", "VATP", "RoCo", "CaM", "D2O"]
 KINDS += ["LAVa", "KVzip", "merge, SnapKV", "drop, delay 4, AdaKV", *READING]
 """One for each kind of state that a fork takes along."""
+CLOSE = 1e-5
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -33,7 +34,7 @@ def test_continuations_equal_requests_of_their_own(method, make_stock, make_comp
             mine = [generation, *generation.alternatives]
             for ours, own in zip(mine, theirs, strict=True):
                 assert ours.token_ids == own.token_ids
-                assert ours.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+                assert ours.logprobs == pytest.approx(own.logprobs, abs=CLOSE)
                 assert torch.equal(ours.stats.slots, own.stats.slots)
                 torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
                 assert (ours.alternatives == [] and ours.finish_reason == "length") or ours is generation
@@ -71,12 +72,12 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(method, make_st
                 fork.close()
         alone = Engine(model, policy=policy).score_with_stats([context] * 3, right, after=questions)
         for scoring, own in zip(scorings, alone, strict=True):
-            torch.testing.assert_close(scoring.logprobs, own.logprobs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(scoring.logprobs, own.logprobs, atol=CLOSE, rtol=0)
             assert torch.equal(scoring.stats.slots, own.stats.slots)
             torch.testing.assert_close(scoring.stats.mean_slots, own.stats.mean_slots)
         for request, own in zip(requests, expected, strict=True):
             ours = request.generation
-            assert ours.token_ids == own.token_ids and ours.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert ours.token_ids == own.token_ids and ours.logprobs == pytest.approx(own.logprobs, abs=CLOSE)
             assert torch.equal(ours.stats.slots, own.stats.slots)
             torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
         assert engine.blocks_in_use == 0 and not engine.cache.allocator.extra.any()

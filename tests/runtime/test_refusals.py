@@ -39,6 +39,7 @@ BAD_OPTIONS = {
     "max_batch_size": [*WHOLE, None],
     "prefill_chunk_size": WHOLE,
     "token_budget": WHOLE,
+    "kv_cache_dtype": ["fp8", "bfloat16", "", None, 8, torch.int8],
     "prefix_cache": [1, 0, "yes", None],
     "policy": ["h2o", policies.H2O, Budget(ratio=2), {}, 0, False],
     "tokenizer": ["gpt2", 3, {}],

@@ -41,20 +41,22 @@ __all__ = [
     "write_notes",
 ]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
     """Return why these kernels cannot serve such a cache, or None; every block size is served.
 
-    The interpreter of Triton (`TRITON_INTERPRET=1`) runs them on a CPU, for tests, in float32 alone.
+    The interpreter of Triton (`TRITON_INTERPRET=1`) runs them on a CPU, for tests, in float32 and with 8-bit pages of
+    float32 models alone.
     """
     if dtype not in DTYPES:
-        return f"dtype={dtype} is not supported by kernels.triton (float32, bfloat16, float16)"
+        return f"dtype={dtype} is not supported by kernels.triton (float32, bfloat16, float16, int8)"
     if head_dim % 2 or not 16 <= head_dim <= 256:
         return f"head_dim={head_dim} is not supported by kernels.triton (even numbers from 16 to 256)"
     if triton.knobs.runtime.interpret:
-        return None if dtype == torch.float32 else f"dtype={dtype} is wrong in Triton's interpreter: use float32"
+        is_right = dtype in (torch.float32, torch.int8)
+        return None if is_right else f"dtype={dtype} is wrong in Triton's interpreter: use float32"
     if device.type != "cuda":
         return f"kernels.triton needs an NVIDIA GPU, the cache is on {device}"
     if torch.cuda.get_device_capability(device) < (8, 0):

@@ -93,6 +93,8 @@ def _enter_heads(
         *rotary,
         cache.key_pages,
         cache.value_pages,
+        cache.key_scales,
+        cache.value_scales,
         cache.history_key,
         cache.history_value,
         cache.history_merged,
@@ -217,6 +219,22 @@ def _store_halves(states, channel, first, second, keep, HALF: tl.constexpr):
 
 
 @triton.jit
+def _store_entry(pages, scales, slot, channel, first, second, HALF: tl.constexpr):
+    """Write a head's state into a page slot, if it is not negative; with scales in 8 bits (`pages.quantize`)."""
+    keep = slot >= 0
+    slot = tl.where(keep, slot, 0)
+    if scales is not None:
+        largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+        broken = tl.sum((first - first) + (second - second), 0)  # NaN if a state is not finite, which `max` may drop
+        tl.store(scales + slot, largest / 127 + broken, mask=keep)
+        inverse = tl.where(largest > 0, 127 / largest, 0.0)
+        first, second = first * inverse, second * inverse
+        first += tl.where(first < 0, -0.5, 0.5)  # truncated below
+        second += tl.where(second < 0, -0.5, 0.5)
+    _store_halves(pages + slot * 2 * HALF, channel, first, second, keep, HALF)
+
+
+@triton.jit
 def _average(states, place, weight, channel, HALF: tl.constexpr):
     """Sum entries of the history, [tokens], weighted; those of weight 0 are not read."""
     known = (weight > 0)[:, None] & (channel < HALF)[None, :]
@@ -247,6 +265,8 @@ def _enter_kernel(
     sin,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     history_key,
     history_value,
     history_merged,
@@ -339,9 +359,8 @@ def _enter_kernel(
     if cos is not None:
         turn = sequence * (DELAY + 1) * 2 * HALF
         key_first, key_second = _rotated(key_first, key_second, cos + turn, sin + turn, channel, HALF)
-    slot = tl.where(target >= 0, target, 0) * 2 * HALF
-    _store_halves(key_pages + slot, channel, key_first, key_second, target >= 0, HALF)
-    _store_halves(value_pages + slot, channel, value_first, value_second, target >= 0, HALF)
+    _store_entry(key_pages, key_scales, target, channel, key_first, key_second, HALF)
+    _store_entry(value_pages, value_scales, target, channel, value_first, value_second, HALF)
 
     if HISTORY > 0:
         place = cell * HISTORY + position % HISTORY

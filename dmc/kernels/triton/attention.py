@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import Recent
-from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, load_slots, tile_keys
+from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, places, tile_keys
 
 SHORTEST_SPLIT = 128
 """Slots below which a head is not split further."""
@@ -27,6 +27,7 @@ def paged_attention(
     lengths: Tensor,
     scaling: float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     rows: Tensor | None = None,
     recent: Recent | None = None,
     return_scores: bool = False,
@@ -58,6 +59,7 @@ def paged_attention(
             query,
             key_pages,
             value_pages,
+            *(scales or (None, None)),
             block_tables.contiguous(),
             lengths,
             rows,
@@ -81,7 +83,7 @@ def paged_attention(
             SHORTEST=SHORTEST_SPLIT,
             MEMBERS=max(16, triton.next_power_of_2(group)),
             CHANNELS=channels,
-            KEYS=tile_keys(channels, key_pages.element_size()),
+            KEYS=tile_keys(channels, query.element_size(), scales is not None),
         )
         _reduce_kernel[(batch * query_heads,)](
             partial,
@@ -118,6 +120,8 @@ def _split_kernel(
     query,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     block_tables,
     lengths,
     rows,
@@ -162,12 +166,15 @@ def _split_kernel(
     for start in range(split * piece, tl.minimum(split * piece + piece, length), KEYS):
         slot = start + tl.arange(0, KEYS)
         held = slot < length
-        key = load_slots(key_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
-        value = load_slots(value_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
-        score, peak, total, acc = attend_tile(queries, key, value, held[None, :], scaling, peak, total, acc)
+        place = places(table, slot, held, BLOCK_SIZE)
+        key = load_rows(key_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
+        value = load_rows(value_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
+        score, peak, total, acc = attend_tile(
+            queries, key, value, held[None, :], scaling, peak, total, acc, key_scales, value_scales, place, held
+        )
         if scores is not None:
-            place = (pair * GROUP + member) * num_scores
-            tl.store(scores + place[:, None] + slot[None, :], score, mask=in_group[:, None] & held[None, :])
+            row_of = (pair * GROUP + member) * num_scores
+            tl.store(scores + row_of[:, None] + slot[None, :], score, mask=in_group[:, None] & held[None, :])
     if recent_key is not None:
         for start in range(0, tl.where(split == NUM_SPLITS, num_recent, 0), KEYS):
             index = start + tl.arange(0, KEYS)
@@ -176,7 +183,9 @@ def _split_kernel(
             place = ((sequence * num_recent + index) * KV_HEADS + head) * HEAD_DIM
             key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
             value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
-            score, peak, total, acc = attend_tile(queries, key, value, exists[None, :], scaling, peak, total, acc)
+            score, peak, total, acc = attend_tile(
+                queries, key, value, exists[None, :], scaling, peak, total, acc, None, None, place, exists
+            )
 
     some = total > 0
     place = (pair * tl.num_programs(1) + split) * GROUP + member

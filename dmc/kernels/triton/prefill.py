@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, load_slots, tile_keys
+from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, places, tile_keys
 
 QUERY_BYTES = 16384
-"""Size of a block of query rows, at most 64 of them."""
+"""Size of a block of query rows, at most 64 of them, in float32 half as many."""
 
 
 def prefill_attention(
@@ -26,6 +26,7 @@ def prefill_attention(
     batch: ForwardBatch,
     seen: VisibleKeys,
     scaling: float,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `dmc.kernels.reference.prefill_attention`."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -36,12 +37,15 @@ def prefill_attention(
     top, recent = seen.top, seen.recent
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
-    rows = max(16, triton.next_power_of_2(group), min(64, QUERY_BYTES // (channels * query.element_size())))
+    # products of float32 take their operands, and those of 8 bits in it their copies, from registers
+    most = 64 if query.element_size() < 4 else 32 if scales is None else 16
+    rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (channels * query.element_size())))
     with torch.cuda.device_of(query):
         _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
             query,
             key_pages,
             value_pages,
+            *(scales or (None, None)),
             block_tables.contiguous(),
             seen.slots.contiguous(),
             batch.row_index,
@@ -63,7 +67,7 @@ def prefill_attention(
             BLOCK_SIZE=key_pages.shape[1],
             ROWS=rows,
             CHANNELS=channels,
-            KEYS=min(64, tile_keys(channels, key_pages.element_size())),
+            KEYS=min(most, tile_keys(channels, query.element_size(), scales is not None)),
         )
     return out
 
@@ -73,6 +77,8 @@ def _prefill_kernel(
     query,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     block_tables,
     slots,
     cache_rows,
@@ -119,16 +125,19 @@ def _prefill_kernel(
     for begin in range(0, most, KEYS):
         slot = begin + tl.arange(0, KEYS)
         held = slot < most
-        key = load_slots(key_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
-        value = load_slots(value_pages, table, slot, held, channel, HEAD_DIM, BLOCK_SIZE)
+        place = places(table, slot, held, BLOCK_SIZE)
+        key = load_rows(key_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
+        value = load_rows(value_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
         visible = slot[None, :] < seen[:, None]
-        _, peak, total, acc = attend_tile(packed, key, value, visible, scaling, peak, total, acc)
+        _, peak, total, acc = attend_tile(
+            packed, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, place, held
+        )
     if top_key is not None:
-        exists = tl.load(top_exists + token, mask=asks, other=0) != 0
-        place = (token * KV_HEADS + head) * HEAD_DIM
-        key = load_rows(top_key, place, exists, channel, HEAD_DIM)
-        value = load_rows(top_value, place, exists, channel, HEAD_DIM)
-        peak, total, acc = attend_own(packed, key, value, exists, scaling, peak, total, acc)
+        has_own = tl.load(top_exists + token, mask=asks, other=0) != 0
+        own = (token * KV_HEADS + head) * HEAD_DIM
+        own_key = load_rows(top_key, own, has_own, channel, HEAD_DIM)
+        own_value = load_rows(top_value, own, has_own, channel, HEAD_DIM)
+        peak, total, acc = attend_own(packed, own_key, own_value, has_own, scaling, peak, total, acc)
     if recent_key is not None:
         num_recent = num_new + delay - 1
         recent_start = start + sequence * (delay - 1)
@@ -140,9 +149,11 @@ def _prefill_kernel(
             value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
             in_band = (other[None, :] >= index[:, None]) & (other[None, :] < index[:, None] + delay)
             visible = in_band & exists[None, :]
-            _, peak, total, acc = attend_tile(packed, key, value, visible, scaling, peak, total, acc)
+            _, peak, total, acc = attend_tile(
+                packed, key, value, visible, scaling, peak, total, acc, None, None, place, exists
+            )
 
     acc /= tl.where(total > 0, total, 1.0)[:, None]
-    place = (token * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
+    written_to = (token * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
     written = asks[:, None] & (channel < HEAD_DIM)[None, :]
-    tl.store(out + place[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=written)
+    tl.store(out + written_to[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=written)

@@ -9,22 +9,32 @@ LOG2_E = 1.4426950408889634
 """Factor that turns exp into exp2."""
 
 
-def tile_keys(channels: int, itemsize: int) -> int:
-    """Keys of one tile: so many that keys and values of a tile take 32 KiB, but 16 at least, as `tl.dot` demands."""
-    return max(16, min(128, 16384 // (channels * itemsize)))
+def tile_keys(channels: int, itemsize: int, in_8_bits: bool) -> int:
+    """Keys of one tile: so many that keys and values of a tile take 32 KiB, but 16 at least, as `tl.dot` demands.
+
+    Those of 8 bits pass through registers on their way to `itemsize`: half as many.
+    """
+    return max(16, min(128, 16384 // (channels * itemsize) // (1 + in_8_bits)))
 
 
 @triton.jit
-def attend_tile(query, key, value, visible, scaling, peak, total, acc):
-    """Update (peak, total, acc) of the queries [rows] with a tile of keys; also return its scores [rows, keys]."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+def attend_tile(query, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, place, held):
+    """Update (peak, total, acc) of the queries [rows] with a tile of keys; also return its scores [rows, keys].
+
+    Factors of 8-bit keys and values, or None, lie at `place` [keys] where `held`; they meet the scores and the weights.
+    """
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scaling
+    if key_scales is not None:
+        scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
     scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf while nothing is visible
     weight = tl.exp2(scores - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weight, 1)
-    acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    if value_scales is not None:
+        weight *= tl.load(value_scales + place, mask=held, other=0.0)[None, :]
+    acc = acc * fade[:, None] + tl.dot(weight.to(query.dtype), value.to(query.dtype), input_precision="ieee")
     return scores, new_peak, total, acc
 
 
@@ -41,11 +51,9 @@ def attend_own(query, key, value, visible, scaling, peak, total, acc):
 
 
 @triton.jit
-def load_slots(pages, table, slot, held, channel, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Load slots [keys] of one head through its block table, 0 where they are not held; [keys, channels]."""
-    block = tl.load(table + slot // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-    place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
-    return load_rows(pages, place, held, channel, HEAD_DIM)
+def places(table, slot, held, BLOCK_SIZE: tl.constexpr):
+    """Find slots [keys] of one head in the pages through its block table."""
+    return tl.load(table + slot // BLOCK_SIZE, mask=held, other=0).to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE
 
 
 @triton.jit
