@@ -78,7 +78,8 @@ def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
 ) -> VisibleKeys:
     """See `reference.append_or_merge`."""
-    library = _library(cache.key_pages, cache.history_key)
+    raw = _raw_like(cache)
+    library = _library(cache.key_pages, raw)
     if library is None:
         return reference.append_or_merge(cache, batch, tokens, config)
     sequences, num_tokens = len(batch.rows), batch.num_tokens
@@ -95,11 +96,10 @@ def append_or_merge(
         assert tokens.merged is not None and tokens.omega is not None
         _expect("merged", tokens.merged, torch.bool, (num_tokens, heads), dense=False)
         _expect("omega", tokens.omega, torch.float32, (num_tokens, heads), dense=False)
-    dtype = cache.history_key.dtype
     _expect_cache(cache, config)
     _expect_batch(batch)
-    _expect("key", key, dtype, (num_tokens, heads, dim), dense=False)
-    _expect("value", value, dtype, (num_tokens, heads, dim), dense=False)
+    _expect("key", key, raw.dtype, (num_tokens, heads, dim), dense=False)
+    _expect("value", value, raw.dtype, (num_tokens, heads, dim), dense=False)
     seen = VisibleKeys(torch.empty(num_tokens, heads, dtype=torch.int32))
     if merges and batch.most_new > 1:
         seen.top = OpenSlotState(*_raw(key, num_tokens))
@@ -533,13 +533,19 @@ def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
     _expect("lengths", cache.lengths, torch.int32, (rows, heads))
     size, dim = history_size(config), pages.shape[-1]
     if size > 0:
-        _expect("history_key", cache.history_key, cache.history_key.dtype, (rows, heads, size, dim))
-        _expect("history_value", cache.history_value, cache.history_key.dtype, (rows, heads, size, dim))
+        dtype = _raw_like(cache).dtype
+        _expect("history_key", cache.history_key, dtype, (rows, heads, size, dim))
+        _expect("history_value", cache.history_value, dtype, (rows, heads, size, dim))
         _expect("history_merged", cache.history_merged, torch.bool, (rows, heads, size))
         _expect("history_omega", cache.history_omega, torch.float32, (rows, heads, size))
     if cache.mean is not None and cache.weight is not None:
         _expect("mean", cache.mean, torch.float32, (rows, heads, 2 * dim))
         _expect("weight", cache.weight, torch.float32, (rows, heads))
+
+
+def _raw_like(cache: LayerCache) -> Tensor:
+    """Return a tensor of the dtype of raw tokens."""
+    return cache.history_key if cache.key_pages.dtype == torch.int8 else cache.key_pages
 
 
 def _expect_pages(key: Tensor, value: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> None:

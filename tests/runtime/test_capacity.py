@@ -15,11 +15,12 @@ def stock_model():
     return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=4096, **SHAPE))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("tokens", [1, 47, 64, 100])
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
-def test_bytes_of_a_request_are_those_that_an_engine_counts(ratio, tokens):
+def test_bytes_of_a_request_are_those_that_an_engine_counts(ratio, tokens, kv_cache_dtype):
     pooled = CompressionConfig(decisions="fixed", weighting="uniform", target_ratio=ratio)
-    engine = Engine(retrofit(stock_model(), pooled))
+    engine = Engine(retrofit(stock_model(), pooled), kv_cache_dtype=kv_cache_dtype)
     (generation,) = engine.generate([list(range(1, tokens + 1))], SamplingParams(max_new_tokens=1, temperature=0.0))
     reached = max(1.0, tokens / -(-tokens // ratio))  # fixed pooling opens a slot for what is left over
     assert generation.stats.bytes_allocated == request_bytes(engine.cache.layout, tokens, reached)
@@ -41,19 +42,19 @@ def test_nothing_fits_beside_weights_that_fill_the_memory():
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("ratio", [1.0, 4.0])
-def test_bytes_that_a_step_is_predicted_to_read_are_those_that_it_reads(ratio, ties, monkeypatch):
+@pytest.mark.parametrize(("ratio", "kv_cache_dtype"), [(1.0, "auto"), (4.0, "auto"), (4.0, "int8")])
+def test_bytes_that_a_step_is_predicted_to_read_are_those_that_it_reads(ratio, kv_cache_dtype, ties, monkeypatch):
     config = LlamaConfig(vocab_size=128, num_key_value_heads=2, tie_word_embeddings=ties, **SHAPE)
     pooled = CompressionConfig(decisions="fixed", weighting="uniform", target_ratio=ratio)
     model = retrofit(LlamaForCausalLM(config), pooled)
-    engine, counted = Engine(model, kernels="reference"), {"weights": 0, "cache": 0}
+    engine, counted = Engine(model, kernels="reference", kv_cache_dtype=kv_cache_dtype), {"weights": 0, "cache": 0}
     prompts = [list(range(1, 64)), list(range(2, 65))]
     for prompt in prompts:
         engine.submit(prompt, SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True))
     engine.step()
 
     def attend(query, key_pages, value_pages, block_tables, lengths, scaling, *, rows, **options):
-        entry = key_pages[0, 0].nbytes + value_pages[0, 0].nbytes
+        entry = sum(each[0, 0].nbytes for each in (key_pages, value_pages, *(options["scales"] or ())))
         counted["cache"] += int(lengths[rows].sum()) * entry
         return attention(query, key_pages, value_pages, block_tables, lengths, scaling, rows=rows, **options)
 
