@@ -13,6 +13,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -55,7 +58,13 @@ inline Vec load(const BFloat16* from) {
     return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
 }
 inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)  // gcc 12 widens to 32 bits lane by lane
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
     return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Ints), Vec);
+#endif
 }
 inline void store(float* to, Vec values) { *reinterpret_cast<Vec*>(to) = values; }
 inline Bits rounded(Vec values) {  // to bfloat16 in the upper half of each lane: to nearest, ties to even
