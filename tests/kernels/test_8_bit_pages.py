@@ -1,9 +1,6 @@
 """Pages of 8 bits: what rounding costs, and that every backend writes and reads them alike, and no wider copy."""
 
-from __future__ import annotations
-
 import warnings
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from oracles.cache_layers import Stream, assert_same_state, copy_to, make_layer
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import cpu, load_backend, reference
-from dmc.kernels.base import LayerCache
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.pages import gather_pages, quantize
 
@@ -21,17 +17,17 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(params=backends_here(HEAD_DIM))
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request):
     return load_backend(request.param)
 
 
-def attend(backend: ModuleType, layer: LayerCache, query: torch.Tensor, **options: object) -> torch.Tensor:
+def attend(backend, layer, query, **options):
     pages = layer.key_pages, layer.value_pages, layer.block_tables
     return backend.paged_attention(query, *pages, layer.lengths, SCALING, scales=layer.scales, **options)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e4, 1e30])
-def test_a_number_is_off_by_half_a_step_of_its_row_at_most(size: float) -> None:
+def test_a_number_is_off_by_half_a_step_of_its_row_at_most(size):
     states = size * torch.randn(50, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     states[0], states[1, 3], states[2] = 0, states[1].abs().max() * 3, states[2].bfloat16().float()
     rounded, scales = quantize(states)
@@ -43,7 +39,7 @@ def test_a_number_is_off_by_half_a_step_of_its_row_at_most(size: float) -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_number_that_is_none_stays_one(backend: ModuleType, broken: float) -> None:
+def test_a_number_that_is_none_stays_one(backend, broken):
     layer = make_layer(None, head_dim=HEAD_DIM, in_8_bits=True)
     batch, tokens = Stream(layer, None, rows=[1], time=3).tokens(0, 3)
     tokens.key[1, 0, 5] = tokens.value[2, 1, 7] = broken
@@ -56,7 +52,7 @@ def test_a_number_that_is_none_stays_one(backend: ModuleType, broken: float) -> 
 
 
 @pytest.mark.parametrize("large", [1.0, 30.0])
-def test_the_error_of_attention_is_bounded_by_the_steps_of_keys_and_values(backend: ModuleType, large: float) -> None:
+def test_the_error_of_attention_is_bounded_by_the_steps_of_keys_and_values(backend, large):
     exact = make_layer(None, head_dim=HEAD_DIM, max_blocks=4, num_rows=2)
     rounded = make_layer(None, head_dim=HEAD_DIM, max_blocks=4, num_rows=2, in_8_bits=True)
     batch, tokens = Stream(exact, None, rows=[1, 0], time=60).tokens(0, [60, 37])
@@ -82,7 +78,7 @@ GATES = [None, {"delay": 0}, {"delay": 4, "window_size": None}, {"action": "drop
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("gates", GATES, ids=str)
-def test_backends_write_and_read_alike(backend: ModuleType, gates: dict | None, dtype: torch.dtype) -> None:
+def test_backends_write_and_read_alike(backend, gates, dtype):
     config = None if gates is None else CompressionConfig(**gates)
     layer = make_layer(config, head_dim=HEAD_DIM, max_blocks=4, dtype=dtype, in_8_bits=True)
     expected, stream = copy_to(layer, "cpu"), Stream(layer, config, rows=[2, 0], time=50)
@@ -116,7 +112,7 @@ def test_backends_write_and_read_alike(backend: ModuleType, gates: dict | None, 
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_received_attention_and_evictions_are_those_of_the_reference(backend: ModuleType, dtype: torch.dtype) -> None:
+def test_received_attention_and_evictions_are_those_of_the_reference(backend, dtype):
     layer = make_layer(None, head_dim=HEAD_DIM, max_blocks=5, dtype=dtype, in_8_bits=True)
     batch, tokens = Stream(layer, None, rows=[2, 0], time=70).tokens(0, [70, 23])
     slots = backend.append_or_merge(layer, batch, tokens, None).slots
@@ -134,7 +130,7 @@ def test_received_attention_and_evictions_are_those_of_the_reference(backend: Mo
     assert_same_state(layer, expected, 0)
 
 
-def test_compiled_code_takes_no_8_bit_pages_without_their_factors() -> None:
+def test_compiled_code_takes_no_8_bit_pages_without_their_factors():
     layer = make_layer(None, head_dim=HEAD_DIM, in_8_bits=True)
     layer.key_scales = None
     batch, tokens = Stream(layer, None, rows=[0], time=1).tokens(0, 1)
@@ -145,7 +141,7 @@ def test_compiled_code_takes_no_8_bit_pages_without_their_factors() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.5), (torch.float32, 0.25)], ids=str)
-def test_an_entry_takes_half_of_bfloat16_and_a_quarter_of_float32(dtype: torch.dtype, share: float) -> None:
+def test_an_entry_takes_half_of_bfloat16_and_a_quarter_of_float32(dtype, share):
     layout = CacheLayout(2, 2, 128, dtype, torch.device("cpu"))
     whole, small = (layout.stored_as(each).entry_bytes for each in ("auto", "int8"))
     assert small == 2 * (128 + 4) and small / whole == pytest.approx(share, rel=0.04)

@@ -1,9 +1,6 @@
 """An engine with pages of 8 bits obeys the laws of every other, in bytes that are counted."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 from runtime import test_forks as forks
@@ -24,7 +21,7 @@ GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
 
 
 @pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def method(request, monkeypatch):
     for module in (laws, forks, prefixes):
         monkeypatch.setattr(module, "Engine", Engine8)
     monkeypatch.setattr(laws, "TOLERANCE", ROUNDED)
@@ -34,30 +31,28 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-def policy(method: str) -> Any:
+def policy(method):
     return laws.of(method)[1]
 
 
 @pytest.fixture
-def model(method: str, make_stock: Any, make_compressed: Any) -> Any:
+def model(method, make_stock, make_compressed):
     gates, _ = laws.of(method)
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
-def test_prompts_in_chunks_and_tokens_one_by_one_leave_the_same(
-    method: str, model: Any, policy: Any, make_prompts: Any
-) -> None:
+def test_prompts_in_chunks_and_tokens_one_by_one_leave_the_same(method, model, policy, make_prompts):
     laws.test_chunked_prefill_equals_the_whole(method, (1, 16), model, policy, make_prompts)
-    laws.test_prefill_equals_decoding(model, policy, 7, make_prompts)
+    laws.test_prefill_equals_decoding(method, model, policy, 7, make_prompts)
 
 
 @pytest.mark.filterwarnings("ignore:window=")
 def test_sequences_are_served_together_forked_preempted_and_counted_as_alone(
-    method: str, model: Any, policy: Any, make_prompts: Any, make_stock: Any, make_compressed: Any
-) -> None:
-    laws.test_batch_equals_its_sequences_alone(model, policy, make_prompts)
-    laws.test_blocks_are_what_the_slots_need_at_every_step_and_all_return(model, policy, make_prompts)
-    laws.test_memory_over_an_answer_is_the_same_generated_scored_preempted_or_in_a_turn(
+    method, model, policy, make_prompts, make_stock, make_compressed
+):
+    laws.test_batch_equals_its_sequences_alone(method, model, policy, make_prompts)
+    laws.test_blocks_are_what_the_slots_need_at_every_step_and_all_return(method, model, policy, make_prompts)
+    laws.test_an_answer_and_its_memory_are_the_same_generated_scored_preempted_or_in_a_turn(
         method, model, policy, make_prompts
     )
     forks.test_what_goes_on_from_a_session_equals_a_session_of_its_own(
@@ -66,7 +61,7 @@ def test_sequences_are_served_together_forked_preempted_and_counted_as_alone(
 
 
 @pytest.mark.parametrize("method", ["full cache", "merge", "merge, exact, delay 1"], indirect=True)
-def test_a_prefix_serves_all_that_begin_with_it(model: Any, method: str, make_prompts: Any) -> None:
+def test_a_prefix_serves_all_that_begin_with_it(model, method, make_prompts):
     (prefix,) = make_prompts(150)
     prompts = [prefix + rest for rest in make_prompts(3, 5, 8, seed=2)]
     alone = Engine8(model, max_batch_size=1)
@@ -77,9 +72,7 @@ def test_a_prefix_serves_all_that_begin_with_it(model: Any, method: str, make_pr
     assert sum(fed) < 2 * len(prefix)
 
 
-def test_rounding_costs_little_and_bytes_are_about_a_quarter(
-    method: str, model: Any, policy: Any, make_prompts: Any
-) -> None:
+def test_rounding_costs_little_and_bytes_are_about_a_quarter(method, model, policy, make_prompts):
     prompts, continuations = make_prompts(40, 30), make_prompts(20, 20, seed=2)
     whole, small = (make(model, policy=policy).score_with_stats(prompts, continuations) for make in (Engine, Engine8))
     for exact, rounded in zip(whole, small, strict=True):
@@ -96,7 +89,7 @@ def test_rounding_costs_little_and_bytes_are_about_a_quarter(
     assert cache.block_bytes * cache.allocator.num_blocks == sum(each.nbytes for each in tensors)
 
 
-def test_a_memory_holds_as_many_more_tokens(make_stock: Any) -> None:
+def test_a_memory_holds_as_many_more_tokens(make_stock):
     model, memory = make_stock(), 2**20
     whole, small = (make(model, memory=memory).cache.allocator.num_blocks for make in (Engine, Engine8))
     assert small == pytest.approx(whole * 64 / 20, rel=0.02)
@@ -113,11 +106,11 @@ def test_a_memory_holds_as_many_more_tokens(make_stock: Any) -> None:
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_policies_that_rewrite_entries_or_read_them_by_themselves_are_refused(policy: Any, make_stock: Any) -> None:
+def test_policies_that_rewrite_entries_or_read_them_by_themselves_are_refused(policy, make_stock):
     with pytest.raises(ValueError, match=r"kv_cache_dtype='int8': \w+ rewrites .* use kv_cache_dtype='auto'"):
         Engine8(make_stock(num_layers=4), policy=policy)
 
 
-def test_flash_refuses_8_bits(make_stock: Any) -> None:
+def test_flash_refuses_8_bits(make_stock):
     with pytest.raises((ValueError, ImportError), match="flash"):
         Engine8(make_stock(), kernels="flash")
