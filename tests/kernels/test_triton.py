@@ -94,8 +94,9 @@ def test_pages_of_8_bits_are_written_read_and_moved_as_by_the_reference(
     for each, want in zip(got, reference.paged_attention(query, *pages, 0.2, scales=expected.scales, **options)):
         torch.testing.assert_close(each.cpu(), want, rtol=0, atol=tolerance)
     actual, keep = copy_to(expected, device), torch.rand(2, 2, 22, generator=generator) < 0.5
-    kernels.compact(actual, batch.row_index.to(device), keep.to(device))
-    reference.compact(expected, batch.row_index, keep)
+    for each, own, where in ((kernels, actual, device), (reference, expected, "cpu")):
+        each.compact(own, batch.row_index.to(where), keep.to(where))
+        each.evict(own, batch.row_index.to(where), torch.tensor([[1, -1], [0, 1]], device=where))
     assert_same_state(actual, expected, 0)
 
 
