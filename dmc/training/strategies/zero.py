@@ -12,7 +12,7 @@ from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dmc.config import RunConfig
 from dmc.models.adapter import GateAdapter
@@ -163,10 +163,13 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
 
     def _own_rows(self, whole: Tensor) -> Tensor:
         """Keep this rank's rows of a tensor in CPU memory, as a DTensor; a single rank keeps all of it."""
-        if self.writers.size == 1:
+        ranks = self.writers
+        if ranks.size == 1:
             return whole.to("cpu", copy=True)
-        mesh = DeviceMesh.from_group(self.writers.group, "cpu")
-        return distribute_tensor(whole.cpu(), mesh, [Shard(0)], src_data_rank=None).clone()
+        parts = whole.chunk(ranks.size)
+        own = (parts[ranks.rank] if ranks.rank < len(parts) else whole[:0]).to("cpu", copy=True)
+        mesh = DeviceMesh.from_group(ranks.group, "cpu")
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _set_master(self, parameter: Any, whole: Tensor, key: str | None = None) -> None:
         """Set this rank's part of the optimizer's float32 weight, or of a state of it."""
