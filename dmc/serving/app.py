@@ -135,7 +135,7 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
 
     def about(name: str) -> dict[str, Any]:
         engine = engine_of(name)
-        method = "full cache" if engine.cache.layout.compression is None else "learned gates"
+        method = "Full cache" if engine.cache.layout.compression is None else "Learned gates"
         if engine.policy is not None:
             method = f"{type(engine.policy).__name__}, budget {budget_name(engine.policy.budget)}"
         chats = bool(getattr(engine.tokenizer, "chat_template", None))

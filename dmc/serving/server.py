@@ -171,14 +171,14 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
         except ImportError as error:
             raise ImportError(f"replicas= needs Ray ({error}): pip install 'dmc-retrofit[ray]'") from error
         app, stop = ray_app.start(config, policies, keys)
+    options: dict[str, Any] = {"log_level": logging.WARNING, "access_log": False, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=config.grace_seconds, **options))
     for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end; the first rank ends others
-        signal.signal(each, lambda *_: None)
+        signal.signal(each, lambda *_: setattr(server, "should_exit", True))
     if worker is not None:
         (worker.start if is_first else worker.run)()
     if place is None:
         return
-    options: dict[str, Any] = {"log_level": logging.WARNING, "access_log": False, "server_header": False}
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=config.grace_seconds, **options))
     try:
         place.listen(2048)
         started(place.getsockname()[1])

@@ -32,7 +32,7 @@ def test_the_page_chats_and_shows_what_the_cache_holds(served: Any, tmp_path: Pa
     with open_browser(tmp_path / "profile") as page:
         page.open(f"{served.url}/")
         wait(page, "document.getElementById('model').options.length === 5")
-        assert page.evaluate("document.getElementById('hint').textContent").startswith("full cache.")
+        assert page.evaluate("document.getElementById('hint').textContent").startswith("Full cache.")
         for name in ("own", "h2o"):
             page.evaluate(f"document.getElementById('model').value = '{name}'")
             page.evaluate("document.getElementById('model').dispatchEvent(new Event('change'))")
@@ -56,6 +56,7 @@ def test_the_page_chats_and_shows_what_the_cache_holds(served: Any, tmp_path: Pa
         type_and_send(page, "b" * 900)  # more than the model is made for
         wait(page, "document.querySelectorAll('.error').length === 1")
         assert "at most 512 are served" in page.evaluate("document.querySelector('.error').textContent")
+        assert page.evaluate("document.querySelector('.error').getBoundingClientRect().bottom <= innerHeight")
         page.evaluate("document.getElementById('clear').click()")
         type_and_send(page, "line 4")
         wait(page, "document.querySelectorAll('.assistant')[0]?.textContent.length > 3")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from scripts_here import SCRIPTS, run_script
 
-from dmc.serving.server import is_loopback, read_config
+from dmc.serving.server import is_loopback, read_config, serve
 
 REFUSED = [
     ("", "nothing to serve: give model=DIR, or models="),
@@ -66,6 +66,20 @@ def test_a_name_is_the_end_of_its_path() -> None:
     assert list(config.models) == ["base-final", "other"]
     assert config.models["base-final"].policy == "full"
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
+
+
+def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
+    config = read_config({"model": {"path": str(folders.stock)}, "models": None, "port": 0, "memory": 2**22})
+    before, ports = signal.getsignal(signal.SIGTERM), []
+    try:
+        serve(
+            config, SCRIPTS.parent / "configs" / "policy", lambda port: ports.append(port) or os.kill(os.getpid(), 15)
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{ports[0]}/health")
 
 
 def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -> None:
