@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import math
 import random
 import time
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from dmc.results.load import LoadConfig, headers_of, percentile
 from dmc.results.measurement import Row, new_row
 
 NONSENSE = (b"{", b"[]", b"\xff", b'{"model": 3}', b'{"model": "m", "prompt": ""}', b'{"prompt": [1.5]}')
+KINDS = ("answered", "streamed", "left", "dropped", "refused", "busy", "wrong", "failed", "health_failed")
 NUM_PROMPTS = 4
 """Of each name."""
 POLL_SECONDS = 0.05
@@ -31,12 +33,17 @@ def run_crowd(config: LoadConfig, names: list[str]) -> Row:
     """
     counts, health, begin, end = asyncio.run(_crowd(config, names))
     metrics: dict[str, float] = dict(counts) | {"health_seconds_p50": percentile(health, 50)}
-    metrics |= {"health_seconds_p99": percentile(health, 99), "health_seconds_max": max(health), "probes": len(health)}
+    metrics |= {
+        "health_seconds_p99": percentile(health, 99),
+        "health_seconds_max": max(health, default=math.inf),
+        "probes": len(health),
+    }
     for gauge in GAUGES:
         metrics[f"{gauge.removeprefix('dmc_')}_left"] = end.get(gauge, 0.0)
     if "process_resident_memory_bytes" in end:
         metrics["resident_bytes"] = end["process_resident_memory_bytes"]
-        metrics["resident_bytes_grown"] = end["process_resident_memory_bytes"] - begin["process_resident_memory_bytes"]
+        before = begin.get("process_resident_memory_bytes", math.nan)
+        metrics["resident_bytes_grown"] = end["process_resident_memory_bytes"] - before
     name = ", ".join(names)
     settings: dict[str, Any] = {"model": {"path": name}, "policy": {}}
     settings["task"] = {key: value for key, value in asdict(config).items() if key != "api_key"}
@@ -52,9 +59,7 @@ async def _crowd(
     for name in names * NUM_PROMPTS:
         prompt = [draw.randrange(1, config.vocab_size) for _ in range(draw.randint(*config.prompt_tokens))]
         asked.append({"model": name, "prompt": prompt, "max_tokens": config.new_tokens[1]} | config.fields)
-    counts = collections.Counter(
-        dict.fromkeys(("answered", "streamed", "left", "dropped", "refused", "busy", "wrong", "failed"), 0)
-    )
+    counts = collections.Counter(dict.fromkeys(KINDS, 0))
     health: list[float] = []
     limits = httpx.Limits(max_keepalive_connections=0)  # a kept one may be closed just when it is asked
     options: dict[str, Any] = {"base_url": config.root, "headers": headers_of(config), "limits": limits}
@@ -80,8 +85,11 @@ async def _crowd(
             settled: dict[str, float] = {}
             while time.monotonic() < last:
                 begin = time.monotonic()
-                (await other.get("/health")).raise_for_status()
-                health.append(time.monotonic() - begin)
+                try:
+                    (await other.get("/health")).raise_for_status()
+                    health.append(time.monotonic() - begin)
+                except httpx.HTTPError:
+                    counts["health_failed"] += 1
                 if not settled and time.monotonic() > start + SETTLED * (last - start):
                     settled = await _gauges(other)
                 await asyncio.sleep(POLL_SECONDS)
@@ -104,14 +112,12 @@ async def _behave(web: httpx.AsyncClient, kind: str, asked: dict[str, Any], expe
         headers = {"content-type": "application/json"}
         answer = await web.post("/v1/completions", content=draw.choice(NONSENSE), headers=headers)
         return "refused" if 400 <= answer.status_code < 500 else "failed"
-    if kind == "dropped":
+    if kind in ("answered", "dropped"):
+        patience: dict[str, Any] = {"timeout": draw.uniform(0.01, 0.2)} if kind == "dropped" else {}
         try:
-            await web.post("/v1/completions", json=asked, timeout=draw.uniform(0.01, 0.2))
+            answer = await web.post("/v1/completions", json=asked, **patience)
         except httpx.TimeoutException:
-            return "dropped"
-        return "answered"
-    if kind == "answered":
-        answer = await web.post("/v1/completions", json=asked)
+            return "dropped" if patience else "failed"
         if answer.status_code == 429:
             await asyncio.sleep(0.1)
             return "busy"

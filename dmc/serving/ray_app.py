@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     Returns:
         The application that hands requests out to them, and what ends them.
     Raises:
-        ValueError: there are not as many devices.
-        RuntimeError: a replica cannot start.
+        ValueError: there are not as many devices, or no replica can start.
     """
     assert config.replicas is not None
     joins = "RAY_ADDRESS" in os.environ
@@ -143,7 +143,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     while True:
         found = ray.cluster_resources()
         kind = "GPU" if found.get("GPU") else "CPU"
-        if (number := int(found[kind])) >= config.replicas:
+        if (number := int(found.get(kind, 0))) >= config.replicas:
             break
         if time.monotonic() > end:
             raise ValueError(f"replicas={config.replicas}: the cluster has {number} {kind}s, and each needs one")
@@ -165,14 +165,22 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     )
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    handle = serve.run(deployment.bind(config, policies), name="dmc", route_prefix=None)
+    name = f"dmc-{uuid.uuid4().hex[:8]}"  # others may serve on this cluster
+
+    def stop() -> None:
+        serve.delete(name) if joins else serve.shutdown()
+        ray.shutdown()
+
+    try:
+        handle = serve.run(deployment.bind(config, policies), name=name, route_prefix=None)
+    except RuntimeError as error:
+        told = serve.status().applications[name].deployments["Replica"].message or str(error)
+        stop()
+        raise ValueError(f"no replica could start: {told.strip().splitlines()[-1]}") from error
+    except BaseException:
+        stop()
+        raise
     return make_front(handle, keys, config.limits), stop
-
-
-def stop() -> None:
-    """End the replicas, and the cluster if it was started for them."""
-    serve.shutdown()
-    ray.shutdown()
 
 
 def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
@@ -187,7 +195,10 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
 
     async def ask_all(method: str) -> list[Any]:
         """Ask every replica that answers, beside the queue."""
-        told = await handle.broadcast(method).results_async(timeout_s=10, return_exceptions=True)
+        try:
+            told = await handle.broadcast(method).results_async(timeout_s=10, return_exceptions=True)
+        except (RayServeException, TimeoutError) as error:
+            raise APIError(503, "no replica runs, or one hangs", None, "engine_stopped", Retry_After="1") from error
         return [each for each in told if not isinstance(each, BaseException)]
 
     @app.get("/health")

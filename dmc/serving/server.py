@@ -6,6 +6,7 @@ import functools
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable
@@ -77,6 +78,8 @@ class ServeConfig:
         number, most = self.replicas, self.max_replicas
         if most is not None and (number is None or number > most):
             raise ValueError(f"replicas={number} max_replicas={most}: expected 1 <= replicas <= max_replicas")
+        if number is not None and self.max_waiting < 1:
+            raise ValueError(f"max_waiting={self.max_waiting}: replicas= needs at least 1")
         if number is not None and torch.distributed.is_torchelastic_launched():
             raise ValueError("replicas= starts processes itself, each with a whole model: leave torchrun out")
         if self.api_key_file is None and not is_loopback(self.host):
@@ -166,6 +169,8 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
         worker = make_worker(config, policies)
         app, stop = make_app(worker, keys, config.limits), worker.stop
     else:
+        if "RAY_ADDRESS" not in os.environ:  # Ray's ports are open to all; it reads this when it is imported
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         try:
             from dmc.serving import ray_app
         except ImportError as error:

@@ -25,7 +25,7 @@ def test_a_crowd_leaves_nothing_behind_and_gets_its_own_answers(served: Any) -> 
     metrics = run_load(config, lambda row: None)[0]["metrics"]
     served.wait_until_idle(60)
     assert served.worker.failure is None
-    assert (metrics["wrong"], metrics["failed"]) == (0, 0)
+    assert (metrics["wrong"], metrics["failed"], metrics["health_failed"]) == (0, 0, 0)
     assert min(metrics[kind] for kind in ("answered", "streamed", "left", "refused", "dropped")) >= 5, metrics
     assert (metrics["pool_blocks_in_use_left"], metrics["requests_running_left"]) == (0, 0)
     assert metrics["resident_bytes_grown"] < 2**28

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -73,10 +74,19 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
                 each.kill()
 
 
+def test_a_folder_that_no_replica_finds_is_told_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0", "replicas=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: no replica could start: FileNotFoundError: there is no folder" in done.stderr
+
+
 def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) -> None:
     model = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
     prompts = [f"line {index} <b>" for index in range(8)]
     expected = Engine(model, text_tokenizer).generate(prompts, SamplingParams(max_new_tokens=9, temperature=0))
+    ray_mode = {each.environ().get("RAY_AUTH_MODE") for each in replicas_of(cluster[0])}
+    assert ray_mode == {"token"}, "whoever reaches one of Ray's ports could run code"
     with httpx.Client(base_url=cluster[1], timeout=60) as web:
         assert web.get("/health").json() == {"status": "ok", "replicas": 2}
         assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "full"]

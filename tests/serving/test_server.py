@@ -41,6 +41,7 @@ REFUSED = [
     ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
     ("model={stock} limits.max_body_bytes=0", "limits.max_body_bytes=0: expected a whole number >= 1"),
     ("model={stock} max_waiting=-1", "max_waiting=-1"),
+    ("model={stock} max_waiting=0 replicas=1", "max_waiting=0: replicas= needs at least 1"),
     ("model={stock} port={taken}", "cannot listen on 127.0.0.1:{taken} (Address already in use): give another port="),
     ("model={stock} replicas=0", "replicas=0: expected a whole number >= 1"),
     ("model={stock} replicas=3 max_replicas=2", "expected 1 <= replicas <= max_replicas"),

@@ -23,7 +23,7 @@ SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-FirstJobId={ports[0]}
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -131,7 +131,14 @@ def _start(folder):
     ]
     (folder / "state").mkdir()
     (folder / "slurm.conf").write_text(
-        SETTINGS.format(host=host, ports=ports, folder=folder, user=getpass.getuser(), nodes="\n".join(nodes))
+        SETTINGS.format(
+            host=host,
+            ports=ports,
+            first_job=40000 + ports[0] % 9000,  # whose MASTER_PORT lies where Ray's workers like to be
+            folder=folder,
+            user=getpass.getuser(),
+            nodes="\n".join(nodes),
+        )
     )
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
