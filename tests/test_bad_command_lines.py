@@ -330,6 +330,7 @@ CASES = [
         )
     ),
     Case("report", "", "folders"),
+    Case("report", "folders=[]", "folders is empty: give folders=outputs/compare"),
     Case("report", "folders={world}/nowhere", "nowhere"),
     Case("report", "folders={world}/empty", "empty"),
     Case("report", "folders={text}", "text.txt"),

@@ -42,7 +42,7 @@ ALLOWED = {
     },
     "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
-        *("bounds", "claims"),
+        *("bounds", "claims", "json_file"),
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -85,22 +85,6 @@ class BenchmarkConfig:
             raise ValueError(f"ratios={self.ratios}: expected compression ratios >= 1")
 
 
-class Decoder(Protocol):
-    """Interface of an implementation that decodes a batch step by step."""
-
-    name: str
-    ratio: float
-
-    def prefill(self) -> None:
-        """Feed the prompts and produce the first token of each."""
-
-    def decode(self, steps: int) -> list[float]:
-        """Produce `steps` more tokens of each sequence; return the seconds of every step."""
-
-    def memory(self) -> tuple[int, float]:
-        """Return the present bytes of the cache, and its achieved ratio."""
-
-
 class EngineDecoder:
     """The engine, with the full cache (ratio 1, the stock model) or synthetic decisions at a ratio."""
 
@@ -112,17 +96,17 @@ class EngineDecoder:
         self._requests: list[Any] = []
 
     def prefill(self) -> None:
-        """See `Decoder`."""
+        """Feed the prompts and produce the first token of each."""
         self._requests = _submit(self._engine, self._prompts, self._max_new_tokens)
         while not all(request.logprobs for request in self._requests):
             self._engine.step()
 
     def decode(self, steps: int) -> list[float]:
-        """See `Decoder`."""
+        """Produce more tokens of each sequence; return the seconds of every step."""
         return [seconds(self._engine.step) for _ in range(steps)]
 
     def memory(self) -> tuple[int, float]:
-        """See `Decoder`."""
+        """Return the present bytes of the cache, and its achieved ratio."""
         stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
         seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
         entries = sum(int(each.slots.sum()) for each in stats)
@@ -150,7 +134,7 @@ class HuggingFaceDecoder:
         self._tokens = torch.cat((self._tokens, first), dim=-1)
 
     def decode(self, steps: int) -> list[float]:
-        """See `Decoder`."""
+        """See `EngineDecoder`."""
         clock = _Clock()
         clock.marks.append(time.perf_counter())
         self._tokens = self._model.generate(
@@ -166,7 +150,7 @@ class HuggingFaceDecoder:
         return [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
 
     def memory(self) -> tuple[int, float]:
-        """See `Decoder`."""
+        """See `EngineDecoder`."""
         tensors = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors), 1.0
 
@@ -216,7 +200,7 @@ def run_benchmark(
 
     for batch_size in config.batch_sizes:
         prompts = random_prompts(models[config.ratios[0]], batch_size, config)
-        decoders: list[Decoder] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
+        decoders: list[Any] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
         if plain is not None:
             decoders.append(HuggingFaceDecoder(plain, prompts, config))
         for row in time_interleaved(decoders, batch_size, config):
@@ -257,7 +241,7 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
     return Engine(model, **options)
 
 
-def time_interleaved(decoders: list[Decoder], batch_size: int, config: BenchmarkConfig) -> list[Row]:
+def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> list[Row]:
     """Prefill every decoder, then let them decode in turns."""
     first = [seconds(contestant.prefill) for contestant in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in decoders]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from dmc.results.statistics import RATIO_TOLERANCE, meets_target, pareto_front
+from dmc.results.statistics import pareto_front
 
 INK, MUTED, LINE, DIM = "#1c2433", "#5a6577", "#dfe3ea", "#aab3c1"
 FRONT, GATES, FULL = "#0067b4", "#c4500c", "#16805f"
@@ -44,14 +43,14 @@ WIDTH = 5.0
 """Inches of a panel; two drawings stand side by side on a wide page."""
 FAR = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
-MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 4, 8, 700, 64
+MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 3, 8, 700, 64
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels; points of a course."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
 WORDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}")
 Spot = tuple[float, float]
-Heatmap = tuple[str, str, str, pandas.DataFrame]
-"""Name and method, method with its budget, numbers over two axes; the first row is the top."""
+Heatmap = tuple[str, str, pandas.DataFrame]
+"""Method, its label, numbers over two axes; the first row is the top."""
 
 
 @dataclass
@@ -140,6 +139,11 @@ def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
     asked = lines["asked"] if len(lines) else []
     label = [each if told == "full cache" else f"{each} at {told}" for each, told in zip(names, asked, strict=True)]
     return lines.assign(name=names, label=label)
+
+
+def cost_of(lines: pandas.DataFrame) -> str:
+    """Return the measure of memory to draw quality over: bytes, or CR where bytes are unknown."""
+    return "bytes_per_token" if lines["bytes_per_token"].notna().all() else "achieved_ratio"
 
 
 def draw_quality(tasks: Sequence[pandas.DataFrame], over: str = "bytes_per_token") -> Plot:
@@ -236,31 +240,6 @@ def _log_axis(axes: Axes, values: Iterable[float], least: float, share: float = 
     axes.xaxis.set_major_formatter(WORDS)
 
 
-def draw_ratios(asked: pandas.DataFrame) -> Plot:
-    """Draw the ratio that each method achieved (a dot) of the one it was asked for (a stroke), over all tasks."""
-    shortfall = (asked["requested_ratio"] / asked["achieved_ratio"]).groupby(asked["name"]).max()
-    names = list(shortfall.reset_index().sort_values([0, "name"])["name"])
-    caption = (
-        f"Stroke: asked for. Dot: achieved over all positions, orange where that, and the end, is less than "
-        f"{RATIO_TOLERANCE:.0%} of it. Methods that compress prompts alone grow by what they generate; methods that "
-        "choose what to read hold everything."
-    )
-    with _plot("Requested against achieved ratio", caption, 1.0 + 0.2 * len(names)) as plot:
-        axes = plot.panels[0]
-        for each in asked.itertuples():
-            row, color = names.index(each.name), FRONT if meets_target(each._asdict()) else GATES
-            axes.plot([each.requested_ratio, each.achieved_ratio], [row, row], color=DIM, linewidth=1.2)
-            axes.plot(each.requested_ratio, row, marker="|", color=INK, markersize=9, markeredgewidth=1.6)
-            (mark,) = axes.plot(each.achieved_ratio, row, "o", color=color, markersize=5, markeredgewidth=0)
-            words = f"{each.label}, {each.task}: {each.achieved_ratio:.2f} achieved of {each.requested_ratio:.2f}"
-            plot.tip(mark, each.method, words)
-        axes.set_yticks(range(len(names)), names, color=MUTED)
-        _log_axis(axes, [*asked["requested_ratio"], *asked["achieved_ratio"]], 0.15)
-        axes.set(ylim=(len(names) - 0.4, -0.6), xlabel="compression ratio")
-        axes.grid(True, axis="x")
-    return plot
-
-
 def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     """Draw tokens/s against time per token of one benchmark; the points of a line are batch sizes.
 
@@ -269,23 +248,19 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
         source: where they come from, for the title.
     """
     title = f"Tokens/s against latency, prompts of {speeds['length'].iloc[0]:,.0f}{source}"
-    with _plot(title, "Up and to the left is better. The numbers are batch sizes.") as plot:
-        axes, labels, points, most = plot.panels[0], [], [], speeds["requested_ratio"].max()
-        for name, own in speeds.sort_values("batch").groupby("policy", sort=False):
-            ratio, plain = own["requested_ratio"].iloc[0], not str(name).startswith("engine")
-            color = GATES if plain else FULL if ratio == 1 else FRONT if ratio == most else DIM
-            spots = list(zip(own["milliseconds"], own["tokens_per_second"], strict=True))
-            points += [*spots, *_along(spots)]
-            axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
-            for each, spot in zip(own.itertuples(), spots, strict=True):
-                words = f"{name}, batch {each.batch:.0f}: {spot[1]:,.1f} tokens/s, {spot[0]:,.1f} ms/token"
-                (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
-                plot.tip(mark, str(name), f"{words}, {each.peak_bytes:,.0f} cache bytes")
-                labels.append((*spot, f"{each.batch:.0f}", MUTED))
-            labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
-        axes.margins(0.14)
-        _finish_plane(axes, "time per output token (ms)", "throughput (tokens/s)", labels, points, from_zero=True)
-    return plot
+    color = dict.fromkeys(speeds["policy"], GATES)
+    for name, ratio in zip(speeds["policy"], speeds["requested_ratio"], strict=True):
+        if name.startswith("engine"):
+            color[name] = FULL if ratio == 1 else FRONT if ratio == speeds["requested_ratio"].max() else DIM
+    told = [
+        f"batch {each.batch:.0f}: {each.tokens_per_second:,.1f} tokens/s, {each.milliseconds:,.1f} ms/token, "
+        f"{each.peak_bytes:,.0f} cache bytes"
+        for each in speeds.itertuples()
+    ]
+    points = speeds.assign(name=speeds["policy"], place=speeds["batch"].map("{:.0f}".format), told=told)
+    points = points.assign(latency=points["milliseconds"]).sort_values("batch")
+    caption = "Up and to the left is better. The numbers are batch sizes."
+    return _draw_throughput(points, title, caption, "time per output token (ms)", color)
 
 
 def draw_load(loads: pandas.DataFrame, full: str | None = None) -> Plot:
@@ -295,23 +270,32 @@ def draw_load(loads: pandas.DataFrame, full: str | None = None) -> Plot:
         loads: `name`, `rate` (missing: saturated), `tokens_per_second`, `seconds`; the median of each rate is drawn.
         full: the name whose cache is full.
     """
-    found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median().sort_values("rate")
-    with _plot("Throughput over latency under load", "Up and to the left is better. Numbers: requests/s.") as plot:
-        axes, labels, points = plot.panels[0], [], []
-        for name, own in found.groupby("name", sort=False):
-            color = FULL if name == full else GATES
-            spots = list(zip(own["seconds"], own["tokens_per_second"], strict=True))
-            points += [*spots, *_along(spots)]
-            axes.plot(*zip(*spots, strict=True), color=color, linewidth=1.6)
-            for rate, spot in zip(own["rate"], spots, strict=True):
-                shown = "saturated" if pandas.isna(rate) else f"{rate:g}"
-                words = f"{name}, {shown}: {spot[1]:,.1f} tokens/s, {spot[0]:,.2f} s"
-                (mark,) = axes.plot(*spot, "o", color=color, markersize=5.5, markeredgewidth=0)
-                plot.tip(mark, str(name), words)
-                labels.append((*spot, shown, MUTED))
-            labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color))
+    found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median()
+    found["place"] = ["saturated" if pandas.isna(rate) else f"{rate:g}" for rate in found["rate"]]
+    found["told"] = [
+        f"{each.place}: {each.tokens_per_second:,.1f} tokens/s, {each.seconds:,.2f} s" for each in found.itertuples()
+    ]
+    color = {name: FULL if name == full else GATES for name in found["name"]}
+    title, caption = "Throughput over latency under load", "Up and to the left is better. Numbers: requests/s."
+    points = found.assign(latency=found["seconds"]).sort_values("rate")
+    return _draw_throughput(points, title, caption, "95 % of requests end within (s)", color)
+
+
+def _draw_throughput(points: pandas.DataFrame, title: str, caption: str, x: str, color: dict[str, str]) -> Plot:
+    """Draw `tokens_per_second` over `latency`, a line for each `name`; `place` labels a point, `told` are its words."""
+    with _plot(title, caption) as plot:
+        axes, labels, covered = plot.panels[0], [], []
+        for name, own in points.groupby("name", sort=False):
+            spots = list(zip(own["latency"], own["tokens_per_second"], strict=True))
+            covered += [*spots, *_along(spots)]
+            axes.plot(*zip(*spots, strict=True), color=color[name], linewidth=1.6)
+            for place, told, spot in zip(own["place"], own["told"], spots, strict=True):
+                (mark,) = axes.plot(*spot, "o", color=color[name], markersize=5.5, markeredgewidth=0)
+                plot.tip(mark, str(name), f"{name}, {told}")
+                labels.append((*spot, place, MUTED))
+            labels.insert(0, (*spots[-1], f"{name} ({labels.pop()[2]})", color[name]))
         axes.margins(0.14)
-        _finish_plane(axes, "95 % of requests end within (s)", "throughput (tokens/s)", labels, points, from_zero=True)
+        _finish_plane(axes, x, "throughput (tokens/s)", labels, covered, from_zero=True)
     return plot
 
 
@@ -335,7 +319,7 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
     for (name, label), own in lines.groupby(["name", "label"], sort=False):
         values = own.groupby([down, across])["value"].mean().unstack()
         if by != "layer head" or values.max(axis=None) > SAME * values.min(axis=None):
-            maps.append((str(name), own["method"].iloc[0], str(label), values))
+            maps.append((own["method"].iloc[0], str(label), values))
         elif not own["is_full"].iloc[0]:
             even.append(str(name))
     caption = f"Dark is little, light is much. Across: {across}. Down: {down}."
@@ -401,25 +385,18 @@ def _finish_plane(axes: Axes, x: str, y: str, labels: list[Any], points: list[Sp
 
 
 def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: bool) -> Iterator[Plot]:
-    """Draw small heatmaps in one scale, the budgets of a method beside each other, in sheets that fit a screen."""
+    """Draw small heatmaps in one scale, in sheets that fit a screen."""
     known = numpy.concatenate([values.to_numpy(dtype=float).ravel() for *_, values in maps])
-    known = known[~numpy.isnan(known)]
-    norm = LogNorm(min(1.0, *known), max(2.0, *known)) if logarithmic else Normalize(min(0.0, *known), max(1.0, *known))
-    budgets = Counter(name for name, *_ in maps)
-    columns = min(MOST_COLUMNS, max(MOST_COLUMNS - 1, *budgets.values()), len(maps))
-    places: list[Heatmap | None] = []
-    for name in sorted(budgets, key=lambda each: budgets[each] == 1):  # one alone shares its line with others
-        places += [each for each in maps if each[0] == name]
-        places += [None] * (-len(places) % columns if budgets[name] > 1 else 0)
-    sheets = -(-len(places) // (columns * MOST_ROWS))
-    size = -(-len(places) // (columns * sheets)) * columns
-    for start in range(0, len(places), size):
-        yield _draw_sheet(title, caption, places[start : start + size], len(maps[0][-1]), columns, norm)
+    low, high = float(numpy.nanmin(known)), float(numpy.nanmax(known))
+    norm = LogNorm(min(1.0, low), max(2.0, high)) if logarithmic else Normalize(min(0.0, low), max(1.0, high))
+    columns = min(MOST_COLUMNS, len(maps))
+    for start in range(0, len(maps), columns * MOST_ROWS):
+        yield _draw_sheet(title, caption, maps[start : start + columns * MOST_ROWS], columns, norm)
 
 
-def _draw_sheet(title: str, caption: str, maps: list[Heatmap | None], rows: int, columns: int, norm: Normalize) -> Plot:
+def _draw_sheet(title: str, caption: str, maps: list[Heatmap], columns: int, norm: Normalize) -> Plot:
     lines = -(-len(maps) // columns)
-    height = 0.75 + (0.93 + 0.06 * min(24, rows)) * lines
+    height = 0.75 + (0.93 + 0.06 * min(24, len(maps[0][-1]))) * lines
     with _plot(title, caption, height, (lines, columns)) as plot:
         for axes, heatmap in itertools.zip_longest(plot.panels, maps):
             if heatmap is None:
@@ -439,7 +416,7 @@ def _draw_sheet(title: str, caption: str, maps: list[Heatmap | None], rows: int,
 
 
 def _draw_heatmap(plot: Plot, axes: Axes, heatmap: Heatmap, norm: Normalize) -> None:
-    _, method, label, table = heatmap
+    method, label, table = heatmap
     values = table.to_numpy(dtype=float)
     mesh = axes.pcolormesh(values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
     mesh.set_rasterized(values.size > MOST_SHAPES)

@@ -372,24 +372,19 @@ class _Cells:
         found = [self._speeds[key, name] for key in group["key"] if (key, name) in self._speeds]
         return math.fsum(found) / len(found) if found else None
 
-    def points(self, full: pandas.Series) -> dict[str, list[tuple[float, list[float]]]]:
-        """List the bytes and samples of every policy and budget on a full cache's model and samples."""
-        same = self.whole[~self.whole["own_gates"] & (self.whole["model"] == full["model"])]
-        for name in ("task", "metric", "task_key", "samples_key"):
-            same = same[same[name] == full[name]]
-        found: dict[str, list[tuple[float, list[float]]]] = {}
-        for _, row in same[~same["is_full"]].drop_duplicates(["policy", "budget"], keep="last").iterrows():
-            if row["samples"]:
-                found.setdefault(row["policy"], []).append((float(row["bytes_per_token"]), row["samples"]))
-        return found
+    def rivals_of(self, row: pandas.Series, full: pandas.Series) -> pandas.DataFrame:
+        """Find every policy on a full cache's model and samples at the budget that took a row's bytes, by policy.
 
-
-def _in_bytes(points: Sequence[tuple[float, list[float]]], wanted: float) -> tuple[float, list[float]] | None:
-    """Choose the budget whose bytes are nearest to `wanted`; None if none was measured in as many."""
-    near = [point for point in points if 1 / SAME_BYTES <= point[0] / wanted <= SAME_BYTES]
-    if near:
-        return min(near, key=lambda point: abs(math.log(point[0] / wanted)))
-    return min((point for point in points if 1 <= point[0] / wanted <= WHOLE_PAGES), default=None)
+        The budget is the nearest within `SAME_BYTES`, or else the next larger one up to `WHOLE_PAGES`.
+        """
+        names = ["model", "task", "metric", "task_key", "samples_key"]
+        same = self.whole[(self.whole[names] == full[names]).all(axis=1) & ~self.whole["is_full"]]
+        same = same.drop_duplicates(["policy", "budget"], keep="last")
+        over = same["bytes_per_token"] / row["bytes_per_token"]
+        is_same = over.between(1 / SAME_BYTES, SAME_BYTES)
+        same = same.assign(over=over, is_more=~is_same, distance=numpy.log(over).abs())
+        near = same[(is_same | over.between(1, WHOLE_PAGES)) & same["samples"].astype(bool)]
+        return near.sort_values(["is_more", "distance"], kind="stable").drop_duplicates("policy").set_index("policy")
 
 
 def beside_rivals(
@@ -413,23 +408,19 @@ def beside_rivals(
         if not part.samples or any(full is None or not full["samples"] for full in part.full):
             continue
         full = [each for each in part.full if each is not None]
-        sizes = [float(size) for size in part.rows["bytes_per_token"]]
-        points = [cells.points(each) for each in full]
-        found = []
-        for policy in dict.fromkeys(policy for each in points for policy in each):
-            there = [_in_bytes(each.get(policy, []), size) for each, size in zip(points, sizes, strict=True)]
-            rivals = [each for each in there if each is not None]
-            if len(rivals) < len(full):
+        near = [cells.rivals_of(row, each) for (_, row), each in zip(part.rows.iterrows(), full, strict=True)]
+        higher, margin, found = bool(rows["higher_is_better"].iloc[0]), margin_of(metric, float(full[0]["value"])), []
+        for policy in near[0].index:
+            if not all(policy in each.index for each in near):
                 continue
-            higher, values = bool(rows["higher_is_better"].iloc[0]), [samples for _, samples in rivals]
+            values = [each.loc[policy, "samples"] for each in near]
             gap = difference(values, part.samples, part.contexts, higher)
             lost = difference(values, [each["samples"] for each in full], part.contexts, higher)
-            margin = margin_of(metric, float(full[0]["value"]))
             line = {"variant": variant, "task": task, "metric": metric, "rival": policy, "rival_lost": lost.value}
-            line["rival_bytes"] = sum(each / size for (each, _), size in zip(rivals, sizes, strict=True)) / len(rivals)
+            line["rival_bytes"] = float(numpy.mean([each.loc[policy, "over"] for each in near]))
             line |= {"gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower, "gap_upper": gap.upper}
             line |= {"standing": replace(gap, value=-gap.value).standing(margin)}
-            found.append(line | {"seeds": len(rivals), "seeds_ahead": gap.num_seeds_above})
+            found.append(line | {"seeds": len(near), "seeds_ahead": gap.num_seeds_above})
         best = min((each["rival_lost"] for each in found), default=None)
         lines += [each | {"is_best": each["rival_lost"] == best} for each in found]
     return pandas.DataFrame(lines)

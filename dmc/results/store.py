@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas
 
+from dmc.json_file import flattened
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class Store:
         line = json.dumps(row).encode() + b"\n"
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            lock(handle)
+            with contextlib.suppress(OSError):  # without locks a shared disk's machines disagree on a file's end
+                fcntl.lockf(handle, fcntl.LOCK_EX)
             size = os.fstat(handle).st_size
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a line that a crash has torn must not swallow this one
@@ -93,11 +95,6 @@ class Store:
         """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
         return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
 
-    @property
-    def num_damaged(self) -> int:
-        """Number of lines that `rows` has left out so far."""
-        return len(self._reported)
-
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
     """Return the rows (of `keys`; None: all) of several stores, each key once, preferring a finished row.
@@ -124,7 +121,7 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
             own = settings.get(kind) or {}
             if kind == "task":
                 own = {name: value for name, value in settings.items() if name not in ("model", "policy")}
-            known.setdefault((kind, row[column]), {})[row[f"{kind}_key"]] = _flat(own)
+            known.setdefault((kind, row[column]), {})[row[f"{kind}_key"]] = flattened(own)
     labels = {name: _labels(settings) for name, settings in known.items()}
     found = []
     for row in rows:
@@ -150,24 +147,12 @@ def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     for key, own in known.items():
         others = [other for each, other in known.items() if each != key]
         names = [name for name in own if any(name not in other or other[name] != own[name] for other in others)]
-        told[key] = ", ".join(f"{name.strip('_')}={_text(own[name])}" for name in names)
+        told[key] = ", ".join(f"{name.rpartition('.')[2].strip('_')}={_text(own[name])}" for name in names)
     alike = [*told.values()]
     return {
         key: label if alike.count(label) == 1 else ", ".join(filter(None, (label, f"#{key[:6]}")))
         for key, label in told.items()
     }
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings to their last names, as the user writes options."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            inner = _flat(value)
-            found |= {(key if key not in found else f"{name}.{key}"): each for key, each in inner.items()}
-        else:
-            found[name] = value
-    return found
 
 
 def _text(value: Any) -> str:
@@ -182,12 +167,3 @@ def is_row(row: Any) -> bool:
         return False
     named = all(name in row for name in ("budget", "own_gates"))
     return named and (row["status"] not in FINISHED or all(name in row for name in FIGURES))
-
-
-def lock(handle: int) -> None:
-    """Lock the file against other processes that append, until it is closed.
-
-    On a shared disk, machines agree on the end of a file only under a lock; without locks, rows are appended unlocked.
-    """
-    with contextlib.suppress(OSError):
-        fcntl.lockf(handle, fcntl.LOCK_EX)

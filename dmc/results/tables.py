@@ -13,7 +13,7 @@ import pandas
 
 from dmc.results.equal_bytes import SAME_BYTES
 from dmc.results.measurement import DONE, NOT_FINITE, Row
-from dmc.results.plots import draw_quality, name_methods
+from dmc.results.plots import cost_of, draw_quality, name_methods
 from dmc.results.statistics import (
     MARGIN,
     RATIO_TOLERANCE,
@@ -27,9 +27,9 @@ from dmc.results.store import Store, told_apart
 
 TABLE, CSV, MEASUREMENTS, PLOT = "table.md", "results.csv", "measurements.csv", "quality.png"
 LEGEND = (
-    "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. *worse* (✗) and *as "
-    f"good* (✓: loses at most {MARGIN:g} nats per token, or of the answers; of figures above 1 that share) hold with "
-    "95 % confidence each; *cannot tell*: too few samples for either. CR and bytes are means over all positions "
+    "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. Worse (✗) and as good "
+    f"(✓: at most {MARGIN:g} lost, nats per token or share of the answers; of figures above 1 that share) hold with "
+    "95 % confidence each; cannot tell: too few samples for either. CR and bytes are means over all positions "
     "predicted; bytes are all that is allocated: whole pages, the last one partly empty, and tables. "
     f"↓: less than {RATIO_TOLERANCE:.0%} of the CR requested. ≠: more than {SAME_BYTES - 1:.0%} from the bytes "
     "requested. ★: no other row is both smaller and as good."
@@ -102,8 +102,7 @@ def write_measurements(frame: pandas.DataFrame, folder: Path) -> None:
 def draw_summary(summary: pandas.DataFrame) -> Any:
     """Plot quality over bytes, or over CR where bytes are unknown, with a panel for each task."""
     lines = name_methods(summary, summary[~summary["own_gates"]]["variant"].nunique() > 1)
-    over = "bytes_per_token" if lines["bytes_per_token"].notna().all() else "achieved_ratio"
-    return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], over)
+    return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], cost_of(lines))
 
 
 def format_tables(

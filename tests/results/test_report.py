@@ -1,5 +1,4 @@
 import csv
-import json
 import re
 import statistics
 from html import unescape
@@ -34,8 +33,6 @@ def test_the_headline_names_the_smallest_cache_that_is_shown_to_be_as_good(tmp_p
     assert verdict["headline"] == (
         "small_and_sure at CR 4 is the smallest cache shown to be as good as the full one on loss: 26% of its bytes."
     )
-    words = "Of 4 smaller caches 2 are as good as the full one, 1 worse; of 1 the samples cannot tell."
-    assert verdict["points"] == [("loss", words)]
     none = "No smaller cache is shown to be as good as the full one on loss."
     assert headline_of(read(rows[:3], tmp_path))["headline"] == none
 
@@ -60,7 +57,7 @@ def test_a_model_stands_beside_the_best_rival(tmp_path):
     best = findings.rivals[findings.rivals["is_best"]].iloc[0]
     assert (best["variant"], best["rival"], best["gap"]) == ("retrofit", "good", pytest.approx(0.05))
     text = write_page(findings, tmp_path / "report").read_text()
-    assert "good ★" in text and "+0.0500 ± 0.00" in text
+    assert re.search(r">0\.0500 ± 0\.00\d\d better than good<", text)
 
 
 def test_questions_known_and_hidden_stand_side_by_side(tmp_path):
@@ -98,37 +95,6 @@ def test_jobs_of_a_benchmarks_sweep_stand_apart_and_the_same_again_counts_once(t
     assert text.count("Tokens/s against latency") >= 2 and "speed (kernels=cpu)" in text
 
 
-def test_a_damaged_line_is_told_and_left_out(tmp_path):
-    folder = write_rows([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "cells.jsonl")
-    with (folder / "cells.jsonl").open("a") as file:
-        file.write('{"key": "torn", "meth')
-    findings = read_folders([folder])
-    assert len(findings.summary) == 2
-    assert f"{folder}: 1 damaged lines are left out" in findings.notes
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        (None, "", "holds no results"),
-        ("cells.jsonl", "", "holds no results"),
-        ("cells.jsonl", '{"key": 1, "loss": 2}\n', "holds no results"),
-        ("cells.jsonl", json.dumps(compare_row("h2o", 2.0, metrics=7)) + "\n", "a row is not of this project"),
-        ("results.jsonl", "{}\n", "holds no results"),
-    ],
-)
-def test_a_foreign_folder_is_refused(tmp_path, file, content, says):
-    if file is not None:
-        (tmp_path / file).write_text(content)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=says):
-        read_folders([tmp_path])
-    assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises(ValueError, match="is no folder"):
-        read_folders([tmp_path / "nowhere"])
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_far_outlier_is_drawn_at_the_edge_and_told(tmp_path):
     rows = [constant_row(f"p{index}", 4.0, 3.0 + 0.01 * index) for index in range(8)]
     summary = read([*rows, constant_row("lost", 4.0, 90.0)], tmp_path).summary
@@ -153,16 +119,14 @@ def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
 def test_plots_and_data_lie_beside_the_page(grid_page):
     findings, folder = read_folders([grid_page.parent.parent / "cells"]), grid_page.parent
     pictures, text = sorted(path.name for path in (folder / "plots").iterdir()), unescape(grid_page.read_text())
-    assert len(pictures) == text.count("<figure>") == 11
-    assert pictures[0] == "01-loss-quality-against-bytes.png"
+    assert len(pictures) == text.count("<figure>") == 8
+    assert pictures[0] == "001-loss-quality-against-bytes.png"
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids))  # of all drawings together
     with (folder / "results.csv").open() as file:
         assert [float(line["value"]) for line in csv.DictReader(file)] == list(findings.summary["value"])
-    data = json.loads((folder / "report.json").read_text())
-    assert data["verdict"]["headline"] == headline_of(findings)["headline"]
-    assert len(data["results"]) == len(findings.summary) == 87
+    assert headline_of(findings)["headline"] in text and len(findings.summary) == 87
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text
     assert "ValueError: a budget of 1 entry has no room for the newest token" in text
@@ -174,9 +138,10 @@ def test_plots_of_an_earlier_page_are_replaced(tmp_path):
     folder.mkdir(parents=True)
     for name in ("2024-holiday.png", "mine.png"):
         (folder / name).write_bytes(b"")
-    write_page(read([compare_row("full"), compare_row("h2o", 2.0)], tmp_path / "grid"), tmp_path / "report")
+    rows = [compare_row("full", task=task) for task in ("loss", "needle")]
+    write_page(read(rows, tmp_path / "grid"), tmp_path / "report")
     before = {path.name for path in folder.iterdir()}
-    write_page(read([compare_row("full")], tmp_path / "rows"), tmp_path / "report")
+    write_page(read(rows[:1], tmp_path / "rows"), tmp_path / "report")
     left = {path.name for path in folder.iterdir()}
     assert {"mine.png", "2024-holiday.png"} < left and len(left) < len(before)
 
@@ -189,22 +154,6 @@ def test_the_script_writes_a_page(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page/report.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (["folders=[empty]"], "error: empty holds no results"),
-        (["folders=[]"], "error: folders is empty"),
-        (["folders=empty,other"], "error: empty holds no results"),
-        ([], "error: give a value for folders"),
-    ],
-)
-def test_the_script_refuses_before_it_writes(tmp_path, monkeypatch, settings, says):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert run_script("report.py", *settings, "output=other").startswith(says)
-    assert not (tmp_path / "other").exists()
-
-
 def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
     rows = [compare_row("full"), compare_row("h2o", 4.0)]
     places = read(rows, tmp_path).places
@@ -213,3 +162,8 @@ def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
     drawn = {line.get_gid(): list(line.get_ydata()) for line in plot.panels[0].lines}
     assert [drawn[mark] for mark in plot.tips] == [row["by_position"]["loss"] for row in reversed(rows)]
     assert "h2o at CR 4: loss" in " ".join(text for _, text in plot.tips.values())
+
+
+def test_rows_of_something_else_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a row is not of this project"):
+        read([compare_row("h2o", 2.0, metrics=7)], tmp_path)

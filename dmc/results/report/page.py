@@ -1,8 +1,7 @@
-"""The page: verdict, plots, tables and where they come from in one HTML file, and the same as PNG, CSV and JSON."""
+"""The page: verdict, plots, tables and where they come from in one HTML file, and the same as PNG and CSV."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -15,7 +14,6 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from dmc.results import plots
-from dmc.results.equal_bytes import KIND
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import asked_of, beside_rivals, summarize
 from dmc.results.store import Store, read_rows
@@ -24,7 +22,6 @@ from dmc.results.tables import (
     SPEEDS,
     Columns,
     all_tasks,
-    plus,
     reason,
     replace_file,
     result_table,
@@ -34,7 +31,7 @@ from dmc.results.tables import (
 )
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
-PAGE, CSV, JSON, PLOTS = "report.html", "results.csv", "report.json", "plots"
+PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
 EXPECTED = (
     "expected a folder with cells.jsonl, as compare.py, benchmark.py, collect.py, study.py and the quickstart write it"
 )
@@ -59,7 +56,6 @@ class Findings:
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
     failures: pandas.DataFrame
-    notes: list[str]
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Folder, command and environment of groups of rows, which the column `source` counts from 1."""
 
@@ -79,23 +75,21 @@ def read_folders(
     """
     if not folders:
         raise ValueError("folders is empty: give folders=outputs/compare, one or several")
-    stores, notes = [], []
+    stores = []
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: {EXPECTED}")
         stores.append(Store(folder / "cells.jsonl"))
         if not stores[-1].rows():
             raise ValueError(f"{folder} holds no results: {EXPECTED}")
-        if stores[-1].num_damaged:
-            notes.append(f"{folder}: {stores[-1].num_damaged} damaged lines are left out")
     try:
-        return _read(stores, notes, reference, keys)
+        return _read(stores, reference, keys)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         where = ", ".join(str(store.path.parent) for store in stores)
         raise ValueError(f"{where}: a row is not of this project ({error!r}): {EXPECTED}") from error
 
 
-def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys: Collection[str] | None) -> Findings:
+def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] | None) -> Findings:
     rows = read_rows(stores, keys)
     sources: list[dict[str, Any]] = []
     numbers = {row["key"]: _source(row, sources) for row in rows}
@@ -110,7 +104,7 @@ def _read(stores: Sequence[Store], notes: list[str], reference: str | None, keys
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     failures = pandas.DataFrame([_failure(row, numbers) for row in rows if row["status"] != DONE])
-    return Findings(summary, places, beside_rivals(frame, reference), speeds, failures, notes, sources)
+    return Findings(summary, places, beside_rivals(frame, reference), speeds, failures, sources)
 
 
 def _source(row: Row, sources: list[dict[str, Any]]) -> int:
@@ -132,7 +126,7 @@ def _failure(row: Row, numbers: dict[str, int]) -> dict[str, Any]:
 
 
 def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
-    """Write `report.html`, `plots/*.png`, `results.csv` and `report.json`; earlier ones are replaced.
+    """Write `report.html`, `plots/NNN-*.png` and `results.csv`; earlier ones are replaced.
 
     Args:
         findings: content of the page.
@@ -141,8 +135,8 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     Returns:
         The page's path.
     """
-    for name in _plots_of(folder / JSON):
-        (folder / PLOTS / name).unlink(missing_ok=True)
+    for path in (folder / PLOTS).glob("[0-9][0-9][0-9]-*.png"):
+        path.unlink()
     verdict, sections = headline_of(findings), dict[str, list[dict[str, Any]]]()
     for number, (section, plot, path) in enumerate(write_plots(findings, folder / PLOTS), start=1):
         drawn = {"title": plot.title, "caption": plot.caption, "file": path.name, "svg": Markup(plot.svg(number))}
@@ -162,13 +156,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         findings=findings,
     )
     summary = findings.summary.drop(columns=["keys"], errors="ignore")
-    data = {
-        **{"verdict": verdict, "notes": findings.notes, "sources": findings.sources},
-        **{name: _records(getattr(findings, name)) for name in ("rivals", "places", "speeds", "failures")},
-        **{"results": _records(summary), "plots": [each["file"] for drawn in sections.values() for each in drawn]},
-    }
     replace_file(folder / CSV, summary.to_csv(index=False, lineterminator="\n").encode())
-    replace_file(folder / JSON, json.dumps(data, indent=1, default=str).encode())
     replace_file(folder / PAGE, page.encode())
     return folder / PAGE
 
@@ -178,53 +166,32 @@ def write_plots(findings: Findings, folder: Path) -> Iterator[tuple[str, plots.P
     folder.mkdir(parents=True, exist_ok=True)
     for number, (section, plot) in enumerate(tqdm(_draw_all(findings), "plots", disable=None), start=1):
         slug = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in plot.title.lower())
-        path = folder / f"{number:02d}-{'-'.join(filter(None, slug.split('-')))[:60]}.png"
+        path = folder / f"{number:03d}-{'-'.join(filter(None, slug.split('-')))[:60]}.png"
         replace_file(path, plot.png())
         yield section, plot, path
 
 
-def _records(frame: pandas.DataFrame) -> Any:
-    frame = frame.drop(columns=["samples", "contexts", "settings", "provenance", "keys"], errors="ignore")
-    return json.loads(frame.dropna(axis=1, how="all").to_json(orient="records"))
-
-
-def _plots_of(data: Path) -> list[str]:
-    """Name the plots of the page before, by its own list: other pictures in their folder are somebody's."""
-    try:
-        names = json.loads(data.read_text())["plots"]
-        return [Path(name).name for name in names if name.endswith(".png")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
 def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
     """Draw all plots, each with its section."""
-    summary, quality, costs = findings.summary, "Quality against memory", "Budgets held, and speed"
+    summary, quality = findings.summary, "Quality against memory"
     for _, lines in summary.groupby("task", sort=False) if len(summary) else ():
-        if lines["bytes_per_token"].notna().all():
-            yield quality, plots.draw_quality([lines])
-        yield quality, plots.draw_quality([lines], "achieved_ratio")
-    if len(summary) and len(
-        asked := summary[~summary["is_full"] & ~summary["budget"].astype(str).str.startswith(KIND)]
-    ):
-        yield costs, plots.draw_ratios(asked)
+        yield quality, plots.draw_quality([lines], plots.cost_of(lines))
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
-        yield costs, plots.draw_speed(lines, f" (source {source})")
+        yield "Speed", plots.draw_speed(lines, f" (source {source})")
     for (_, by, _), lines in findings.places.groupby(["task", "by", "metric"], sort=False):
         for plot in plots.draw_places(lines):
             yield SECTIONS.get(str(by), "What gates merge and policies leave"), plot
 
 
 def headline_of(findings: Findings) -> dict[str, Any]:
-    """Return the results of `dmc.results.statistics` in words: a headline, points (subject, words) and caveats."""
-    summary, headline, points = findings.summary, "No methods are compared on a task: see what follows.", []
+    """Return the results of `dmc.results.statistics` in words: a headline and caveats."""
+    summary, headline = findings.summary, "No methods are compared on a task: see what follows."
     caveats = [f"Failed cells: {len(findings.failures)}, see below."] if len(findings.failures) else []
     if len(summary):
         headline = _headline(summary)
-        points = [(str(task), _count(lines)) for task, lines in summary.groupby("task", sort=False)]
         caveats += [LEGEND, *([GATES_CAVEAT] if summary["own_gates"].any() else [])]
-    return {"headline": headline, "points": [each for each in points if each[1]], "caveats": caveats}
+    return {"headline": headline, "caveats": caveats}
 
 
 def _headline(summary: pandas.DataFrame) -> str:
@@ -247,33 +214,13 @@ def _headline(summary: pandas.DataFrame) -> str:
     return f"{words}: {good.min():.0%} of its bytes.{ends}"
 
 
-def _count(lines: pandas.DataFrame) -> str:
-    """Count the smaller caches of a task that are as good as the full one, worse, or neither."""
-    smaller = lines[lines["share"].notna() & (lines["share"] < 1) & lines["lost"].notna()]
-    good, worse = (int((smaller["standing"] == each).sum()) for each in ("as good", "worse"))
-    told = f"Of {len(smaller)} smaller caches {good} are as good as the full one, {worse} worse; of "
-    return f"{told}{len(smaller) - good - worse} the samples cannot tell." if len(smaller) else ""
-
-
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
     """Yield title, caption and texts of every table."""
-    summary, rivals = findings.summary, findings.rivals
+    summary = findings.summary
     if len(summary):
-        yield "All results", "", result_table(summary, rivals[:0])  # rivals have a table of their own
+        yield "All results", "", result_table(summary, findings.rivals)
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
-    if len(rivals):
-        caption = "How much better the model is than the training-free method in as many bytes; negative: worse."
-        columns: Columns = {
-            "model": ("variant", ""), "task": ("task", ""), "metric": ("metric", ""),
-            "training-free": lambda each: each["rival"] + (" ★" if each["is_best"] else ""),
-            "the model is better by": lambda each: plus(each["gap"], each["gap_error"]),
-            "verdict on the model": lambda each: each["standing"].replace("unknown", "cannot tell"),
-            "seeds": lambda each: f"{each['seeds_ahead']} of {each['seeds']} for the model",
-        }  # fmt: skip
-        lines = rivals.assign(method=rivals["variant"])
-        caption += " ★: the best, chosen on these data, which favors it."
-        yield "Beside training-free methods in the same bytes", caption, texts_of(lines, columns)
     if len(findings.speeds):
         yield "Speed and memory", "Medians; contestants of one batch size took turns.", speed_table(findings.speeds)
     caption = "Start the same command again: finished cells are not repeated, failed ones are."
@@ -288,9 +235,7 @@ def _kinds(texts: pandas.DataFrame) -> list[str]:
 
 def _contents(findings: Findings) -> str:
     """Describe the page's contents by number."""
-    analyses = findings.places[findings.places["task"].str.startswith("inside")]["key"].unique()
-    kinds = (
-        *((findings.summary, "result"), (findings.speeds, "speed measurement"), (findings.failures, "failed cell")),
-        (analyses, "inside view"),
-    )
-    return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for rows, word in kinds if len(rows))
+    inside = findings.places[findings.places["task"].str.startswith("inside")].drop_duplicates("key")
+    kinds = {"result": findings.summary, "speed measurement": findings.speeds, "failed cell": findings.failures}
+    kinds["inside view"] = inside
+    return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for word, rows in kinds.items() if len(rows))
