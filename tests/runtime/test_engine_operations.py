@@ -406,7 +406,7 @@ def build(method, make_stock, make_compressed):
 def test_ten_thousand_operations_agree_with_requests_alone(make_stock, make_compressed, make_prompts):
     total = Counter()
     for method in METHODS:
-        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=14, stateful_step_count=40)
+        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=16, stateful_step_count=40)
 
     results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "fed", "lost")
     done = {name: number for name, number in total.items() if name not in results}
