@@ -95,8 +95,8 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
 def check_divides(config: Any, num_ranks: int) -> None:
     """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly."""
     for what in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        if getattr(config, what) % num_ranks:
-            raise ValueError(f"{what}={getattr(config, what)} cannot be divided among {num_ranks} ranks evenly")
+        if (count := getattr(config, what)) % num_ranks:
+            raise ValueError(f"{what}={count} cannot be divided among {num_ranks} ranks evenly: take a divisor of it")
 
 
 class SummedLinear(nn.Module):
