@@ -14,8 +14,8 @@ from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.attention import CacheAttention
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.runner import layout_of
-from dmc.runtime.step import Step
 
 
 class PagedGenerationCache(Cache):
@@ -31,7 +31,7 @@ class PagedGenerationCache(Cache):
         self._layout, self._rotary, self._block_size = layout_of(model), model.rotary_tables, block_size
         layout = self._layout
         self._backend = choose_backend("auto", layout.dtype, layout.head_dim, block_size, layout.device)
-        self._step: Step | None = None
+        self._forward: PagedForward | None = None
         self._real: Tensor | None = None
         self._num_columns = 0
         self._rows: list[int] = []
@@ -44,15 +44,15 @@ class PagedGenerationCache(Cache):
         """See `CompressedCache.attend`."""
         if layer_index == 0:
             self._begin(tokens.value, attention_mask)
-        assert self._step is not None and self._real is not None
+        assert self._forward is not None and self._real is not None
         real = self._real
         flat = DecidedTokens(*(_flatten(getattr(tokens, each.name), real) for each in dataclasses.fields(tokens)))
         attended = torch.zeros_like(tokens.query)
-        attended.transpose(1, 2)[real] = self._step.attend(layer_index, flat, scaling)[0].transpose(0, 1)
+        attended.transpose(1, 2)[real] = self._forward.attend(layer_index, flat, scaling)[0].transpose(0, 1)
         if layer_index == self._layout.num_layers - 1:
-            self._step.finish()
+            self._forward.finish()
             assert self.paged is not None
-            self.paged.tokens_seen[self._step.batch.rows] += torch.tensor(self._step.batch.num_new)
+            self.paged.tokens_seen[self._forward.batch.rows] += torch.tensor(self._forward.batch.num_new)
             self._num_columns += tokens.value.shape[2]
         return attended
 
@@ -70,7 +70,7 @@ class PagedGenerationCache(Cache):
         begins, counts = self.paged.tokens_seen[rows].tolist(), [count for count in counts if count]
         self.paged.reserve(rows, counts)
         new = ForwardBatch(rows, begins, counts, self._layout.device)
-        self._step = Step(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
+        self._forward = PagedForward(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only compressed attention layers can use this cache."""

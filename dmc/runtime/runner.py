@@ -21,9 +21,9 @@ from dmc.ranks import ALONE
 from dmc.runtime.decode_step import DecodeSteps, Record
 from dmc.runtime.lent_forwards import backend_linears, compiled_for_any_number, compiled_layers
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.sampling import Choice, Sampling, choose
 from dmc.runtime.scheduler import ScheduledChunk
-from dmc.runtime.step import Step
 from dmc.runtime.stock_attention import StockAttention
 from dmc.runtime.tally import SlotIndex
 
@@ -247,11 +247,11 @@ class Runner:
         """Run the model over the cache, with blocks reserved; count what rows hold after one token and after many."""
         compiled = self._compiled if batch.most_new == 1 else None
         turn = rotate if compiled is None else self._compiled_rotate
-        step, tally = Step(self.cache, self._attention, batch, self._rotary, turn), self.cache.tally
-        asked = {"position_ids": step.position_ids, "paged_cache": step, "use_cache": False}
+        forward, tally = PagedForward(self.cache, self._attention, batch, self._rotary, turn), self.cache.tally
+        asked = {"position_ids": forward.position_ids, "paged_cache": forward, "use_cache": False}
         with compiled or self._linear, self._stock:
             output = self.model(tokens, logits_to_keep=logits_of, **asked)
-        step.finish()
+        forward.finish()
         self._attention.finish(self._feed)
         tally.count_last(ones, self.cache.lengths, adds=True)
         tally.count_last(many, self.cache.lengths, adds=False)

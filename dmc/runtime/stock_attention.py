@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from dmc.runtime.step import Step
+from dmc.runtime.paged_forward import PagedForward
 
 STOCK_ATTENTION = "dmc_paged"
 HARMLESS = {
@@ -62,7 +62,7 @@ def stock_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    paged_cache: Step | None = None,
+    paged_cache: PagedForward | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.kernels import reference
+from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.runner import layout_of
-from dmc.runtime.step import Step
 from dmc.runtime.step_time import launches_per_layer
 
 SHALLOW, DEEP = 2, 4
@@ -261,7 +261,7 @@ def test_compiled_layers_launch_at_most_as_much(
         return inner
 
     for name in ("attend", "attend_plain"):
-        monkeypatch.setattr(Step, name, counted(getattr(Step, name)))
+        monkeypatch.setattr(PagedForward, name, counted(getattr(PagedForward, name)))
     for layers in (SHALLOW, DEEP):
         model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
         engine = Engine(model, policy=policy, kernels="reference", token_budget=None, compile=True)

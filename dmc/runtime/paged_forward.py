@@ -13,7 +13,7 @@ from dmc.policies.attention import CacheAttention, RotaryTables
 from dmc.runtime.paged_cache import PagedCache
 
 
-class Step:
+class PagedForward:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
     Args:
