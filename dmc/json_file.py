@@ -20,7 +20,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is damaged: brackets in thousands of brackets") from None
+        raise ValueError(f"{path} is damaged: brackets are nested too deeply") from None
     except ValueError as error:  # a UnicodeDecodeError is one
         raise ValueError(f"{path} is damaged, or is no JSON file: {error}") from None
     if not isinstance(values, dict):

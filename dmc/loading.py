@@ -43,5 +43,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: in
         raise ValueError(f"{path} has no tokenizer, or a damaged one ({error}): copy its files again") from error
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(f"the tokenizer of {path} has tokens up to {largest}, its model {vocab_size} tokens in all")
+        raise ValueError(
+            f"the tokenizer of {path} has token ids up to {largest}, its model knows only {vocab_size} tokens"
+        )
     return tokenizer

@@ -93,7 +93,7 @@ def score_text(
     assert scores is not None, "no batches"
     scores = sharing.added(scores)  # rows of other ranks are 0: the sum is exact
     if not scores[:, 1].any():
-        raise ValueError(f"no token of {len(scores)} held-out sequences is scored: take more of them, or longer ones")
+        raise ValueError(f"no token of {len(scores)} held-out sequences is scored: use more or longer sequences")
     loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0
     shares = scores[:, 2:].float().mean(0)
     return TextScore(loss, None if compression is None else shares.view(held.shape[1], held.shape[2]))

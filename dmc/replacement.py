@@ -67,7 +67,7 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), 
         raise FileExistsError(f"{named} cannot be written: {parent} is a file, or read only; give another output")
     for source in inputs:
         if folder == source.resolve() or folder in source.resolve().parents:
-            raise FileExistsError(f"{named} is or holds {source}, which is read: give another output")
+            raise FileExistsError(f"{named} is or holds {source}, which is the input: give another output")
     for place in (_beside(folder, "partial"), _beside(folder, "retired")):
         if place.is_symlink() or (_occupied(place) and not (place / RECORD_NAME).is_file()):
             raise FileExistsError(f"{place} is in the way of writing {named}: move it, or give another output")

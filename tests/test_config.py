@@ -80,8 +80,8 @@ def test_plain_values_become_dataclasses():
             {"retrofit": {"steps": 1, "ramp_fraction": 1.5}},
             "ramp_fraction=1.5: expected a number >= 0 and <= 1",
         ),
-        ("training.stages", {"solidify": {"steps": 1, "ramp_fraction": 0}}, "of a retrofit stage only"),
-        ("training.stages", {"solidify": {"steps": 1, "ramp_to": 8}}, "of a retrofit stage only"),
+        ("training.stages", {"solidify": {"steps": 1, "ramp_fraction": 0}}, "for retrofit stages only"),
+        ("training.stages", {"solidify": {"steps": 1, "ramp_to": 8}}, "for retrofit stages only"),
         (
             "training.stages",
             {"retrofit": {"steps": 1, "ramp_to": 2}},

@@ -36,7 +36,7 @@ class Compressor:
 
     def __init__(self, config: CompressionConfig, head_dim: int, ranks: Ranks = ALONE) -> None:
         if head_dim < 4:
-            raise ValueError(f"head_dim={head_dim} is too small to lend a neuron: expected at least 4 channels")
+            raise ValueError(f"head_dim={head_dim} is too small for a borrowed neuron: expected at least 4 channels")
         if not -head_dim <= config.neuron_index < head_dim:
             raise ValueError(f"neuron_index={config.neuron_index} does not exist in heads of {head_dim} channels")
         self.config = config

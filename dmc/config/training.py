@@ -58,7 +58,7 @@ class StageConfig:
         for option in ("ramp_fraction", "ramp_to"):
             if getattr(self, option) is not None and name != "retrofit":
                 raise ValueError(
-                    f"training.stages.{name}.{option}={getattr(self, option)} is of a retrofit stage only: leave it out"
+                    f"training.stages.{name}.{option}={getattr(self, option)} is for retrofit stages only: leave it out"
                 )
 
     def ramp_share(self, decisions: str) -> float:

@@ -84,7 +84,9 @@ class DocumentEncoder:
 
     def _pair(self, prompt: str, completion: str) -> Encoded:
         if not self.tokenizer.is_fast:
-            raise ValueError(f"The tokenizer {self.tokenizer.name_or_path!r} does not say where its tokens stand.")
+            raise ValueError(
+                f"The tokenizer {self.tokenizer.name_or_path!r} is not fast (tokenizer.json): it has no offsets."
+            )
         encoded = self.tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
         learned = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
         framed = self._framed(encoded["input_ids"])
@@ -99,7 +101,7 @@ class DocumentEncoder:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(
-                f"The tokenizer {self.tokenizer.name_or_path!r} has no chat template: take an instruct model's, or "
+                f"The tokenizer {self.tokenizer.name_or_path!r} has no chat template: use an instruct model's, or "
                 "columns of prompt, completion."
             )
         try:
@@ -135,7 +137,7 @@ class DocumentEncoder:
             before, behind = encode(number, prompts=True) if number else [], encode(number + 1)
             if token_ids[: len(before)] != before or token_ids[: len(behind)] != behind:
                 raise ValueError(
-                    "it writes earlier turns anew; mark the assistant's with {% generation %}, so that they can be "
+                    "it rewrites earlier turns; mark the assistant's turns with {% generation %}, so that they can be "
                     "told apart"
                 )
             learned[len(before) : len(behind)] = [True] * (len(behind) - len(before))

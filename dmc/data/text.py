@@ -133,9 +133,7 @@ class TextSource(DocumentSource):
             TypeError: the column does not hold text, chats or prompts.
         """
         if self.streaming:
-            raise ValueError(
-                f"{self.name!r} has streaming=True and is never cached: set data.streaming=true, or False."
-            )
+            raise ValueError(f"{self.name!r} has streaming=True and cannot be cached: set data.streaming=true.")
         self._check_rows()
 
     def description(self) -> dict[str, Any]:

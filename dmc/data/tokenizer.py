@@ -63,7 +63,7 @@ def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | None = None, sepa
             f"{name} has no eos token to separate documents; set data.tokenizer.eod_token, or tokenizer.eos_token."
         )
     if separator not in vocabulary:
-        raise ValueError(f"{name} has no token {separator!r}: data.tokenizer.eod_token is one of its vocabulary.")
+        raise ValueError(f"{name} has no token {separator!r}: choose data.tokenizer.eod_token from its vocabulary.")
     if bos and tokenizer.bos_token_id is None:
         raise ValueError(f"{name} has no bos token to begin documents with: leave data.tokenizer.bos=null, or false.")
     if bos is None:

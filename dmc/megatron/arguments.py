@@ -81,7 +81,7 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
     for name, expected in OF_A_LLAMA.items():
         if given.get(name, expected[0]) not in expected:
             raise ValueError(
-                f"{name}={given[name]!r} makes no Llama: expected {expected[0]!r}; "
+                f"{name}={given[name]!r} is not of Llama: expected {expected[0]!r}; "
                 f"args={{{name}: {expected[0]}}} overrules what is stored"
             )
     num_heads = given["num_attention_heads"]
@@ -104,7 +104,7 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
             return LlamaConfig(**values, architectures=["LlamaForCausalLM"])
         return DMCLlamaConfig(**values, architectures=["DMCLlamaForCausalLM"], compression=gates.to_dict())
     except StrictDataclassError as error:
-        raise ValueError(f"the arguments make no Llama of transformers: {error}") from None
+        raise ValueError(f"transformers cannot build a Llama model from the arguments: {error}") from None
 
 
 def arguments_of(config: Any, tensor_size: int, padded_vocab_size: int, dtype: torch.dtype) -> Namespace:

@@ -118,7 +118,7 @@ def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
     known = {part.name for part in parts} | (set(ONLY_IF_TIED) if config.tie_word_embeddings else set())
     foreign = sorted(set(shards) - known)
     if foreign:
-        raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which no Llama has")
+        raise ValueError(f"the checkpoint holds {foreign[0]} (and {len(foreign) - 1} more), which no Llama model has")
 
 
 def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor]]) -> None:

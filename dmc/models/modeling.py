@@ -201,7 +201,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             if past_key_values is not None and has_holes(attention_mask):
                 raise ValueError(
                     "attention_mask has 0 between real tokens: a compressed cache stores real tokens alone, one after "
-                    "the other; pad on the left, or say so with position_ids=attention_mask.cumsum(-1) - 1 (those of "
+                    "the other; pad on the left, or pass position_ids=attention_mask.cumsum(-1) - 1 (those of "
                     "the new tokens), as generate() does"
                 )
         return super().forward(
@@ -260,7 +260,7 @@ def check_padding_mask(attention_mask: Any) -> None:
     what = f"shape {tuple(attention_mask.shape)}" if is_tensor else f"type {type(attention_mask).__name__}"
     raise ValueError(
         f"attention_mask of {what}: compressed attention takes a padding mask [batch, tokens], 1 at real tokens; "
-        "which token sees which follows from the gates"
+        "the gates decide which token attends to which"
     )
 
 

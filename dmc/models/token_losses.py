@@ -223,9 +223,7 @@ def with_token_losses(model: Any) -> Any:
     """
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, "model"):
-        raise ValueError(
-            f"{type(model).__name__} does not end in an unbiased projection lm_head: train a Llama-like one"
-        )
+        raise ValueError(f"{type(model).__name__} cannot be trained: expected a last layer lm_head without bias")
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
     if not isinstance(model, TokenLossMixin):

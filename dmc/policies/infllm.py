@@ -56,7 +56,7 @@ class InfLLM(ReadingPolicy):
         if self.initial < 0:
             raise ValueError(f"initial={self.initial}: expected a number of tokens >= 0")
         if self.representatives > self.block_size:
-            raise ValueError(f"representatives={self.representatives}: a block has {self.block_size} tokens")
+            raise ValueError(f"representatives={self.representatives}: expected at most block_size={self.block_size}")
 
     @property
     def prompt_chunk(self) -> int | None:

@@ -172,8 +172,8 @@ def check_filter_layers(filter_layers: Sequence[int]) -> None:
     gaps = [after - before for before, after in itertools.pairwise(filter_layers)]
     if not filter_layers or filter_layers[0] < 0 or any(gap < 2 for gap in gaps):
         raise ValueError(
-            f"filter_layers={tuple(filter_layers)}: expected ascending layers, from 0, at least one and none next to "
-            "another (the layer after a filter layer reads everything), such as (2, 8, 18)"
+            f"filter_layers={tuple(filter_layers)}: expected ascending layers, from 0, at least one and no two "
+            "adjacent (the layer after a filter layer reads everything), such as (2, 8, 18)"
         )
 
 
@@ -205,7 +205,7 @@ def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -
     if memory <= full:
         raise ValueError(
             f"memory={memory}: the layers that read everything hold {full:.4g} of the cache with "
-            f"filter_layers={tuple(filter_layers)} of {num_layers} layers; give more, or fewer filter layers"
+            f"filter_layers={tuple(filter_layers)} of {num_layers} layers; raise memory, or choose fewer filter layers"
         )
     return (memory - full) / (1 - full)
 

@@ -40,7 +40,7 @@ class RoCo(EvictionPolicy):
     def __post_init__(self) -> None:
         if not 0 <= self.recent_ratio < 1:
             raise ValueError(
-                f"recent_ratio={self.recent_ratio}: expected a share from 0 to below 1; at 1 nothing could ever go"
+                f"recent_ratio={self.recent_ratio}: expected a share from 0 to below 1; at 1 no entry could be evicted"
             )
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

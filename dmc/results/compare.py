@@ -285,7 +285,7 @@ def _given(cell: Cell, store: Store) -> Row | None:
     """Find the row whose bytes are a cell's budget; None: the budget is not in bytes."""
     row = next((row for row in store.rows() if row["key"] == cell.same_bytes_as), None)
     if cell.same_bytes_as is not None and (row is None or row["status"] != DONE):
-        raise ArithmeticError(f"{cell.method.asked}: what it is given the bytes of has no figures")
+        raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
     return row
 
 

@@ -69,7 +69,7 @@ class EngineLM(HFLM):
         """Score (text, prompt, continuation): its log-likelihood in nats, and whether greedy decoding gives it."""
         if self.question_at is not None:
             raise ValueError(
-                "question=hidden: a task that compares likelihoods has no question to hide; leave it known"
+                "question=hidden: a task that compares likelihoods has no separate question; use question=known"
             )
         requests_by_input: dict[ScoringInput, list[int]] = {}
         for index, (_, prompt, continuation) in enumerate(requests):
@@ -107,8 +107,8 @@ class EngineLM(HFLM):
         room = self.max_length + 1 - len(continuation)
         if not 0 < room <= self.max_length or not prompt:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and a continuation of {len(continuation)}: expected both to have "
-                f"some, and the continuation at most {self.max_length}, the positions that the model has"
+                f"a prompt of {len(prompt)} tokens and a continuation of {len(continuation)}: expected at least one "
+                f"token in each, and at most {self.max_length}, the model's positions, in the continuation"
             )
         return tuple(self._cut(prompt, room)), tuple(continuation[:-1])
 
@@ -134,7 +134,7 @@ class EngineLM(HFLM):
             if room < 1:
                 raise ValueError(
                     f"max_gen_toks={params[-1].max_new_tokens} leaves no room for a prompt: the model has "
-                    f"{self.max_length} positions; give fewer"
+                    f"{self.max_length} positions; lower it"
                 )
             prompts.append(self._cut(self.tok_encode(text[:cut]), room))
         fed, after = self._parts(prompts) if self.question_at is None else (prompts, questions)

@@ -276,7 +276,7 @@ def plan_lm_eval(
     unknown = [each.name for each in benchmarks if not each.can_hide]
     if unknown and (settings.question == "hidden" or (both and len(unknown) == len(benchmarks))):
         raise ValueError(
-            f"question={settings.question}: where questions of {unknown[0]!r} begin is not known; give it a "
+            f"question={settings.question}: it is unknown where questions of {unknown[0]!r} begin; give the task a "
             f"context_field or question_marks, {{name: {unknown[0]}, question_marks: ['Question:']}}"
         )
     names = tuple(task for each in benchmarks for task in each.tasks)
@@ -329,7 +329,7 @@ def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str]
         parts = parts_of(manager, name)
         if parts and not (manager.task_index[name].cfg or {}).get("aggregate_metric_list"):
             raise ValueError(
-                f"tasks: {name!r} has no score of its own; name what you want the mean of: "
+                f"tasks: {name!r} has no score of its own; name the tasks to average: "
                 f"{{name: {name}_mean, members: [{', '.join(parts)}]}}"
             )
         if runs_code(manager, name) and os.environ.get(CODE_CONSENT) != "1":

@@ -116,9 +116,7 @@ def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
         known = [config.model] if config.model else _names(config)
         name = known[0]
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise OSError(
-            f"{config.root}/v1/models tells no models ({error}): give server=, and model= if it must"
-        ) from error
+        raise OSError(f"{config.root}/v1/models lists no models ({error}): check server=, or set model=") from error
     if config.crowd_seconds is not None:
         from dmc.results.crowd import run_crowd  # which builds on this module
 

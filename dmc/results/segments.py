@@ -26,7 +26,7 @@ def segment_page(model: Any, tokenizer: Any, text: str, layer: int, head: int, n
         ValueError: there is no such layer or head, the text is empty, or the tokenizer is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("a segmentation needs a fast tokenizer (tokenizer.json), which knows the places of tokens")
+        raise ValueError("a segmentation needs a fast tokenizer (tokenizer.json), which returns the offsets of tokens")
     if not text.strip():
         raise ValueError("the text to cut into segments is empty")
     encoded = tokenizer(text, return_offsets_mapping=True)

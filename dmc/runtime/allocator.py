@@ -49,7 +49,7 @@ class BlockAllocator:
         """
         free = self.num_free
         if count > free:
-            raise OutOfBlocksError(f"{count} blocks asked for, {free} of {self.num_blocks} are free")
+            raise OutOfBlocksError(f"{count} blocks were asked for, only {free} of {self.num_blocks} are free")
         self.height -= count
         return self.stack[free - count : free].clone()
 

@@ -391,7 +391,7 @@ class PagedCache:
             ValueError: the cache keeps no positions: no policy evicts any, or the model merges tokens.
         """
         if "position" not in self.fields:
-            raise ValueError("which tokens are held is only known of a stock model with a policy that evicts, as H2O")
+            raise ValueError("held tokens are recorded only for a stock model with an evicting policy such as H2O")
         held = []
         for table, lengths in zip(self.block_tables[:, row], self.lengths[:, row].tolist(), strict=True):
             positions = gather_pages(self.fields["position"], table[None], max(lengths))[0].long().cpu()

@@ -165,7 +165,7 @@ def test_pooled_states_keep_the_dtype_of_the_values():
 
 
 def test_heads_without_a_neuron_to_lend_are_refused():
-    with pytest.raises(ValueError, match="head_dim=2 is too small to lend a neuron"):
+    with pytest.raises(ValueError, match="head_dim=2 is too small for a borrowed neuron"):
         Compressor(CompressionConfig(), 2)
     for neuron in (8, -9):
         with pytest.raises(ValueError, match=f"neuron_index={neuron} does not exist in heads of 8 channels"):

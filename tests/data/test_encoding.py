@@ -72,14 +72,14 @@ def test_completion_and_what_ends_it_are_learned(tokenizer):
 
 
 def test_chats_need_a_template(tokenizer):
-    with pytest.raises(ValueError, match="has no chat template: take an instruct model's"):
+    with pytest.raises(ValueError, match="has no chat template: use an instruct model's"):
         DocumentEncoder(with_template(tokenizer, None), framing_of(tokenizer))([CHAT])
 
 
 @pytest.mark.parametrize(
     ("template", "chat", "reason"),
     [
-        (FORGETFUL, CHAT, "writes earlier turns anew; mark the assistant's with {% generation %}"),
+        (FORGETFUL, CHAT, "rewrites earlier turns; mark the assistant's turns with {% generation %}"),
         ("{{ raise_exception('no system turn') }}", CHAT, "no system turn"),
         ("{{ messages[0]['content'] + 1 }}", CHAT, "can only concatenate str"),
         (MARKED, [{"role": "assistant", "content": "half a pair: \ud83d"}], "TextEncodeInput must be"),

@@ -120,7 +120,7 @@ def test_options_that_mean_nothing_are_refused(corpus):
         TextSource(str(corpus), split="validation")
     with pytest.raises(ValueError, match="needs a folder or a hub dataset"):
         TextSource(str(corpus / "000.txt"), files="*.txt").check()
-    with pytest.raises(ValueError, match="streaming=True and is never cached"):
+    with pytest.raises(ValueError, match="streaming=True and cannot be cached"):
         TextSource(str(corpus), streaming=True).check()
 
 

@@ -151,9 +151,9 @@ def test_the_model_that_is_read_is_never_replaced(make_stock, tmp_path):
     export(make_stock(), model, tokenizer=None, card=ModelCard("tiny", "none", "none"))
     (tmp_path / "link").symlink_to(model)
     for source, output in ((model, model), (tmp_path / "link", model), (model, tmp_path / "link")):
-        with pytest.raises(FileExistsError, match=r"is or holds .* which is read: give another output"):
+        with pytest.raises(FileExistsError, match=r"is or holds .* which is the input: give another output"):
             export_checkpoint(source, output, overwrite=True)
-    with pytest.raises(FileExistsError, match=r"is or holds .* which is read"):
+    with pytest.raises(FileExistsError, match=r"is or holds .* which is the input"):
         export_checkpoint(model, tmp_path / "models", overwrite=True)
     load_model(model)
 

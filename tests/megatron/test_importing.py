@@ -164,11 +164,11 @@ def test_arguments_can_be_given_where_none_are_stored(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
-        ({"rotary_interleaved": True}, {}, "rotary_interleaved=True makes no Llama: expected False"),
-        ({"rotary_percent": 0.5}, {}, "rotary_percent=0.5 makes no Llama"),
-        ({"normalization": "LayerNorm"}, {}, "normalization='LayerNorm' makes no Llama"),
+        ({"rotary_interleaved": True}, {}, "rotary_interleaved=True is not of Llama: expected False"),
+        ({"rotary_percent": 0.5}, {}, "rotary_percent=0.5 is not of Llama"),
+        ({"normalization": "LayerNorm"}, {}, "normalization='LayerNorm' is not of Llama"),
         ({"num_layers": 3}, {}, "holds 2 layers, its num_layers says 3"),
-        ({"num_attention_heads": 5, "dmc_init_val": None}, {}, "make no Llama of transformers"),
+        ({"num_attention_heads": 5, "dmc_init_val": None}, {}, "transformers cannot build a Llama"),
         ({"num_attention_heads": 8}, {}, r"linear_qkv.weight of rank 0 has shape \(128, 24\), the arguments ask for"),
         ({"untie_embeddings_and_output_weights": True}, {"ffn_hidden_size": 64}, r"linear_fc1.weight of rank 0"),
         ({"tensor_model_parallel_size": 2}, {}, r"holds 1 tensor x 1 pipeline ranks, its arguments say 2 x 1"),
@@ -259,7 +259,7 @@ def take_a_rank_of_another_run(source):
     ("spoil", "message"),
     [
         (cut_off, "model_optim_rng.pt is cut off"),
-        (add_a_bias, r"holds decoder.layers.0.self_attention.linear_qkv.bias .*no Llama has"),
+        (add_a_bias, r"holds decoder.layers.0.self_attention.linear_qkv.bias .*no Llama model has"),
         (take_a_rank_of_another_run, r"ranks 0 and 1 hold different decoder.layers.0.*layer_norm_weight"),
     ],
 )

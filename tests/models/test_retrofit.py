@@ -525,7 +525,7 @@ def test_scaled_rope_acts_as_in_the_stock_model(rope, make_stock, make_prompts, 
 
 
 def test_gates_that_do_not_fit_the_heads_are_refused(make_stock):
-    with pytest.raises(ValueError, match="head_dim=2 is too small to lend a neuron"):
+    with pytest.raises(ValueError, match="head_dim=2 is too small for a borrowed neuron"):
         retrofit(make_stock(head_dim=2), CompressionConfig())
     with pytest.raises(ValueError, match="neuron_index=16 does not exist in heads of 16 channels"):
         retrofit(make_stock(), CompressionConfig(neuron_index=16))

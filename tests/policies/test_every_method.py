@@ -180,7 +180,7 @@ REFUSED = {
         ({"local": 0}, "local=0: expected a whole number >= 1"),
         ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
         ({"initial": -1}, "initial=-1: expected a number of tokens >= 0"),
-        ({"block_size": 4, "representatives": 5}, "representatives=5: a block has 4 tokens"),
+        ({"block_size": 4, "representatives": 5}, "representatives=5: expected at most block_size=4"),
     ],
     "Quest": [
         ({"page_size": 0}, "page_size=0: expected a number of entries >= 1"),
@@ -195,7 +195,7 @@ REFUSED = {
                 ({"memory": 1.5}, r"memory=1.5: expected a share"),
                 ({"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
                 ({"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
-                ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* none next to another"),
+                ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
                 ({"filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
                 ({"selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
                 ({"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),

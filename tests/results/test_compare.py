@@ -316,7 +316,7 @@ def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config):
     rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
     assert [row["status"] for row in rows] == ["failed", "failed", "done"]
     assert rows[0]["error"] == "ValueError: text_loss needs a tokenizer in the model's folder"
-    assert "the model knows 300 tokens" in rows[1]["error"]
+    assert "the model knows only 300 tokens" in rows[1]["error"]
 
 
 def keys(config):

@@ -110,7 +110,7 @@ def test_whose_tokens_are_not_known_is_refused(case, make_stock, make_compressed
         engine = Engine(make_compressed(), policy=policies.SnapKV(budget=Budget(ratio=2), window=4))
     else:
         engine = Engine(make_stock(num_layers=3), policy=policies.OmniKV(budget=Budget(ratio=4), filter_layers=[0]))
-    with pytest.raises(ValueError, match="only known of a stock model with a policy that evicts"):
+    with pytest.raises(ValueError, match="only for a stock model with an evicting policy"):
         tables(engine, make_prompts(20))
     assert engine.blocks_in_use == 0
     with pytest.raises(ValueError, match="LlamaForCausalLM has no gates"):

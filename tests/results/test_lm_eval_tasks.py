@@ -148,7 +148,7 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, pol
         ({"name": "local_generation", "question_marks": ["Why"]}, "no question of local_generation begins in"),
         (
             {"name": "local_choice", "context_field": "question"},
-            "a task that compares likelihoods has no question to hide",
+            "a task that compares likelihoods has no separate question",
         ),
     ],
 )
@@ -197,8 +197,8 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config, tasks_folder):
     [
         ({"tasks": [{"name": "a", "member": []}]}, "did you mean 'members'"),
         ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
-        ({"question": "hidden"}, "where questions of 'both' begin is not known; give it a context_field"),
-        ({"question": "both"}, "question=both: where questions of 'both' begin is not known"),
+        ({"question": "hidden"}, "it is unknown where questions of 'both' begin; give the task a context_field"),
+        ({"question": "both"}, "question=both: it is unknown where questions of 'both' begin"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(changes, message, make_config, tmp_path):

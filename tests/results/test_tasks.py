@@ -683,7 +683,7 @@ def test_metrics_are_averaged_by_coordinates() -> None:
         (lambda _: FactRecall(haystack=" ").identity(), "haystack is empty"),
         (lambda _: Recall("copy", sequence_length=9), "sequence_length=9 has no room"),
         (lambda _: Recall("key_value", vocab_size=5), "vocab_size=5 is too small for 'key_value'; it needs at least"),
-        (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows 300"),
+        (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows only 300"),
         (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected a whole number >= 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
         (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),

@@ -84,7 +84,7 @@ def test_any_history_keeps_blocks_disjoint_and_counted(history):
             allocator.free(held.pop(number % len(held)))
         elif verb == "allocate":
             if number > allocator.num_free:
-                said = f"{number} blocks asked for, {allocator.num_free} of {allocator.num_blocks} are free"
+                said = f"{number} blocks were asked for, only {allocator.num_free} of {allocator.num_blocks} are free"
                 with pytest.raises(OutOfBlocksError, match=said):
                     allocator.allocate(number)
             else:

@@ -93,7 +93,7 @@ def test_the_script_prints_a_table_and_keeps_the_rows(
     assert Path("out/load.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in (
         ("server=localhost:8000", "expected an address such as http"),
-        ("server=http://127.0.0.1:9", "tells no models"),
+        ("server=http://127.0.0.1:9", "lists no models"),
         (f"server={served.url} load.model=none", "answers no request: 404"),
         (f"server={served.url} load.crowd_seconds=0", "crowd_seconds=0.0: expected a number > 0"),
         (f"server={served.url} load.rates=[0]", "expected requests a second > 0"),

@@ -142,7 +142,7 @@ def test_a_run_is_never_replaced_by_its_own_export(run_config, tmp_path):
     (tmp_path / "link").symlink_to(run.folder)
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
     for output in (run.folder, run.folder.parent, tmp_path / "link", run.folder / "checkpoints"):
-        with pytest.raises(FileExistsError, match=r"is or holds .* which is read|is not replaced"):
+        with pytest.raises(FileExistsError, match=r"is or holds .* which is the input|is not replaced"):
             export_checkpoint(run.folder, output, overwrite=True)
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
     for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda"])):

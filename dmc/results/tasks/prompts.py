@@ -29,8 +29,8 @@ def check_chat_template(tokenizer: Any) -> None:
     """Raise a ValueError for a tokenizer without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"chat_template=true: the tokenizer {tokenizer.name_or_path!r} has no chat template, as those of base "
-            "models; leave it false, or add chat_template.jinja to the folder"
+            f"chat_template=true: the tokenizer {tokenizer.name_or_path!r} has no chat template, like those of "
+            "base models; set chat_template=false, or add chat_template.jinja to the folder"
         )
 
 

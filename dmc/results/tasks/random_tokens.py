@@ -74,7 +74,7 @@ class Recall(Asking):
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         if self.vocab_size is not None and self.vocab_size > vocab_size:
-            raise ValueError(f"{self.task}: vocab_size={self.vocab_size}, the model knows {vocab_size} tokens")
+            raise ValueError(f"{self.task}: vocab_size={self.vocab_size}, the model knows only {vocab_size} tokens")
         size = self.vocab_size or vocab_size
         self._check_vocabulary(size)
         return [self._sample(np.random.default_rng([self.seed, index]), size) for index in range(self.num_samples)]
