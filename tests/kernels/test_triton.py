@@ -223,7 +223,20 @@ def test_what_the_kernels_cannot_serve_is_said(place: tuple[str, torch.dtype]) -
 if not INTERPRETED:
 
     def test_interpreted_kernels_equal_the_reference() -> None:
-        command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        files = [__file__, str(Path(__file__).with_name("test_evict.py"))]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *files,
+            "-k",
+            "triton",
+            "-q",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+        ]
         environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         root = Path(__file__).parents[2]
         result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
