@@ -103,7 +103,7 @@ def test_settings_overrule_the_convention(plain):
 
 
 def test_a_framing_that_the_vocabulary_does_not_have_is_refused(plain):
-    with pytest.raises(ValueError, match=r"has no token '</s>': data\.tokenizer\.eod_token is one of"):
+    with pytest.raises(ValueError, match=r"has no token '</s>': choose data\.tokenizer\.eod_token from"):
         framing_of(plain, separator="</s>")
     with pytest.raises(ValueError, match="has no bos token to begin documents with"):
         framing_of(plain, bos=True)

@@ -110,6 +110,7 @@ def test_a_signal_to_wandbs_process_does_not_end_the_run(tracked_values, monkeyp
         while (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
 
+    monkeypatch.setenv("WANDB_MODE", "offline")  # wandb remembers the login of another test for as long as it lives
     monkeypatch.setattr(Validation, "log_score", log_score)
     tracked_values["training"]["validate_every_steps"] = 1
     run = train(build_config(RunConfig, tracked_values))
