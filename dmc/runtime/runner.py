@@ -159,7 +159,7 @@ class Runner:
         self._rotary = None if is_stock else model.rotary_tables
         self._linear = backend_linears(backend, model)
         self._compiled = compiled_layers(model) if compiles else None
-        self._compiled_rotate = compiled_for_any_number(rotate)
+        self._compiled_rotate = compiled_for_any_number(rotate) if compiles else rotate
         self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
         rotary = self._rotary or rotary_of(model)
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)

@@ -145,7 +145,7 @@ def test_a_run_goes_on_at_every_mesh_with_the_same_samples(values, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2 on 3", "hsdp on 4", "tp on 2"])  # of ddp: tests/training/test_ranks.py
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "auto"])
 def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bit(values, layout, tmp_path):
     values["training"] |= {"stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}}, "batch_size": 12}
     options = {"micro_batch_size": 1, "checkpoint_every_steps": 3}
