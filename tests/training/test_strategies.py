@@ -193,7 +193,7 @@ def test_two_ranks_of_deepspeed_learn_what_one_does_and_share_its_checkpoints(va
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
 def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
     trainer = {"strategy": strategy, "precision": "bf16-mixed"}
     options = {"micro_batch_size": 1, "activation_checkpointing": True}
@@ -227,7 +227,7 @@ def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
 def test_preempted_ranks_go_on_and_a_damaged_shard_is_found(values, alone, strategy, tmp_path):
     folder = tmp_path / "run"
     values = dict(values, output_dir=str(folder), trainer=values["trainer"] | {"devices": 2, "strategy": strategy})
