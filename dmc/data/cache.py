@@ -218,7 +218,8 @@ class _Cache:
         except ValueError:
             parts = {part.name for part in self.folder.iterdir() if part.is_dir()}
         for part in parts:
-            shutil.rmtree(self.folder / part)
+            if (self.folder / part).exists():  # it may be what somebody deleted
+                shutil.rmtree(self.folder / part)
 
     def _damaged(self, most_bytes: int | None = None) -> Iterator[tuple[Path, str]]:
         """Compare the files with the index: the sizes of all, and of evenly spread ones so many bytes; None: all."""

@@ -3,6 +3,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -151,7 +152,7 @@ def truncate(path):
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, lambda path: shutil.rmtree(path.parent)])
 def test_damaged_part_alone_is_rebuilt_with_a_warning(damage, build, expected, tmp_path, caplog):
     build()
     cache = tmp_path / "cache"

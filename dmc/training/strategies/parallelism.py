@@ -21,7 +21,7 @@ from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import MODEL_CONFIG, TRAINER_STATE, Header, check_whole
+from dmc.training.checkpoints.folder import MODEL_CONFIG, TRAINER_STATE, Header, check_whole, on_every_rank
 from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
 
 
@@ -120,8 +120,11 @@ class Parallelism:
         group = self.writers.group
 
         def write(folder: Path) -> Future:
-            if self.writers.rank == 0:
-                torch.save(checkpoint, folder / TRAINER_STATE)
+            def write_state() -> None:
+                if self.writers.rank == 0:
+                    torch.save(checkpoint, folder / TRAINER_STATE)
+
+            on_every_rank(write_state, self.writers)
             writer = distributed_checkpoint.FileSystemWriter(folder)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
             writing = distributed_checkpoint.async_save(self.tensors(), **options)
