@@ -60,6 +60,9 @@ class CompressionConfig:
     """Added to the importance: keeps it positive, in training and at inference alike."""
     temperature: Annotated[float, Bounds(above=0, most=1e3, note="at which all decisions are near 0.5")] = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
+    noise: bool = True
+    """Whether decisions are sampled in training; False: alpha = sigmoid(logit / temperature), a soft write gate (WG-KV,
+    arXiv:2512.17452)."""
     target_ratio: float = 4.0
     """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 

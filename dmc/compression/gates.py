@@ -91,7 +91,11 @@ class Compressor:
         else:
             noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
             ranks = ALONE if self.config.decisions == "per_layer" else self.ranks  # one draw, the same on every rank
-            alpha, noised = sample_decisions(logits, self.config.temperature, noise, ranks)
+            if self.config.noise:
+                alpha, noised = sample_decisions(logits, self.config.temperature, noise, ranks)
+            else:
+                noised = logits / self.config.temperature
+                alpha = torch.sigmoid(noised)
             log_append = log_one_minus_sigmoid(noised)
         if starts is not None:
             alpha = alpha.masked_fill(starts[:, None], 0.0)

@@ -22,7 +22,7 @@ from dmc.kernels.pages import slots_below
 from dmc.kernels.reference import nth_newest
 from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 
-Sum = Literal["mass", "squares", "value_norm"]
+Sum = Literal["mass", "squares", "value_norm", "score"]
 """Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
 and the L1 norm of its value."""
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.kernels.base import NewTokens
+from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.pages import gather_pages
+from dmc.kernels.layout import CacheLayout, Field
+from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.policies.attention import Cache, RotaryTables
+from dmc.policies.base import Sum
 from dmc.policies.budgets import keep_top
 from dmc.policies.eviction import Eviction, EvictionPolicy
 
@@ -31,8 +33,9 @@ class KVzip(EvictionPolicy):
 
         s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d))
 
-    This costs 2 to 3 times the prompt's own pass, and nothing of it stays in the cache. Differs from the authors' code:
-    one instruction leads every chunk, and there is none without a tokenizer; a later turn repeats the earlier ones.
+    This costs 2 to 3 times the prompt's own pass, and nothing but the scores stays in the cache. Differs from the
+    authors' code: one instruction leads every chunk, and there is none without a tokenizer. A later turn repeats the
+    tokens since the last repetition; entries from before keep their scores.
 
     Raises:
         ValueError: an option is out of range.
@@ -50,6 +53,7 @@ class KVzip(EvictionPolicy):
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
+    sums: ClassVar[tuple[Sum, ...]] = ("score",)
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.lead < 0 or self.chunk < 1:
@@ -61,6 +65,10 @@ class KVzip(EvictionPolicy):
     def serves_compressed(self) -> bool:
         """See `CachePolicy`: the second pass does not run gates."""
         return False
+
+    def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
+        """See `CachePolicy`; also the number of tokens whose entries have a score."""
+        return (*super().fields(layout), Field("scored", torch.int32, "row"))
 
     def worded(self, tokenizer: Any) -> KVzip:
         """See `CachePolicy`."""
@@ -92,23 +100,30 @@ class Reconstruction(Eviction):
 
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
         """See `CacheAttention.finish`."""
-        policy, layers = self.policy, range(self.cache.layout.num_layers)
+        policy, cache = self.policy, self.cache
+        layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
         for row, num_tokens, limit in self._ended:
-            rows, tokens = torch.tensor([row], device=self.cache.layout.device), self.tokens[row]
-            scores: list[Tensor] = []
-            for begin in range(0, num_tokens, policy.chunk):
+            rows, tokens, scored = torch.tensor([row], device=cache.layout.device), self.tokens[row], cache.fields["scored"]
+            for begin in range(int(scored[0, row]), num_tokens, policy.chunk):
                 end = min(begin + policy.chunk, num_tokens)
-                repetition = Repetition(self.cache, self.backend, rows, range(begin, end), policy.sinks, scores)
+                repetition = Repetition(cache, self.backend, rows, range(begin, end), policy.sinks)
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
+            scored[:, row] = num_tokens
+            scores = [self._scores(layer, rows) for layer in layers]
+            keep = keep_top(torch.cat([each.flatten() for each in scores]), limit * cache.lengths[:, row].numel())
             counts = [each.numel() for each in scores]
-            keep = keep_top(torch.cat([each.flatten() for each in scores]), limit * self.cache.lengths[:, row].numel())
-            for index, kept in zip(layers, keep.split(counts), strict=True):
-                self.backend.compact(self.cache.layer(index), rows, kept.view_as(scores[index]))
+            for layer, kept, own in zip(layers, keep.split(counts), scores, strict=True):
+                self.backend.compact(layer, rows, kept.view_as(own))
+
+    def _scores(self, layer: LayerCache, rows: Tensor) -> Tensor:
+        """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""
+        positions, scores = self.backend.read_notes(layer, rows, ["position", "score"], int(layer.lengths[rows].max()))
+        return scores.masked_fill(positions < self.policy.sinks, torch.inf).masked_fill(positions < 0, -torch.inf)
 
 
 @dataclass
 class Repetition:
-    """A pass that attends to a sequence's entries and to itself, and appends nothing."""
+    """A pass that attends to a sequence's entries and to itself, scores them, and appends nothing."""
 
     cache: Cache
     backend: ModuleType
@@ -117,8 +132,6 @@ class Repetition:
     chunk: range
     """Positions of the tokens that are repeated."""
     sinks: int
-    scores: list[Tensor]
-    """Scores of each layer, [1, H, N], written in place: +inf for sinks, -inf where there is no entry."""
 
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attend from [1, H_q, T, D], already rotated, to the cache and to keys [1, H, T, D] up to the query's own."""
@@ -134,15 +147,12 @@ class Repetition:
                 (gather_pages(layer.value_pages, tables, num_entries, layer.value_scales), value),
             )
         )
-        if layer_index == len(self.scores):
-            self.scores.append(torch.zeros_like(positions, dtype=torch.float32).masked_fill(~exists, -torch.inf))
-            self.scores[-1].masked_fill_(is_sink, torch.inf)
         repeated = (positions >= self.chunk.start) & (positions < self.chunk.stop)
         rivals = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
         values = torch.cat((values, rivals[..., None]), dim=-1)  # yields their share of the attention with the output
         grouped, outputs = query[0].float().unflatten(0, (len(keys), -1)) * scaling, []
         order = torch.arange(num_new, device=query.device)
-        best = torch.zeros_like(self.scores[layer_index][0])
+        best = torch.zeros(positions.shape[1:], device=query.device)
         for begin in range(0, num_new, QUERY_BLOCK):
             block = grouped[:, :, begin : begin + QUERY_BLOCK]
             ahead = order > order[begin : begin + block.shape[2], None]
@@ -151,6 +161,7 @@ class Repetition:
             output, among = (weights @ values[:, None]).split((query.shape[-1], 1), dim=-1)
             outputs.append(output)
             best = torch.maximum(best, (weights[..., :num_entries] / among.clamp_min(1e-30)).amax((1, 2)))
-        scores = self.scores[layer_index]
-        scores.copy_(torch.where(repeated & ~is_sink, best[None], scores))
+        slots = torch.arange(num_entries, device=query.device)[None, None]
+        place = places(tables, slots, layer.block_size)[repeated]
+        layer.notes["score"].view(-1)[place] = best[None][repeated]
         return torch.cat(outputs, dim=2).flatten(0, 1)[None].to(query.dtype)

@@ -99,6 +99,15 @@ def test_relaxed_gate_keeps_the_bias_of_the_noised_logit():
     torch.testing.assert_close(gated.log_append.exp(), 1 - gated.alpha, rtol=1e-4, atol=1e-6)
 
 
+def test_a_gate_without_noise_is_a_sigmoid_of_its_logits():
+    query, key, _ = states()
+    gate = compressor(noise=False, temperature=2.0).gate
+    first, again = gate(query, key, GateMode(noise_seeds=[1, 2]), 0), gate(query, key, None, 0)
+    torch.testing.assert_close(first.alpha, 1 / (1 + (-first.logits / 2.0).exp()))
+    torch.testing.assert_close(first.log_append.exp(), 1 - first.alpha, rtol=1e-4, atol=1e-6)
+    assert torch.equal(first.alpha, again.alpha)
+
+
 def test_noise_follows_the_sample_and_the_layer():
     query, key, _ = states()
     query, key = query[:1].expand(2, -1, -1, -1), key[:1].expand(2, -1, -1, -1)

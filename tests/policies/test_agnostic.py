@@ -14,6 +14,33 @@ def test_kvzip_shares_one_budget_among_all_layers_and_heads(make_stock, make_pro
     assert all(positions[:4] == [0, 1, 2, 3] for heads in trace.positions for positions in heads)
 
 
+def test_a_later_turn_of_kvzip_repeats_what_is_new_and_earlier_entries_keep_their_scores(make_stock, make_prompts):
+    first, second = make_prompts(40, 21)
+    engine = Engine(make_stock(), policy=KVzip(budget=Budget(ratio=2), chunk=16, lead=3, instruction=[7, 8]))
+    attention, repeated = engine._runner._attention, []
+    finish = attention.finish
+    attention.finish = lambda feed: finish(lambda ids, *others: (repeated.append(ids), feed(ids, *others)))
+
+    def scores():
+        layers = (engine.cache.layer(index) for index in range(2))
+        read = (attention.backend.read_notes(each, torch.tensor([row]), ["position", "score"], 64) for each in layers)
+        return [dict(zip(*(part[0, head].tolist() for part in both), strict=True)) for both in read for head in (0, 1)]
+
+    with engine.session() as session:
+        session.feed(first)
+        row = session.sequence.row
+        assert repeated == [[7, 8, *first[:16]], [7, 8, *first[13:32]], [7, 8, *first[29:]]]
+        before = scores()
+        repeated.clear()
+        session.feed(second)
+        assert repeated == [[7, 8, *first[37:], *second[:16]], [7, 8, *second[13:]]]
+        for old, new in zip(before, scores(), strict=True):
+            stayed = [position for position in new if 0 <= position < 40]
+            assert stayed and all(new[position] == old[position] for position in stayed)
+            assert all(score > 0 for position, score in new.items() if position >= 4)
+        assert int(engine.cache.lengths[:, row].sum()) == 30 * 4
+
+
 def test_an_instruction_is_told_in_the_tokenizers_words(make_stock):
     def tokenizer(text, add_special_tokens):
         assert not add_special_tokens
