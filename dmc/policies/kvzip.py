@@ -100,10 +100,10 @@ class Reconstruction(Eviction):
 
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
         """See `CacheAttention.finish`."""
-        policy, cache = self.policy, self.cache
+        policy, cache, scored = self.policy, self.cache, self.cache.fields["scored"]
         layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
         for row, num_tokens, limit in self._ended:
-            rows, tokens, scored = torch.tensor([row], device=cache.layout.device), self.tokens[row], cache.fields["scored"]
+            rows, tokens = torch.tensor([row], device=cache.layout.device), self.tokens[row]
             for begin in range(int(scored[0, row]), num_tokens, policy.chunk):
                 end = min(begin + policy.chunk, num_tokens)
                 repetition = Repetition(cache, self.backend, rows, range(begin, end), policy.sinks)
