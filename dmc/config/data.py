@@ -80,6 +80,15 @@ class FactsConfig:
                 f"data.facts.keys={self.keys}: expected at most {available}, the keys of "
                 f"data.facts.num_keys={self.num_keys} with data.facts.words={self.words}"
             )
+        for number, lesson in enumerate(self.lessons):
+            drawn_from = available if lesson.of_keys is None else min(lesson.of_keys, available)
+            wrong = "of_keys" if (lesson.of_keys or 0) > available else "keys" if lesson.keys > drawn_from else None
+            if wrong is not None and lesson.kind != "copies":
+                most = available if wrong == "of_keys" else drawn_from
+                raise ValueError(
+                    f"data.facts.lessons[{number}].{wrong}={getattr(lesson, wrong)}: expected at most {most}, the keys "
+                    f"that data.facts.num_keys={self.num_keys}, words={self.words} and of_keys={lesson.of_keys} leave"
+                )
 
 
 @dataclass(frozen=True)

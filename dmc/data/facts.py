@@ -237,8 +237,7 @@ class FactSequences(Dataset[dict[str, Any]]):
 
     def _drawn(self, lesson: LessonConfig, draw: np.random.Generator) -> list[tuple[int, int]]:
         """Draw distinct keys, and a value for each."""
-        known = self.writer.keys[: lesson.of_keys]
-        keys = draw.choice(known, size=min(lesson.keys, len(known)), replace=False).tolist()
+        keys = draw.choice(self.writer.keys[: lesson.of_keys], size=lesson.keys, replace=False).tolist()
         return [(key, self._value(draw)) for key in keys]
 
     def _value(self, draw: np.random.Generator) -> int:

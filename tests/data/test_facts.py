@@ -112,7 +112,8 @@ def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy
         every, first, second = ({*getattr(writer, kind)} for writer in writers.values())
         assert len(first) == len(second) == 2 and not first & second and first | second < every
     other = {*writers["second_half"].keys, *writers["second_half"].values}
-    plain, facts = (sequences(wordy, has_lessons=False, keys=keys, words="first_half") for keys in (1, 2))
+    half = {"words": "first_half", "lessons": []}
+    plain, facts = (sequences(wordy, has_lessons=False, keys=keys, **half) for keys in (1, 2))
     told = [{*dataset[position]["input_ids"].tolist()} for dataset in (plain, facts) for position in range(20)]
     assert all({*writers["first_half"].keys} & each for each in told)
     in_text = {*np.concatenate([facts.packed[place]["input_ids"] for place in range(len(facts.packed))]).tolist()}
@@ -128,6 +129,22 @@ def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy
 def test_more_keys_than_there_are_words_for_are_refused(keys, num_keys, words, available):
     with pytest.raises(ValueError, match=f"data.facts.keys={keys}: expected at most {available}, .*words={words}"):
         FactsConfig(keys=keys, num_keys=num_keys, words=words)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "words", "message"),
+    [
+        ({"keys": 6}, "all", r"lessons\[1\]\.keys=6: expected at most 5"),
+        ({"keys": 3}, "first_half", r"lessons\[1\]\.keys=3: expected at most 2"),
+        ({"keys": 3, "of_keys": 2}, "all", r"lessons\[1\]\.keys=3: expected at most 2"),
+        ({"keys": 2, "of_keys": 3}, "second_half", r"lessons\[1\]\.of_keys=3: expected at most 2"),
+    ],
+)
+def test_a_lesson_of_more_keys_than_it_draws_from_is_refused(lesson, words, message):
+    lessons = [{"kind": "copies", "length": 16, "sequences": 1, "keys": 9}, {"kind": "pairs", "length": 32} | lesson]
+    lessons[1]["sequences"] = 1
+    with pytest.raises(ValueError, match=message):
+        build_config(FactsConfig, {"keys": 1, "num_keys": 5, "words": words, "lessons": lessons})
 
 
 def test_a_text_that_is_compressed_before_anyone_asks_says_each_fact_once_and_evenly(wordy):
