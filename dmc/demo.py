@@ -12,7 +12,7 @@ from torch import Tensor
 from dmc.budget import Budget
 from dmc.policies import H2O, SnapKV
 from dmc.results.tasks import FactRecall, Sample
-from dmc.results.tasks.inside import decisions_of, held_tokens
+from dmc.results.tasks.cache_analysis import decisions_of, held_tokens
 from dmc.runtime import Engine, SamplingParams
 
 LEVELS = (0.02, 0.1, 0.25, 0.5)

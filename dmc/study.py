@@ -29,7 +29,7 @@ from dmc.target import build_target
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""
-METRICS = ("loss", "far_repeat_loss", "exact_match")
+METRICS = ("loss", "long_range_repeat_loss", "exact_match")
 """Loss of all tokens, loss of long-range repeats, and share of right answers."""
 
 
@@ -246,7 +246,7 @@ def _row_of(name: str, record: Mapping[str, Any]) -> Row:
     figures: Row = {"metrics": {"loss": metrics[f"{split}_loss_nats_per_token"]}, "main_metric": "loss", "split": split}
     figures |= {"higher_is_better": False, "achieved_ratio": metrics[f"{prefix}achieved_ratio"]}
     if compression is not None:
-        figures |= {"own_gates": True, "requested_ratio": compression["target_ratio"]}
+        figures |= {"learned": True, "requested_ratio": compression["target_ratio"]}
     return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)
 
 
@@ -258,7 +258,7 @@ def _row_along(name: str, path: Path) -> Row:
     except (ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged or empty ({type(error).__name__}: {error})") from error
     places = {"step": steps, "layer": [*range(held.shape[1])], "samples": 1}
-    figures: Row = {"achieved_ratio": float(1 / held[-1].mean()), "own_gates": True, "samples": 1}
+    figures: Row = {"achieved_ratio": float(1 / held[-1].mean()), "learned": True, "samples": 1}
     figures |= {"requested_ratio": round(figures["achieved_ratio"], 2), "head_ratios": (1 / held[-1]).tolist()}
     figures["by_step"] = places | {"compression_ratio": (1 / held.mean(-1)).tolist()}
     return new_row(name, FULL, "training", {"model": {}, "task": {}}, **figures)

@@ -23,7 +23,7 @@ PROVENANCE = {
 BYTES = 2048
 
 
-def compare_row(policy, ratio=1.0, task="loss", *, model="base", own_gates=False, **changes):
+def compare_row(policy, ratio=1.0, task="loss", *, model="base", learned=False, **changes):
     """Return a finished row; quality falls with the ratio, paired over 32 samples."""
     draw = random.Random(f"{policy} {ratio} {task}")
     samples = random.Random(task)
@@ -38,8 +38,8 @@ def compare_row(policy, ratio=1.0, task="loss", *, model="base", own_gates=False
     budget = None if policy == "full" else f"{ratio:g}"
     row = {
         "key": f"{model} {policy} {budget} {task}",
-        "method": f"{model}, {'learned' if own_gates else policy}",
-        **{"model": model, "own_gates": own_gates, "policy": policy, "budget": budget, "task": task},
+        "method": f"{model}, {'learned' if learned else policy}",
+        **{"model": model, "learned": learned, "policy": policy, "budget": budget, "task": task},
         **{"model_key": model, "policy_key": policy, "task_key": task, "requested_ratio": ratio, "samples_key": task},
         **{"main_metric": "exact_match" if higher else "loss", "higher_is_better": higher},
         **{"settings": {"task": {}}, "device": "cpu", "provenance": PROVENANCE, "status": "done"},
@@ -85,7 +85,7 @@ def compare_grid():
     for task in ("loss", "needle"):
         rows.append(compare_row("full", task=task))
         rows += [compare_row(policy, ratio, task) for policy in POLICIES for ratio in (2.0, 4.0, 8.0)]
-        rows.append(compare_row("full", 4.0, task, model="retrofit", own_gates=True))
+        rows.append(compare_row("full", 4.0, task, model="retrofit", learned=True))
     worst = next(row for row in rows if row["key"] == "base cam 8 loss")
     worst["metrics"], worst["sample_values"] = {"loss": 9.5}, [9.5] * 32
     failed = next(row for row in rows if row["key"] == "base tova 8 needle")
@@ -145,7 +145,7 @@ def plain_row(policy, budget, values, **changes):
     """Return a finished row with these values of its samples."""
     row = {
         "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
-        "own_gates": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
+        "learned": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
         "samples_key": "s",
         "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
         "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,

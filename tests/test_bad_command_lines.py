@@ -150,7 +150,7 @@ def told(script, prefix, words):
 
 GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
 COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=copy "
-INSIDE = "models={{m:{retrofit}}} policies=full speed_tokens=0 tasks=[{{name:i,"
+ANALYSIS = "models={{m:{retrofit}}} policies=full speed_tokens=0 tasks=[{{name:i,"
 CASES = [
     # A model that is none, and settings of a generation.
     *(
@@ -318,15 +318,15 @@ CASES = [
         """,
     ),
     *(
-        Case("compare", INSIDE + setting + "}}]", said)
+        Case("compare", ANALYSIS + setting + "}}]", said)
         for setting, said in (
-            ("like:inside,num_samples:0", "num_samples=0"),
-            ("like:inside,length:0", "length=0"),
-            ("like:inside,new_tokens:0", "new_tokens=0"),
-            ("like:inside,source:null", "source=None"),
+            ("like:cache_analysis,num_samples:0", "num_samples=0"),
+            ("like:cache_analysis,length:0", "length=0"),
+            ("like:cache_analysis,new_tokens:0", "new_tokens=0"),
+            ("like:cache_analysis,source:null", "source=None"),
             ("like:text_loss,source:null", "source=None"),
             ("like:haystack,haystack:null", "haystack=None"),
-            ("like:inside,source:{{_target_:dmc.data.TextSource,name:{world}/nowhere.txt}}", "nowhere.txt"),
+            ("like:cache_analysis,source:{{_target_:dmc.data.TextSource,name:{world}/nowhere.txt}}", "nowhere.txt"),
         )
     ),
     Case("report", "", "folders"),

@@ -18,6 +18,7 @@ ALLOWED = {
     "checksums": set(),
     "claims": set(),
     "command_line": set(),
+    "earlier_names": set(),
     "full_attention": set(),
     "json_file": set(),
     "provenance": set(),
@@ -42,7 +43,7 @@ ALLOWED = {
     },
     "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
-        *("bounds", "claims", "json_file"),
+        *("bounds", "claims", "json_file", "earlier_names"),
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},

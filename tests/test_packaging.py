@@ -91,13 +91,13 @@ def check_measurements(folder, shown):
     recall, loss = (
         summarize(frame[frame["task"] == f"stdlib {name}"]).set_index("title") for name in ("recall", "loss")
     )
-    rivals = [f"control, {name}, bytes of retrofit" for name in ("h2o", "tova", "snapkv")]
+    baselines = [f"control, {name}, bytes of retrofit" for name in ("h2o", "tova", "snapkv")]
     for lines in (recall, loss):
-        assert {*lines.index} == {"base, full", "control, full", "retrofit, learned, CR 4", *rivals}
+        assert {*lines.index} == {"base, full", "control, full", "retrofit, learned, CR 4", *baselines}
         assert {*lines["split"]} == {"test"} and lines.loc["control, full", "achieved_ratio"] == 1
         own = lines.loc["retrofit, learned, CR 4", "bytes_per_token"]
         assert own < lines.loc["control, full", "bytes_per_token"]
-        assert lines.loc[rivals, "bytes_per_token"].between(own / 1.02, own * 1.15).all()
+        assert lines.loc[baselines, "bytes_per_token"].between(own / 1.02, own * 1.15).all()
     assert {*recall["question"]} == {"hidden"} and {*recall["samples"]} == {16 * 2} and {*loss["samples"]} == {8}
     tokenizer, control = load_tokenizer(folder / "base/final"), load_model(folder / "control/final")
     source, cache = StandardLibrarySource("test"), str(folder / "cache")

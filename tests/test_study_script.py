@@ -46,7 +46,7 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     error = run_script("study.py", *settings_file)
     assert not error, error + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
     shown = capsys.readouterr().out
-    for metric in ("loss", "far_repeat_loss"):
+    for metric in ("loss", "long_range_repeat_loss"):
         assert f"### reading: {metric} of 2 samples" in shown
     assert (
         "| merge, learned |" in shown

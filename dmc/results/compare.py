@@ -256,7 +256,7 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
     """Return the fields of a row that identify its cell and settings."""
     task = grid.tasks[cell.task]
     shared = cell.identity() | {
-        "reference": config.reference or next((each.model for each in grid.cells if not each.own_gates), None),
+        "reference": config.reference or next((each.model for each in grid.cells if not each.learned), None),
         "settings": {
             "model": model_settings(grid.models[cell.model]),
             "policy": cell.method.options,

@@ -19,6 +19,7 @@ from dmc.bounds import Bounds, Count, check_fields
 from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.data.sources import file_stamps
+from dmc.earlier_names import TASKS, present_name
 from dmc.kernels import BACKENDS
 from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
@@ -166,7 +167,7 @@ class Cell:
     """One measurement."""
 
     model: str
-    own_gates: bool
+    learned: bool
     """Whether the model has learned gates."""
     method: Method
     task: str
@@ -192,9 +193,9 @@ class Cell:
         method = self.method
         return {
             "key": self.key,
-            "method": f"{self.model}, {'learned' if self.own_gates and method.asked is None else method.name}",
+            "method": f"{self.model}, {'learned' if self.learned and method.asked is None else method.name}",
             "model": self.model,
-            "own_gates": self.own_gates,
+            "learned": self.learned,
             "policy": method.name,
             "budget": method.asked,
             "task": self.task,
@@ -275,21 +276,21 @@ def place_bytes(cells: Sequence[Cell], models: Mapping[str, ComparedModel]) -> l
     first = [cell for cell in cells if cell.method.bytes_of is None]
     given = {(cell.model, cell.task): cell for cell in first if cell.method.asked is None}
     variants = {name: model.variant or name for name, model in models.items()}
-    learned = {cell.model: variants[cell.model] for cell in given.values() if cell.own_gates}
+    variant_of = {cell.model: variants[cell.model] for cell in given.values() if cell.learned}
     last = []
     for cell in cells:
         whose = cell.method.bytes_of
-        if whose is None or cell.own_gates:
+        if whose is None or cell.learned:
             continue
         if share_of(whose) is not None:
             if (cell.model, cell.task) not in given:
                 raise ValueError(f"budgets: {KIND}:{whose} needs the full cache of {cell.model}: add full to policies")
             last.append(replace(cell, same_bytes_as=given[cell.model, cell.task].key))
             continue
-        known = sorted({*learned, *learned.values()})
+        known = sorted({*variant_of, *variant_of.values()})
         if (whose and whose not in known) or not known:
             raise ValueError(f"budgets: {KIND}:{whose}: {whose!r} is no compressed model; {suggest(whose, known)}")
-        for name, variant in learned.items():
+        for name, variant in variant_of.items():
             seeds = models[cell.model].seed, models[name].seed
             if whose in ("", name, variant) and (None in seeds or seeds[0] == seeds[1]):
                 method = replace(cell.method, bytes_of=name if seeds[0] is None else whose or variant)
@@ -309,7 +310,7 @@ def plan_tasks(
     selections = [path.stem for path in (configs / "evaluation").glob("*.yaml")]
     own: list[Any] = []
     theirs: list[Any] = []
-    for index, entry in enumerate(config.tasks):
+    for index, entry in enumerate(map(_of_present_name, config.tasks)):
         is_own = bool({"like", "_target_"} & {*entry}) if isinstance(entry, dict) else entry in ours
         if not isinstance(entry, (str, dict)):
             is_own = True  # which `named_settings` refuses
@@ -331,6 +332,13 @@ def plan_tasks(
         tasks |= found
         settings |= {name: asdict(task.benchmark) for name, task in found.items()}
     return tasks, settings
+
+
+def _of_present_name(entry: Any) -> Any:
+    """Return an entry of `tasks` with the present name of the file in `configs/task` that it names."""
+    if isinstance(entry, dict) and isinstance(entry.get("like"), str):
+        return entry | {"like": present_name(entry["like"], TASKS)}
+    return present_name(entry, TASKS) if isinstance(entry, str) else entry
 
 
 def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[str, dict[str, Any]]:

@@ -48,13 +48,13 @@ class Measurement(TypedDict):
     """The user's name of the model; `model` is made unique."""
     seed: int | None
     """Seed of the model within its variant."""
-    own_gates: bool
+    learned: bool
     """Whether the model has learned gates."""
     policy: str
     budget: str | None
     """Budget as written in settings, "4" or "tokens:128"; None: the full cache or a model's learned gates."""
     is_full: bool
-    """Whether it is the full cache of a stock model, the baseline."""
+    """Whether it is the full cache of a stock model, the reference."""
     requested_ratio: float
     """Requested compression ratio; for learned gates the one they were trained for."""
     requested_bytes_per_token: float
@@ -108,7 +108,7 @@ class Measurement(TypedDict):
 
 
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("own_gates", "is_full", "is_main", "higher_is_better"), bool),
+    **dict.fromkeys(("learned", "is_full", "is_main", "higher_is_better"), bool),
     **dict.fromkeys(("value", "error", "requested_ratio", "achieved_ratio", "bytes_per_token", "mean_tokens"), float),
     **dict.fromkeys(("requested_bytes_per_token", "end_ratio", "end_bytes_per_token", "peak_bytes"), float),
     **dict.fromkeys(COORDINATES, float),
@@ -136,8 +136,8 @@ def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **f
     of_task = {name: value for name, value in settings.items() if name not in ("model", "policy")}
     keys = {"model_key": settings.get("model"), "policy_key": settings.get("policy"), "task_key": of_task}
     row: Row = {"key": digest([model, policy, task, settings, place]), "status": DONE}
-    row["method"] = f"{model}, {'learned' if figures.get('own_gates') else policy}"
-    row |= {"model": model, "policy": policy, "task": task, "own_gates": False, "budget": None, "metrics": {}}
+    row["method"] = f"{model}, {'learned' if figures.get('learned') else policy}"
+    row |= {"model": model, "policy": policy, "task": task, "learned": False, "budget": None, "metrics": {}}
     row |= {name: digest(value) for name, value in keys.items()}
     row |= {"main_metric": None, "higher_is_better": True, "requested_ratio": 1.0, "bytes_allocated_per_token": None}
     return row | {"settings": dict(settings), "provenance": provenance()} | figures
@@ -171,7 +171,7 @@ def _shared(row: Row) -> dict[str, Any]:
     """Return the fields that all measurements of a row share."""
     model = (row.get("settings") or {}).get("model") or {}
     model = model if isinstance(model, dict) else {}
-    names = ("key", "method", "model", "own_gates", "policy", "budget", "task", "task_key", "requested_ratio")
+    names = ("key", "method", "model", "learned", "policy", "budget", "task", "task_key", "requested_ratio")
     others = ("benchmark", "split", "question", "samples_key", "reference")
     own = ("settings", "provenance", "requested_bytes_per_token")
     return {
@@ -181,7 +181,7 @@ def _shared(row: Row) -> dict[str, Any]:
         "named": row.get("named", row["model"]),
         "variant": model.get("variant") or row["model"],
         "seed": model.get("seed"),
-        "is_full": row["budget"] is None and not row["own_gates"],
+        "is_full": row["budget"] is None and not row["learned"],
         "achieved_ratio": row.get("mean_achieved_ratio", row["achieved_ratio"]),
         "bytes_per_token": row.get("mean_bytes_allocated_per_token", row["bytes_allocated_per_token"]),
         "end_ratio": row["achieved_ratio"],

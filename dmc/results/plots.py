@@ -43,7 +43,7 @@ WIDTH = 5.0
 """Inches of a panel; two drawings stand side by side on a wide page."""
 FAR = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
-MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 3, 8, 700, 64
+MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_LABEL_PLACES = 8, 3, 8, 700, 64
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels; points of a course."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
@@ -130,10 +130,10 @@ def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
     """
 
     def name(line: Any) -> str:
-        if line.own_gates and pandas.isna(line.budget):
+        if line.learned and pandas.isna(line.budget):
             return f"{line.variant} (learned)"
         own = "full cache" if line.is_full else str(line.policy)
-        return f"{line.variant} {own}" if several or line.own_gates else own
+        return f"{line.variant} {own}" if several or line.learned else own
 
     names = [name(line) for line in lines.itertuples()]
     asked = lines["asked"] if len(lines) else []
@@ -197,8 +197,8 @@ def _draw_quality(
     spots = [(shown["x"][label], shown["y"][label]) for label in front if not far[label]]
     axes.plot(*zip(*spots, strict=True), color=FRONT, linewidth=1.6)
     points, labels = [*zip(shown["x"], shown["y"], strict=True), *_along(spots)], []
-    for each in shown.sort_values(["front", "own_gates", "is_full"]).itertuples():
-        marker = ("v" if higher else "^") if each.far else "s" if each.is_full else "D" if each.own_gates else "o"
+    for each in shown.sort_values(["front", "learned", "is_full"]).itertuples():
+        marker = ("v" if higher else "^") if each.far else "s" if each.is_full else "D" if each.learned else "o"
         color = _color(each, FRONT if each.front else DIM)
         (mark,) = axes.plot(
             each.x, each.y, marker, color=color, markersize=5.5, markeredgewidth=0, clip_on=False, zorder=3
@@ -226,7 +226,7 @@ def describe(line: Any) -> str:
 
 
 def _color(line: Any, other: str) -> str:
-    return FULL if line.is_full else GATES if line.own_gates else other
+    return FULL if line.is_full else GATES if line.learned else other
 
 
 def _log_axis(axes: Axes, values: Iterable[float], least: float, share: float = 0.0) -> None:
@@ -333,7 +333,7 @@ def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
     with _plot(title, caption) as plot:
         axes, labels, points = plot.panels[0], [], []
         groups = [own for _, own in places.groupby("label", sort=False)]
-        for own in sorted(groups, key=lambda each: (bool(each["own_gates"].iloc[0]), bool(each["is_full"].iloc[0]))):
+        for own in sorted(groups, key=lambda each: (bool(each["learned"].iloc[0]), bool(each["is_full"].iloc[0]))):
             first, course = own.iloc[0], own.groupby(axis)["value"].mean()
             color = _color(first, DIM)
             (line,) = axes.plot(course.index, course, color=color, linewidth=1.0 if color == DIM else 1.6)
@@ -349,11 +349,11 @@ def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
 
 
 def _draw_layers(places: pandas.DataFrame, title: str) -> Plot:
-    """Draw a thin line for each layer and a thick one for all, in at most `MOST_PLACES` points."""
+    """Draw a thin line for each layer and a thick one for all, in at most `MOST_LABEL_PLACES` points."""
     first, caption = places.iloc[0], "Orange: all layers. Grey: each layer. Point at a line to see which it is."
     axis, is_ratio = first["by"].split()[0], first["metric"] == "compression_ratio"
     table = places.pivot_table(index=axis, columns="layer", values="value")
-    width = max(1, len(table) // MOST_PLACES)
+    width = max(1, len(table) // MOST_LABEL_PLACES)
     table = table[: len(table) // width * width]
     starts = table.index[::width]
     table = table.groupby(numpy.arange(len(table)) // width).mean()
@@ -431,7 +431,7 @@ def _draw_heatmap(plot: Plot, axes: Axes, heatmap: Heatmap, norm: Normalize) -> 
     axes.tick_params(pad=1.5)
 
 
-PLACES = [
+LABEL_PLACES = [
     *((6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top")),
     *((5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top")),
     *((0, 13, "center", "bottom"), (0, -13, "center", "top")),
@@ -472,7 +472,7 @@ def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], p
             axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color),
             [],
         )
-        for number, (right, up, horizontal, vertical) in enumerate(PLACES[:8] if color == DIM else PLACES):
+        for number, (right, up, horizontal, vertical) in enumerate(LABEL_PLACES[:8] if color == DIM else LABEL_PLACES):
             label.set(position=(right, up), ha=horizontal, va=vertical)
             box = label.get_window_extent(renderer)
             found.append((price(box) + 0.05 * number, number, box))
@@ -480,6 +480,6 @@ def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], p
         if color == DIM and cost >= 6:
             label.remove()
             continue
-        right, up, horizontal, vertical = PLACES[number]
+        right, up, horizontal, vertical = LABEL_PLACES[number]
         label.set(position=(right, up), ha=horizontal, va=vertical)
         taken.append(box)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dmc.results.tasks.inside import decisions_of
+from dmc.results.tasks.cache_analysis import decisions_of
 
 
 def segment_page(model: Any, tokenizer: Any, text: str, layer: int, head: int, num_tokens: int) -> str:
@@ -31,10 +31,11 @@ def segment_page(model: Any, tokenizer: Any, text: str, layer: int, head: int, n
         raise ValueError("the text to cut into segments is empty")
     encoded = tokenizer(text, return_offsets_mapping=True)
     tokens, offsets = encoded["input_ids"][:num_tokens], encoded["offset_mapping"][:num_tokens]
-    merged = decisions_of(model, tokens)
-    if not (0 <= layer < merged.shape[0] and 0 <= head < merged.shape[1]):
-        raise ValueError(f"layer={layer}, head={head}: the model has {merged.shape[0]} layers, {merged.shape[1]} heads")
-    starts = [*(~merged[layer, head]).nonzero().flatten().tolist(), len(tokens)]
+    decisions = decisions_of(model, tokens)
+    layers, heads, _ = decisions.shape
+    if not (0 <= layer < layers and 0 <= head < heads):
+        raise ValueError(f"layer={layer}, head={head}: the model has {layers} layers, {heads} heads")
+    starts = [*(~decisions[layer, head]).nonzero().flatten().tolist(), len(tokens)]
     places = [begin for begin, _ in offsets] + [offsets[-1][1]]
     environment = Environment(
         loader=PackageLoader("dmc.results.report", "."), autoescape=True, undefined=StrictUndefined

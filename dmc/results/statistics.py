@@ -7,10 +7,10 @@
   margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of answers 3 in n may
   differ though none of n contexts does: no bound is nearer than that, so that "as good" needs 3 / margin contexts.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
-  pages may leave a rival a little more, which is told). The budget `bytes:NAME` measures methods in as many; without
-  such a measurement a method has no figure.
+  pages may leave a baseline a little more, which is told). The budget `bytes:NAME` measures methods in as many;
+  without such a measurement a method has no figure.
 
-`summarize` makes one line of each method, budget, task and metric, over its seeds; `beside_rivals` puts compressed
+`summarize` makes one line of each method, budget, task and metric, over its seeds; `beside_baselines` puts compressed
 models beside training-free methods in their bytes.
 """
 
@@ -190,7 +190,7 @@ def summarize(
             compressed models with the reference of their measurement, or else the only full cache.
         metrics: metrics to summarize; None: each task's main one.
     Returns:
-        Columns: `title` (method and budget), `variant`, `policy`, `own_gates`, `is_full`, `budget`, `asked` (CR 4, 128
+        Columns: `title` (method and budget), `variant`, `policy`, `learned`, `is_full`, `budget`, `asked` (CR 4, 128
         tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
@@ -203,7 +203,7 @@ def summarize(
     lines = []
     if len(whole):
         tasks = whole["benchmark"].fillna(whole["task"])
-        by = ["variant", "policy", "own_gates", "budget", *(["metric"] if metrics is not None else [])]
+        by = ["variant", "policy", "learned", "budget", *(["metric"] if metrics is not None else [])]
         for _, group in whole.assign(shown=tasks).groupby(["shown", *by], dropna=False, sort=False):
             for _, same in group.groupby("task_key", sort=False):
                 if set(same["members"].iloc[0]) <= set(same["task"]):
@@ -230,9 +230,9 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         float((group[name] * weights).sum(skipna=False) / weights.sum())
         for name in ("bytes_per_token", "requested_bytes_per_token")
     )
-    names = ("variant", "policy", "own_gates", "is_full", "budget", "metric", "higher_is_better", "split", "question")
+    names = ("variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question")
     asked = asked_of(first)
-    own = first["own_gates"] and first["budget"] is None
+    own = first["learned"] and first["budget"] is None
     method = f"{first['variant']}, {'learned' if own else first['policy']}"
     return {
         "title": method if first["is_full"] else f"{method}, {asked}",
@@ -312,7 +312,7 @@ class _Seeds:
 
     @property
     def lost(self) -> Estimate | None:
-        """Loss against the full cache; None without one, or for the baseline itself."""
+        """Loss against the full cache; None without one, or for that cache itself."""
         full = [each for each in self.full if each is not None]
         if len(full) < len(self.full) or all(
             each["key"] == key for each, key in zip(full, self.rows["key"], strict=True)
@@ -357,7 +357,7 @@ class _Cells:
         """Find the full cache of a row's model, or of the reference for compressed models (if given, for all)."""
         same = self._full_of_task.get((row["task"], row["metric"], row["task_key"]), self.full[:0])
         same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
-        if not row["own_gates"] and not (row["is_full"] and self.reference):
+        if not row["learned"] and not (row["is_full"] and self.reference):
             same = same[same["model"] == row["model"]]
         else:
             wanted = self.reference or row["reference"]
@@ -372,7 +372,7 @@ class _Cells:
         found = [self._speeds[key, name] for key in group["key"] if (key, name) in self._speeds]
         return math.fsum(found) / len(found) if found else None
 
-    def rivals_of(self, row: pandas.Series, full: pandas.Series) -> pandas.DataFrame:
+    def baselines_of(self, row: pandas.Series, full: pandas.Series) -> pandas.DataFrame:
         """Find every policy on a full cache's model and samples at the budget that took a row's bytes, by policy.
 
         The budget is the nearest within `SAME_BYTES`, or else the next larger one up to `WHOLE_PAGES`.
@@ -387,20 +387,20 @@ class _Cells:
         return near.sort_values(["is_more", "distance"], kind="stable").drop_duplicates("policy").set_index("policy")
 
 
-def beside_rivals(
+def beside_baselines(
     frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
 ) -> pandas.DataFrame:
     """Compare every compressed model with every training-free method in as many bytes, seed by seed.
 
     Returns:
-        Columns: `variant`, `task`, `metric`, `rival`, `rival_lost` (how much worse than the full cache it is in these
-        bytes), `rival_bytes` (over the model's), `gap` (how much worse the rival is than the model: positive is for the
-        model), `gap_error`, `gap_lower`, `gap_upper`, `standing` of the model beside the rival, `seeds`, `seeds_ahead`
-        (in which the model is better), `is_best` (of all rivals the one that loses least; chosen on these data, which
-        favors the rival).
+        Columns: `variant`, `task`, `metric`, `baseline` (the training-free method), `baseline_lost` (how much worse
+        than the full cache it is in these bytes), `baseline_bytes` (over the model's), `gap` (how much worse the
+        baseline is than the model: positive is for the model), `gap_error`, `gap_lower`, `gap_upper`, `standing` of
+        the model beside the baseline, `seeds`, `seeds_ahead` (in which the model is better), `is_best` (of all
+        baselines the one that loses least; chosen on these data, which favors the baseline).
     """
     cells = _Cells(frame, reference)
-    whole = cells.whole[cells.whole["own_gates"] & cells.whole["budget"].isna()]
+    whole = cells.whole[cells.whole["learned"] & cells.whole["budget"].isna()]
     whole = whole[whole["is_main"] if metrics is None else whole["metric"].isin(metrics)]
     lines: list[dict[str, Any]] = []
     for (variant, task, metric, _), rows in whole.groupby(["variant", "task", "metric", "task_key"], sort=False):
@@ -408,7 +408,7 @@ def beside_rivals(
         if not part.samples or any(full is None or not full["samples"] for full in part.full):
             continue
         full = [each for each in part.full if each is not None]
-        near = [cells.rivals_of(row, each) for (_, row), each in zip(part.rows.iterrows(), full, strict=True)]
+        near = [cells.baselines_of(row, each) for (_, row), each in zip(part.rows.iterrows(), full, strict=True)]
         higher, margin, found = bool(rows["higher_is_better"].iloc[0]), margin_of(metric, float(full[0]["value"])), []
         for policy in near[0].index:
             if not all(policy in each.index for each in near):
@@ -416,13 +416,13 @@ def beside_rivals(
             values = [each.loc[policy, "samples"] for each in near]
             gap = difference(values, part.samples, part.contexts, higher)
             lost = difference(values, [each["samples"] for each in full], part.contexts, higher)
-            line = {"variant": variant, "task": task, "metric": metric, "rival": policy, "rival_lost": lost.value}
-            line["rival_bytes"] = float(numpy.mean([each.loc[policy, "over"] for each in near]))
+            line = {"variant": variant, "task": task, "metric": metric, "baseline": policy, "baseline_lost": lost.value}
+            line["baseline_bytes"] = float(numpy.mean([each.loc[policy, "over"] for each in near]))
             line |= {"gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower, "gap_upper": gap.upper}
             line |= {"standing": replace(gap, value=-gap.value).standing(margin)}
             found.append(line | {"seeds": len(near), "seeds_ahead": gap.num_seeds_above})
-        best = min((each["rival_lost"] for each in found), default=None)
-        lines += [each | {"is_best": each["rival_lost"] == best} for each in found]
+        best = min((each["baseline_lost"] for each in found), default=None)
+        lines += [each | {"is_best": each["baseline_lost"] == best} for each in found]
     return pandas.DataFrame(lines)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas
 
+from dmc.earlier_names import FIELDS, warn_of
 from dmc.json_file import flattened
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 
@@ -45,7 +46,7 @@ class Store:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
         self.path = path
-        self._reported: set[int] = set()
+        self._reported: set[int | str] = set()
 
     def append(self, row: Row) -> None:
         """Append a row atomically, also while other processes append.
@@ -70,14 +71,17 @@ class Store:
             os.close(handle)
 
     def rows(self) -> list[Row]:
-        """Read all rows in the order of writing, each key once; damaged lines are logged and left out."""
+        """Read all rows in the order of writing, each key once; damaged lines are logged and left out.
+
+        Fields of an earlier version get their present names.
+        """
         rows: dict[str, Row] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
         for number, line in enumerate(content.split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = self._parse(line)
             except (ValueError, RecursionError):
                 row = None
             if not is_row(row):
@@ -91,9 +95,21 @@ class Store:
             rows[row["key"]] = row
         return list(rows.values())
 
+    def _parse(self, line: bytes) -> Any:
+        """Parse a line, with the present names of its fields."""
+        earlier = {name for name in FIELDS if f'"{name}"'.encode() in line}
+        for name in sorted(earlier - self._reported):
+            warn_of(name, FIELDS, f"{self.path}: ")
+            self._reported.add(name)
+        return json.loads(line, object_pairs_hook=_with_present_names if earlier else None)
+
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
         """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
         return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
+
+
+def _with_present_names(pairs: list[tuple[str, Any]]) -> Row:
+    return {FIELDS.get(name, name): value for name, value in pairs}
 
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
@@ -131,8 +147,8 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
             label = labels[kind, row[column]][row[f"{kind}_key"]]
             told[column] = f"{row[column]} ({label})" if label else row[column]
         if (told["model"], told["policy"]) != (row["model"], row["policy"]):
-            own_gates = row["own_gates"] and row["budget"] is None
-            told["method"] = f"{told['model']}, {'learned' if own_gates else told['policy']}"
+            learned = row["learned"] and row["budget"] is None
+            told["method"] = f"{told['model']}, {'learned' if learned else told['policy']}"
         found.append(row | told)
     return found
 
@@ -165,5 +181,5 @@ def is_row(row: Any) -> bool:
     """Return whether a line of JSON is a row: it has an identity, a status, and if finished, metrics."""
     if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
         return False
-    named = all(name in row for name in ("budget", "own_gates"))
+    named = all(name in row for name in ("budget", "learned"))
     return named and (row["status"] not in FINISHED or all(name in row for name in FIGURES))

@@ -18,7 +18,7 @@ from dmc.results.statistics import (
     MARGIN,
     RATIO_TOLERANCE,
     asked_of,
-    beside_rivals,
+    beside_baselines,
     meets_target,
     pareto_front,
     summarize,
@@ -101,7 +101,7 @@ def write_measurements(frame: pandas.DataFrame, folder: Path) -> None:
 
 def draw_summary(summary: pandas.DataFrame) -> Any:
     """Plot quality over bytes, or over CR where bytes are unknown, with a panel for each task."""
-    lines = name_methods(summary, summary[~summary["own_gates"]]["variant"].nunique() > 1)
+    lines = name_methods(summary, summary[~summary["learned"]]["variant"].nunique() > 1)
     return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], cost_of(lines))
 
 
@@ -113,7 +113,7 @@ def format_tables(
 ) -> list[str]:
     """Format a table for each task and metric, the best first within each budget, one of all tasks, one of speeds."""
     summary = summarize(frame, reference, metrics) if summary is None else summary
-    beside = beside_rivals(frame, reference, metrics)
+    beside = beside_baselines(frame, reference, metrics)
     speeds = speed_table(speeds_of(frame))
     parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
@@ -167,7 +167,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
     known = summary[summary["bytes_per_token"].notna()]
     on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
     best = beside[beside["is_best"]] if len(beside) else beside
-    rivals = {(each["variant"], each["task"], each["metric"]): each for _, each in best.iterrows()}
+    baselines = {(each["variant"], each["task"], each["metric"]): each for _, each in best.iterrows()}
     references = summary["against"].dropna().unique()
 
     def verdict(line: pandas.Series) -> str:
@@ -183,12 +183,12 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         return plus((-1.0 if line["higher_is_better"] else 1.0) * line["lost"], line["lost_error"]) + named
 
     def beside_best(line: pandas.Series) -> str:
-        each = rivals.get((line["variant"], line["task"], line["metric"]))
-        if each is None or not line["own_gates"] or not pandas.isna(line["budget"]):
+        each = baselines.get((line["variant"], line["task"], line["metric"]))
+        if each is None or not line["learned"] or not pandas.isna(line["budget"]):
             return ""
-        more = f" in {each['rival_bytes'] - 1:.0%} more bytes" if each["rival_bytes"] > SAME_BYTES else ""
+        more = f" in {each['baseline_bytes'] - 1:.0%} more bytes" if each["baseline_bytes"] > SAME_BYTES else ""
         ahead = "worse" if each["gap"] < 0 else "better"
-        told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} than {each['rival']}{more}"
+        told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} than {each['baseline']}{more}"
         open_ = "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else "not significant"
         return ", ".join(filter(None, [told, open_, _seeds(each, "seeds_ahead", "better")]))
 

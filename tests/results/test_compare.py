@@ -103,7 +103,7 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folde
         "base full needle",
         "small full needle",
     ]
-    assert [cell.own_gates for cell in cells] == [False, False, False, True]
+    assert [cell.learned for cell in cells] == [False, False, False, True]
     assert [cell.method.requested_ratio for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
     models["base"] = {"path": str(folders.stock), "policies": ["full"]}  # chooses cells, and changes none
@@ -141,6 +141,14 @@ def test_every_task_that_is_shipped_can_be_planned(make_config):
     grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
     assert sorted(grid.tasks) == names and len(names) > 9
     assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match", "share_held"}
+
+
+def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config, caplog):
+    tasks = ["inside", {"name": "mine", "like": "inside"}]
+    assert [*plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS).tasks] == ["cache_analysis", "mine"]
+    assert {each.getMessage() for each in caplog.records} == {
+        "inside is an earlier version's name and is read as cache_analysis"
+    }
 
 
 def test_a_row_keeps_its_figures_by_length_and_depth(make_config, tmp_path):

@@ -11,7 +11,7 @@ from dmc.loading import load_with_tokenizer
 from dmc.results.compare import run_cells
 from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
 from dmc.results.grid import CompareConfig, plan_grid
-from dmc.results.statistics import beside_rivals, summarize
+from dmc.results.statistics import beside_baselines, summarize
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
@@ -97,10 +97,10 @@ def run(config):
 
 
 @pytest.mark.parametrize("together", [1, 32])
-def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together, make_config):
+def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(together, make_config):
     store = run(make_config(budgets=["bytes:small", "bytes:0.5"], engine={"max_batch_size": together}))
-    rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["own_gates"]}
-    (small,) = (row for row in store.rows() if row["own_gates"])
+    rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["learned"]}
+    (small,) = (row for row in store.rows() if row["learned"])
     size = rows["full", None]["mean_bytes_allocated_per_token"]
     wanted = {"bytes:small": small["mean_bytes_allocated_per_token"], "bytes:0.5": size / 2}
     assert {row["status"] for row in rows.values()} == {"done"} and ("quest", "bytes:small") not in rows
@@ -110,11 +110,11 @@ def test_rivals_stand_in_a_models_bytes_with_what_was_measured_there(together, m
             assert row["mean_bytes_allocated_per_token"] / each == pytest.approx(1, abs=SAME_BYTES - 1)
             assert row["requested_ratio"] == pytest.approx(row["mean_achieved_ratio"], rel=0.05)
     frame = store.frame()
-    beside = beside_rivals(frame, metrics=["loss"]).set_index("rival")
+    beside = beside_baselines(frame, metrics=["loss"]).set_index("baseline")
     full = rows["full", None]["metrics"]["loss"]
     for policy in ("tova", "streaming_llm"):
         lost = rows[policy, "bytes:small"]["metrics"]["loss"] - full
-        assert beside.loc[policy, "rival_lost"] == pytest.approx(lost)
+        assert beside.loc[policy, "baseline_lost"] == pytest.approx(lost)
         assert beside.loc[policy, "gap"] == pytest.approx(lost - (small["metrics"]["loss"] - full))
     assert set(beside.index) == {"tova", "streaming_llm"}  # all that quest holds is the full cache
     asked = summarize(frame, metrics=["loss"]).set_index("title")["asked"]

@@ -50,12 +50,12 @@ def test_a_task_that_nobody_answers_is_passed_by_nobody(tmp_path):
     )
 
 
-def test_a_model_stands_beside_the_best_rival(tmp_path):
+def test_a_model_stands_beside_the_best_baseline(tmp_path):
     rows = [constant_row("full", 1.0, 3.0), constant_row("good", 4.0, 3.1), constant_row("bad", 4.0, 3.4, noise=0.1)]
-    rows.append(constant_row("full", 4.0, 3.05, model="retrofit", own_gates=True, noise=0.01))
+    rows.append(constant_row("full", 4.0, 3.05, model="retrofit", learned=True, noise=0.01))
     findings = read(rows, tmp_path)
-    best = findings.rivals[findings.rivals["is_best"]].iloc[0]
-    assert (best["variant"], best["rival"], best["gap"]) == ("retrofit", "good", pytest.approx(0.05))
+    best = findings.baselines[findings.baselines["is_best"]].iloc[0]
+    assert (best["variant"], best["baseline"], best["gap"]) == ("retrofit", "good", pytest.approx(0.05))
     text = write_page(findings, tmp_path / "report").read_text()
     assert re.search(r">0\.0500 ± 0\.00\d\d better than good<", text)
 
@@ -107,7 +107,7 @@ def test_a_far_outlier_is_drawn_at_the_edge_and_told(tmp_path):
 def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
     name = "<script>alert('$x_1$')</script>&\"]]>"
     rows = [compare_row("full"), *(compare_row(name, ratio, "<b>task</b>") for ratio in (2.0, 4.0))]
-    rows.append(compare_row("full", 4.0, "<b>task</b>", model=name, own_gates=True))
+    rows.append(compare_row("full", 4.0, "<b>task</b>", model=name, learned=True))
     rows.append({**rows[1], "key": "x", "budget": "8", "status": "failed", "error": "<img src=x onerror=alert(1)>"})
     page = write_page(read(rows, tmp_path), tmp_path / "report", title=f"{name}").read_text()
     assert page.count("<script") == 1 and "<img" not in page and "<b>" not in page

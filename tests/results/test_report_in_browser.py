@@ -36,10 +36,10 @@ def real(tmp_path_factory, folders):
         "source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)},
         "cache_folder": str(folder / "cache"),
     }
-    inside = {"name": "inside", "like": "inside", "num_samples": 2, "length": 64, **text}
+    analysis = {"name": "analysis", "like": "cache_analysis", "num_samples": 2, "length": 64, **text}
     values = {
         "models": {"base": str(folders.stock), "retrofit": str(folders.compressed)},
-        **{"policies": POLICIES, "budgets": [4], "tasks": [NEEDLE, inside], "speed_tokens": 2},
+        **{"policies": POLICIES, "budgets": [4], "tasks": [NEEDLE, analysis], "speed_tokens": 2},
     }
     config = build_config(CompareConfig, values | {"output": str(folder)})
     grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from dmc import load_model
 from dmc.results.segments import segment_page
-from dmc.results.tasks.inside import decisions_of
+from dmc.results.tasks.cache_analysis import decisions_of
 
 
 class Page(HTMLParser):

@@ -1,4 +1,4 @@
-"""Lines of a table: over seeds, beside the full cache and beside rivals in as many bytes."""
+"""Lines of a table: over seeds, beside the full cache and beside baselines in as many bytes."""
 
 import csv
 
@@ -8,7 +8,7 @@ import pytest
 from report_rows import plain_row, write_report
 
 from dmc.results.measurement import to_frame
-from dmc.results.statistics import asked_of, beside_rivals, pareto_front, summarize
+from dmc.results.statistics import asked_of, beside_baselines, pareto_front, summarize
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
@@ -19,11 +19,11 @@ def row(model, policy, budget, size, lost, **changes):
     """A finished cell whose 16 samples, two of each file, lose `lost` over the full cache's."""
     values = [2.0 + index / 8 + lost + (NOISE[index] if lost else 0.0) for index in range(16)]
     row = plain_row(policy, budget, values, key=f"{model} {policy} {budget}", model=model, method=f"{model}, {policy}")
-    row |= {"own_gates": model.startswith("merge"), "model_key": model, "reference": "control", "provenance": {}}
+    row |= {"learned": model.startswith("merge"), "model_key": model, "reference": "control", "provenance": {}}
     row |= {"achieved_ratio": 1100 / size, "mean_achieved_ratio": 1000 / size, "mean_bytes_allocated_per_token": size}
     row |= {"contexts": [index // 2 for index in range(16)], "mean_tokens": 512.0}
     row |= {"metrics": row["metrics"] | {"far_loss": 3.0}, "requested_ratio": float(budget or 1)}
-    row |= {"requested_ratio": 1000 / size} if row["own_gates"] else {}
+    row |= {"requested_ratio": 1000 / size} if row["learned"] else {}
     row["settings"] = {"model": {"variant": model[:-3], "seed": int(model[-1])} if "-s" in model else {}}
     del row["decode_tokens_per_second"]
     return row | changes
@@ -58,28 +58,28 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
     assert pareto_front(summary.reset_index()) == [4, 3, 0]
 
 
-def test_rivals_are_compared_in_as_many_bytes_sample_by_sample():
-    beside = beside_rivals(study()).set_index("rival")
+def test_baselines_are_compared_in_as_many_bytes_sample_by_sample():
+    beside = beside_baselines(study()).set_index("baseline")
     assert list(beside.index) == ["h2o"]  # snapkv has no budget so small, though it was asked for CR 4
     h2o = beside.loc["h2o"]
     assert bool(h2o["is_best"]) and (h2o["seeds"], h2o["seeds_ahead"], h2o["standing"]) == (3, 3, "as good")
-    assert h2o["rival_lost"] == pytest.approx(0.3 + NOISE.mean())
+    assert h2o["baseline_lost"] == pytest.approx(0.3 + NOISE.mean())
     assert h2o["gap"] == pytest.approx(0.25 - 0.001) and h2o["gap_error"] < 0.002
-    assert h2o["rival_bytes"] == 1.0
+    assert h2o["baseline_bytes"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("sizes", "chosen"),
     [((500, 254, 246), 254), ((500, 240), None), ((300, 280), 280), ((251, 249.5, 280), 249.5), ((244, 270), 270)],
 )
-def test_only_what_was_measured_in_as_many_bytes_is_a_rival(sizes, chosen):
+def test_only_what_was_measured_in_as_many_bytes_is_a_baseline(sizes, chosen):
     """Within 2 %, the nearest; or what pages leave, a little more; never between two budgets, and never in fewer."""
     rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
     rows += [row("control", "h2o", str(index + 2), size, 1 / size) for index, size in enumerate(sizes)]
-    beside = beside_rivals(to_frame(rows))
-    assert [line["rival_bytes"] for line in beside.to_dict("records")] == ([chosen / 250] if chosen else [])
+    beside = beside_baselines(to_frame(rows))
+    assert [line["baseline_bytes"] for line in beside.to_dict("records")] == ([chosen / 250] if chosen else [])
     if chosen:
-        assert beside["rival_lost"][0] == pytest.approx(1 / chosen + NOISE.mean())
+        assert beside["baseline_lost"][0] == pytest.approx(1 / chosen + NOISE.mean())
         words = f" in {chosen / 250 - 1:.0%} more bytes" if chosen > 255 else ""
         assert f" worse than h2o{words} |" in "".join(format_tables(to_frame(rows)))
 
@@ -107,7 +107,7 @@ def test_a_heading_names_the_full_cache_that_all_lines_are_compared_with() -> No
     assert "| against its full cache |" in table and "(control, full) |" in table and "(other, full) |" in table
 
 
-def test_the_table_puts_a_compressed_model_beside_its_best_rival_and_counts_seeds():
+def test_the_table_puts_a_compressed_model_beside_its_best_baseline_and_counts_seeds():
     table, legend = format_tables(study())
     (merge,) = [line for line in table.splitlines() if line.startswith("| merge, learned |")]
     assert "worse, 3 of 3 seeds worse" in merge and "better than h2o, 3 of 3 seeds better |" in merge
@@ -140,7 +140,7 @@ def test_another_stock_models_full_cache_is_no_yardstick():
     rows = [row("one", "full", None, 1000, 0.0), row("two", "h2o", "4", 250, 0.3)]
     frame = to_frame(rows)
     assert list(summarize(frame)["standing"]) == ["", ""]
-    assert beside_rivals(frame).empty
+    assert beside_baselines(frame).empty
 
 
 def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error():
@@ -174,7 +174,7 @@ def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path):
 
 
 def test_the_table_ranks_methods_within_each_budget(tmp_path):
-    gates = {"key": "gates", "model": "small", "method": "small, learned", "own_gates": True, "requested_ratio": 4.0}
+    gates = {"key": "gates", "model": "small", "method": "small, learned", "learned": True, "requested_ratio": 4.0}
     rows = [
         plain_row("tova", "4", [2.0, 2.5]),
         plain_row("h2o", "4", [1.5, 2.5]),
@@ -234,7 +234,7 @@ def test_nothing_is_compared_across_settings_samples_or_models():
     assert lost([new, {**full, "model": "another"}]) is None
     assert lost([new, {**full, "task_key": "old"}]) is None
     assert lost([new, {**full, "samples_key": "others"}]) is None
-    gates = plain_row("full", None, [3.0], own_gates=True, model="small", key="5")
+    gates = plain_row("full", None, [3.0], learned=True, model="small", key="5")
     control = {**full, "model": "control", "sample_values": [1.5], "key": "6"}
     assert lost([gates, full]) == 2.0
     assert lost([gates, full, control]) is None  # which of them, nothing says

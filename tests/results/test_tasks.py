@@ -252,7 +252,7 @@ def test_loss_of_far_repeats_is_that_of_their_tokens(model: Any, tokenizer: Any,
     for sample, result in zip(samples, task.evaluate(Engine(model, tokenizer), samples), strict=True):
         places = [place - 40 for place in long_range_repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
         expected = float(plain_losses(model, sample)[places].mean())
-        assert result.metrics["far_repeat_loss"] == pytest.approx(expected, abs=1e-4)
+        assert result.metrics["long_range_repeat_loss"] == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="no window repeats 90 tokens"):
         TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from dmc.results import plots
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
-from dmc.results.statistics import asked_of, beside_rivals, summarize
+from dmc.results.statistics import asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows
 from dmc.results.tables import (
     LEGEND,
@@ -51,8 +51,8 @@ class Findings:
     """Of `statistics.summarize`, with `name` (the method as labels say it), `label` (with its budget) and `source`."""
     places: pandas.DataFrame
     """Measurements with coordinates (main metrics, `compression_ratio`, `segments`), with `name` and `label`."""
-    rivals: pandas.DataFrame
-    """Of `statistics.beside_rivals`."""
+    baselines: pandas.DataFrame
+    """Of `statistics.beside_baselines`."""
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
     failures: pandas.DataFrame
@@ -94,7 +94,7 @@ def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] 
     sources: list[dict[str, Any]] = []
     numbers = {row["key"]: _source(row, sources) for row in rows}
     frame = to_frame(row for row in rows if row["status"] == DONE)
-    several = frame[~frame["own_gates"] & (frame["by"] == "")]["variant"].nunique() > 1
+    several = frame[~frame["learned"] & (frame["by"] == "")]["variant"].nunique() > 1
     summary = plots.name_methods(summarize(frame, reference), several)
     if len(summary):
         summary["source"] = [numbers[keys[-1]] for keys in summary["keys"]]
@@ -104,7 +104,7 @@ def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] 
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     failures = pandas.DataFrame([_failure(row, numbers) for row in rows if row["status"] != DONE])
-    return Findings(summary, places, beside_rivals(frame, reference), speeds, failures, sources)
+    return Findings(summary, places, beside_baselines(frame, reference), speeds, failures, sources)
 
 
 def _source(row: Row, sources: list[dict[str, Any]]) -> int:
@@ -120,7 +120,7 @@ def _source(row: Row, sources: list[dict[str, Any]]) -> int:
 
 def _failure(row: Row, numbers: dict[str, int]) -> dict[str, Any]:
     error = f"not finite: {reason(row)}" if row["status"] == NOT_FINITE else reason(row)
-    asked = asked_of(row | {"is_full": row["budget"] is None and not row["own_gates"]})
+    asked = asked_of(row | {"is_full": row["budget"] is None and not row["learned"]})
     names = {name: row[name] for name in ("method", "task")}
     return names | {"asked": asked, "error": error, "source": numbers[row["key"]]}
 
@@ -190,7 +190,7 @@ def headline_of(findings: Findings) -> dict[str, Any]:
     caveats = [f"Failed cells: {len(findings.failures)}, see below."] if len(findings.failures) else []
     if len(summary):
         headline = _headline(summary)
-        caveats += [LEGEND, *([GATES_CAVEAT] if summary["own_gates"].any() else [])]
+        caveats += [LEGEND, *([GATES_CAVEAT] if summary["learned"].any() else [])]
     return {"headline": headline, "caveats": caveats}
 
 
@@ -218,7 +218,7 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
     """Yield title, caption and texts of every table."""
     summary = findings.summary
     if len(summary):
-        yield "All results", "", result_table(summary, findings.rivals)
+        yield "All results", "", result_table(summary, findings.baselines)
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
     if len(findings.speeds):
@@ -235,7 +235,7 @@ def _kinds(texts: pandas.DataFrame) -> list[str]:
 
 def _contents(findings: Findings) -> str:
     """Describe the page's contents by number."""
-    inside = findings.places[findings.places["task"].str.startswith("inside")].drop_duplicates("key")
+    analyses = findings.places[findings.places["metric"] == "share_held"].drop_duplicates("key")
     kinds = {"result": findings.summary, "speed measurement": findings.speeds, "failed cell": findings.failures}
-    kinds["inside view"] = inside
+    kinds["analyzed cache"] = analyses
     return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for word, rows in kinds.items() if len(rows))

@@ -19,7 +19,7 @@ from dmc.runtime.forced import of_given_tokens
 class TextLoss:
     """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
 
-    With `repeat_ngram` there is also `far_repeat_loss`, the loss of scored tokens that end an n-gram last seen
+    With `repeat_ngram` there is also `long_range_repeat_loss`, the loss of scored tokens that end an n-gram last seen
     `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are skipped.
 
     A row has metrics `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and `cumulative_loss`
@@ -40,7 +40,7 @@ class TextLoss:
     bucket_tokens: Count = 64
     """Number of consecutive tokens whose loss is averaged, by position."""
     repeat_ngram: Count | None = None
-    """Length of the n-grams; None: no `far_repeat_loss`."""
+    """Length of the n-grams; None: no `long_range_repeat_loss`."""
     repeat_distance: Count = 64
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
@@ -70,7 +70,7 @@ class TextLoss:
             document = windows.document_of(index, context)
             samples.append(Sample(begin + tokens[start:context], tokens[context:], context=document))
         if self.repeat_ngram is not None:
-            samples = [sample for sample in samples if self._far_repeats(sample)]
+            samples = [sample for sample in samples if self._long_range_repeats(sample)]
             if not samples:
                 raise ValueError(
                     f"no window repeats {self.repeat_ngram} tokens from {self.repeat_distance} tokens back"
@@ -88,11 +88,11 @@ class TextLoss:
             breakdown = self._by_position(losses, len(sample.prompt))
             metrics = {"loss": float(losses.mean())}
             if self.repeat_ngram is not None:
-                metrics["far_repeat_loss"] = float(losses[self._far_repeats(sample)].mean())
+                metrics["long_range_repeat_loss"] = float(losses[self._long_range_repeats(sample)].mean())
             results.append(SampleResult(metrics, scoring.stats, breakdown))
         return results
 
-    def _far_repeats(self, sample: Sample) -> list[int]:
+    def _long_range_repeats(self, sample: Sample) -> list[int]:
         """Return the indices in the continuation of tokens that end a long-range repeat."""
         assert self.repeat_ngram is not None
         found = long_range_repeats(sample.prompt + sample.continuation, self.repeat_ngram, self.repeat_distance)

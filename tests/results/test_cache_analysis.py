@@ -1,4 +1,4 @@
-"""What the task `inside` tells of a cache: the oracle's survivors of every method, the gates' own decisions."""
+"""What the task `cache_analysis` tells of a cache: the oracle's survivors of every method, the gates' own decisions."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.plots import draw_places
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
-from dmc.results.tasks import Inside, Sample, by_coordinates
-from dmc.results.tasks.inside import PLACES, decisions_of, segment_lengths
+from dmc.results.tasks import CacheAnalysis, Sample, by_coordinates
+from dmc.results.tasks.cache_analysis import NUM_BINS, decisions_of, segment_lengths
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GATES = [{"action": "merge", "delay": 0}, {"action": "merge", "delay": 4}, {"action": "drop", "delay": 3}]
@@ -29,7 +29,7 @@ METHODS = [
 
 
 def tables(engine, prompts, new_tokens=1):
-    task = Inside(source=TextSource("unread"), new_tokens=new_tokens)
+    task = CacheAnalysis(source=TextSource("unread"), new_tokens=new_tokens)
     return by_coordinates(task.evaluate(engine, [Sample(prompt, []) for prompt in prompts]))
 
 
@@ -68,7 +68,7 @@ def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
     segments = torch.tensor(found["by_segment_length_and_layer"]["segments"])
     for layer, row in zip(decisions[..., : 24 - delay], segments.T, strict=True):
         lengths = [length for head in layer.flatten(0, 1).tolist() for length in lengths_one_by_one(head)]
-        assert row.tolist() == [lengths.count(length) / 2 for length in range(1, PLACES + 1)]
+        assert row.tolist() == [lengths.count(length) / 2 for length in range(1, NUM_BINS + 1)]
     engine = Engine(model)
     for length, shares in zip(*(found["by_tokens_and_layer"][name] for name in ("tokens", "share_held")), strict=True):
         scorings = engine.score_with_stats([prompt[:length] for prompt in prompts], [[0]] * 2)
@@ -76,10 +76,10 @@ def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
         torch.testing.assert_close(torch.tensor(shares), slots.mean((0, 2)) / length)
 
 
-def lengths_one_by_one(merged):
+def lengths_one_by_one(decisions):
     """Walk along one head's decisions."""
     lengths = []
-    for position, decision in enumerate(merged):
+    for position, decision in enumerate(decisions):
         if position == 0 or not decision:
             lengths.append(1)
         else:
@@ -87,15 +87,16 @@ def lengths_one_by_one(merged):
     return lengths
 
 
-@pytest.mark.parametrize(
-    ("merged", "expected"), [([0], [1]), ([0, 1, 1], [3]), ([0, 0, 0], [1, 1, 1]), ([0, 1, 0, 1, 1], [2, 3]), ([], [])]
-)
-def test_segment_lengths_of_small_cases(merged, expected):
-    assert segment_lengths(torch.tensor([merged]).bool()).tolist() == expected == lengths_one_by_one(merged)
+CASES = [([0], [1]), ([0, 1, 1], [3]), ([0, 0, 0], [1, 1, 1]), ([0, 1, 0, 1, 1], [2, 3]), ([], [])]
+
+
+@pytest.mark.parametrize(("decisions", "expected"), CASES)
+def test_segment_lengths_of_small_cases(decisions, expected):
+    assert segment_lengths(torch.tensor([decisions]).bool()).tolist() == expected == lengths_one_by_one(decisions)
 
 
 def test_long_texts_are_told_in_so_many_places(make_compressed, make_prompts):
-    found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(PLACES * 2 + 7))
+    found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(NUM_BINS * 2 + 7))
     assert [len(found[name][axis]) for name, axis in (("by_position_and_layer", "position"),
                                                       ("by_tokens_and_layer", "tokens"))] == [45, 45]  # fmt: skip
     position, held = (torch.tensor(found["by_position_and_layer"][name]) for name in ("position", "share_held"))
@@ -123,8 +124,9 @@ def test_a_session_that_has_not_begun_holds_nothing(make_stock):
         session.positions_held()
 
 
-def test_a_grid_looks_inside_and_the_page_draws_it(folders, tmp_path):
-    task = {"name": "inside", "like": "inside", "num_samples": 3, "length": 48, "cache_folder": str(tmp_path / "cache")}
+def test_a_grid_analyzes_caches_and_the_page_draws_it(folders, tmp_path):
+    task = {"name": "held", "like": "cache_analysis", "num_samples": 3, "length": 48}
+    task["cache_folder"] = str(tmp_path / "cache")
     task["source"] = {"_target_": "dmc.data.TextSource", "name": str(folders.text)}
     policy = {"name": "streaming", "like": "streaming_llm", "sinks": 2}
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "policies": ["full", policy]}
@@ -139,11 +141,11 @@ def test_a_grid_looks_inside_and_the_page_draws_it(folders, tmp_path):
     kept = of_policy[of_policy["value"] == 1]
     assert set(kept["position"]) == {0, 1, *range(40, 48)} and len(kept) == 20 and len(of_policy) == 2 * 48
     assert set(held[held["is_full"]]["value"]) == {1.0}
-    own = findings.places[findings.places["own_gates"]]
+    own = findings.places[findings.places["learned"]]
     assert set(own["by"]) == {"layer head", "position layer", "tokens layer", "segment_length layer"}
     (plot,) = draw_places(own[own["by"] == "tokens layer"])
     assert "share held by tokens and layer" in plot.title and len(plot.panels[0].lines) == 3  # two layers, and all
     heads = own[own["by"] == "layer head"]
     assert heads["value"].max() > 1 and findings.summary.empty
     text = write_page(findings, tmp_path / "page").read_text()
-    assert "3 inside views" in text and "No methods are compared" in text
+    assert "3 analyzed caches" in text and "No methods are compared" in text

@@ -15,12 +15,12 @@ from dmc.data import DocumentSource, build_packed
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, SamplingParams, Session
 
-PLACES = 64
+NUM_BINS = 64
 """Points of a curve, and the longest segment with its own count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside:
+class CacheAnalysis:
     """Reads text and records the entries that are left, for plots of the page; it measures no quality.
 
     A row has `share_held` by position and layer; for learned gates, which decide token by token, also
@@ -52,7 +52,7 @@ class Inside:
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         if tokenizer is None:
-            raise ValueError("inside reads text, and the model's folder has no tokenizer: add tokenizer.json")
+            raise ValueError("cache_analysis reads text, and the model's folder has no tokenizer: add tokenizer.json")
         windows: Any = build_packed(self.source, tokenizer, self.length, self.cache_folder)
         chosen = range(min(self.num_samples, len(windows)))
         return [Sample(windows[index]["input_ids"].tolist(), []) for index in chosen]
@@ -66,31 +66,31 @@ class Inside:
                 stats = session.generate(sample.prompt, params).stats
                 gates = engine.policy is None and getattr(engine.model, "compression", None) is not None
                 tokens = session.tokens[: stats.tokens_seen]
-                merged = decisions_of(engine.model, tokens) if gates else None
-                held = held_tokens(session, stats.tokens_seen, merged)
-            width = -(-held.shape[-1] // PLACES)
+                decisions = decisions_of(engine.model, tokens) if gates else None
+                held = held_tokens(session, stats.tokens_seen, decisions)
+            width = -(-held.shape[-1] // NUM_BINS)
             breakdown = [
                 Breakdown({"position": begin, "layer": layer}, {"share_held": float(share)})
                 for begin in range(0, held.shape[-1], width)
                 for layer, share in enumerate(held[..., begin : begin + width].float().mean((1, 2)))
             ]
             results.append(
-                SampleResult({}, stats, breakdown if merged is None else breakdown + _of_gates(engine, merged))
+                SampleResult({}, stats, breakdown if decisions is None else breakdown + _of_gates(engine, decisions))
             )
         return results
 
 
-def held_tokens(session: Session, length: int, merged: Tensor | None = None) -> Tensor:
+def held_tokens(session: Session, length: int, decisions: Tensor | None = None) -> Tensor:
     """Return which tokens a session holds, bool [L, H, T].
 
     Args:
         session: a session that has read T tokens.
         length: T.
-        merged: the gates' decisions, see `decisions_of`; None: no gates.
+        decisions: the gates' decisions, see `decisions_of`; None: no gates.
     """
-    if merged is not None:
+    if decisions is not None:
         waiting = max(0, length - session.engine.model.compression.delay)
-        return torch.cat((~merged[..., :waiting], torch.ones_like(merged[..., waiting:])), dim=-1)
+        return torch.cat((~decisions[..., :waiting], torch.ones_like(decisions[..., waiting:])), dim=-1)
     layout = session.engine.cache.layout
     held = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, length, dtype=torch.bool)
     if session.engine.policy is None:
@@ -102,7 +102,7 @@ def held_tokens(session: Session, length: int, merged: Tensor | None = None) -> 
 
 
 def decisions_of(model: Any, tokens: list[int]) -> Tensor:
-    """Return the decisions on a text by the parallel form: whether a token is merged or dropped, bool [L, H, T].
+    """Return the decisions on a text by the parallel form: whether a token is decisions or dropped, bool [L, H, T].
 
     Raises:
         ValueError: the model has no gates.
@@ -113,38 +113,38 @@ def decisions_of(model: Any, tokens: list[int]) -> Tensor:
     with torch.no_grad():
         input_ids = torch.tensor([tokens], device=model.device)
         model(input_ids, use_cache=False, logits_to_keep=1, gate_mode=GateMode(), gate_trace=trace)
-    merged = trace.stacked_alpha()[:, 0].bool().cpu()
-    merged[..., 0] = False
-    return merged
+    decisions = trace.stacked_alpha()[:, 0].bool().cpu()
+    decisions[..., 0] = False
+    return decisions
 
 
-def _of_gates(engine: Engine, merged: Tensor) -> list[Breakdown]:
-    delay, length, breakdown = engine.model.compression.delay, merged.shape[-1], []
-    step = -(-length // PLACES)
+def _of_gates(engine: Engine, decisions: Tensor) -> list[Breakdown]:
+    delay, length, breakdown = engine.model.compression.delay, decisions.shape[-1], []
+    step = -(-length // NUM_BINS)
     for count in range(step, length + 1, step):
-        shares = held_fraction(merged[:, None, :, :count].float(), delay=delay).mean((1, 2))
+        shares = held_fraction(decisions[:, None, :, :count].float(), delay=delay).mean((1, 2))
         breakdown += [
             Breakdown({"tokens": count, "layer": layer}, {"share_held": float(each)})
             for layer, each in enumerate(shares)
         ]
-    for layer, heads in enumerate(merged[..., : max(0, length - delay)]):
-        counts = torch.bincount(segment_lengths(heads).clamp(max=PLACES), minlength=PLACES + 1)
+    for layer, heads in enumerate(decisions[..., : max(0, length - delay)]):
+        counts = torch.bincount(segment_lengths(heads).clamp(max=NUM_BINS), minlength=NUM_BINS + 1)
         breakdown += [
             Breakdown({"segment_length": size, "layer": layer}, {"segments": float(counts[size])})
-            for size in range(1, PLACES + 1)
+            for size in range(1, NUM_BINS + 1)
         ]
     return breakdown
 
 
-def segment_lengths(merged: Tensor) -> Tensor:
-    """Return the lengths of segments: a kept token and the merged or dropped tokens after it.
+def segment_lengths(decisions: Tensor) -> Tensor:
+    """Return the lengths of segments: a kept token and the decisions or dropped tokens after it.
 
     Args:
-        merged: bool [heads, T], False at the first token.
+        decisions: bool [heads, T], False at the first token.
     Returns:
         Tokens of each segment, the truncated last one included, int64 [number of segments].
     """
-    starts = ~merged
+    starts = ~decisions
     ends = torch.ones_like(starts[:, :1])
     places = torch.cat((starts, ends), dim=1).nonzero()  # positions of each start and of each head's end
     gaps = places[1:, 1] - places[:-1, 1]

@@ -1,0 +1,32 @@
+"""Names that earlier versions gave to tasks, settings and fields of results: still read, and a warning says so once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+TASKS = {"inside": "cache_analysis"}
+"""Tasks of `compare.py`."""
+FIELDS = {"own_gates": "learned", "far_repeat_loss": "long_range_repeat_loss"}
+"""Fields and metrics of rows in `cells.jsonl`."""
+
+
+def present_name(name: str, names: Mapping[str, str]) -> str:
+    """Return the present name of something, or of what it is a part of: `a.b.c` for `a.b`.
+
+    Args:
+        name: a name of this version or an earlier one; the latter is warned of.
+        names: present names by earlier ones.
+    """
+    for earlier, present in names.items():
+        if name == earlier or name.startswith(f"{earlier}."):
+            warn_of(earlier, names)
+            return present + name[len(earlier) :]
+    return name
+
+
+def warn_of(earlier: str, names: Mapping[str, str], where: str = "") -> None:
+    """Say that an earlier name was read: of a setting, or in a file."""
+    logger.warning("%s%s is an earlier version's name and is read as %s", where, earlier, names[earlier])
