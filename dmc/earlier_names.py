@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 TASKS = {"inside": "cache_analysis"}
 """Tasks of `compare.py`."""
+SETTINGS = {
+    "training.measured_start": "training.sensitivity_init",
+    "training.regressed_start": "training.regression_init",
+    "planner.utilisation": "planner.utilization",
+}
+"""Settings of a run, SECTION.NAME."""
 FIELDS = {"own_gates": "learned", "far_repeat_loss": "long_range_repeat_loss"}
 """Fields and metrics of rows in `cells.jsonl`."""
 
@@ -25,6 +32,26 @@ def present_name(name: str, names: Mapping[str, str]) -> str:
             warn_of(earlier, names)
             return present + name[len(earlier) :]
     return name
+
+
+def with_present_settings(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Return a run's nested settings under their present names; an earlier name that is not null is warned of.
+
+    Args:
+        values: settings by section, as YAML or `run.json` gives them.
+        where: file that they are from, for the warning.
+    """
+    found = dict(values)
+    for earlier, present in SETTINGS.items():
+        section, _, name = earlier.partition(".")
+        own = found.get(section)
+        if isinstance(own, dict) and name in own:
+            value = own[name]
+            if value is not None:
+                warn_of(earlier, SETTINGS, where)
+            kept = {key: each for key, each in own.items() if key != name}
+            found[section] = kept | {present.partition(".")[2]: value}
+    return found
 
 
 def warn_of(earlier: str, names: Mapping[str, str], where: str = "") -> None:

@@ -11,6 +11,6 @@ training.checkpoint_every_steps=1
 training.log_every_steps=1
 """.strip().splitlines()
 FACTS = ["data.facts.keys=2", "data.facts.num_keys=5"]
-RETROFIT = [*TINY, *FACTS, "compression.delay=8", "training.measured_start.sequences=2"]
+RETROFIT = [*TINY, *FACTS, "compression.delay=8", "training.sensitivity_init.sequences=2"]
 LESSONS = "data.facts.lessons=[{kind: copies, length: 32, sequences: 2}]"
 BASE = ["training.stages.pretrain.steps=3", *TINY[1:], *FACTS, LESSONS]

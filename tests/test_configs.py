@@ -37,7 +37,7 @@ def opening(name):
 def test_every_experiment_composes_and_opens_with_its_command(name):
     config = composed(f"experiment={name}")
     total_steps = Plan(config.training, config.target_ratio, config.compression).total_steps
-    assert total_steps > 0 or config.training.regressed_start is not None
+    assert total_steps > 0 or config.training.regression_init is not None
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
 
 

@@ -17,7 +17,7 @@ ALLOWED = {
     "budget": set(),
     "checksums": set(),
     "claims": set(),
-    "command_line": set(),
+    "command_line": {"earlier_names"},
     "earlier_names": set(),
     "full_attention": set(),
     "json_file": set(),
@@ -26,7 +26,7 @@ ALLOWED = {
     "replacement": {"checksums"},
     "target": set(),
     "compression": {"bounds", "budget", "ranks"},
-    "config": {"bounds", "compression", "budget", "target"},
+    "config": {"bounds", "compression", "budget", "target", "earlier_names"},
     "kernels": {"compression", "ranks"},
     "models": {"compression", "budget", "ranks", "full_attention", "json_file"},
     "policies": {"kernels", "compression", "budget", "config", "target"},
@@ -39,7 +39,7 @@ ALLOWED = {
     "training": {
         *("models", "compression", "data", "budget", "config", "target"),
         *("export", "measure", "calibrate", "provenance", "ranks", "claims", "replacement", "checksums"),
-        *("loading", "json_file"),
+        *("loading", "json_file", "earlier_names"),
     },
     "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),

@@ -5,9 +5,9 @@ from dmc.config.data import DataConfig, FactsConfig
 from dmc.config.run import ModelConfig, RunConfig, run_config
 from dmc.config.trainer import PlannerConfig, Precision, TrainerConfig
 from dmc.config.training import (
-    MeasuredStartConfig,
     RatioControlConfig,
-    RegressedStartConfig,
+    RegressionInitConfig,
+    SensitivityInitConfig,
     StageConfig,
     TrainingConfig,
 )
@@ -15,13 +15,13 @@ from dmc.config.training import (
 __all__ = [
     "DataConfig",
     "FactsConfig",
-    "MeasuredStartConfig",
     "ModelConfig",
     "PlannerConfig",
     "Precision",
     "RatioControlConfig",
-    "RegressedStartConfig",
+    "RegressionInitConfig",
     "RunConfig",
+    "SensitivityInitConfig",
     "StageConfig",
     "TrainerConfig",
     "TrainingConfig",

@@ -13,6 +13,7 @@ from dmc.config.build import build_config
 from dmc.config.data import DataConfig
 from dmc.config.trainer import TrainerConfig
 from dmc.config.training import DistillationConfig, TrainingConfig
+from dmc.earlier_names import with_present_settings
 
 
 @dataclass(frozen=True)
@@ -106,27 +107,27 @@ class RunConfig:
                 f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
                 f"tokens every head holds at least {held}; use longer ones, or compression.delay below {gates.delay}"
             )
-        if training.measured_start is not None and (not gates.has_adapter or gates.decisions != "per_head"):
+        if training.sensitivity_init is not None and (not gates.has_adapter or gates.decisions != "per_head"):
             yield (
-                f"training.measured_start with compression.gate_input={gates.gate_input}, decisions={gates.decisions}: "
-                "set compression.gate_input=hidden (or both) and decisions=per_head"
+                f"training.sensitivity_init with compression.gate_input={gates.gate_input}, "
+                f"decisions={gates.decisions}: set compression.gate_input=hidden (or both) and decisions=per_head"
             )
-        if training.measured_start is not None and cuts > 1:
-            yield f"training.measured_start with trainer.tensor_parallel_size={cuts}: use tensor_parallel_size=1"
-        if training.regressed_start is not None:
+        if training.sensitivity_init is not None and cuts > 1:
+            yield f"training.sensitivity_init with trainer.tensor_parallel_size={cuts}: use tensor_parallel_size=1"
+        if training.regression_init is not None:
             wanted = {"action": "drop", "gate_input": "hidden", "decisions": "per_head", "decided_token": "own"}
             wrong = [f"{name}={getattr(gates, name)}" for name in wanted if getattr(gates, name) != wanted[name]]
             if wrong:
                 right = ", ".join(f"{name}={value}" for name, value in wanted.items())
-                yield f"training.regressed_start with compression.{', '.join(wrong)}: set {right}"
-            if training.measured_start is not None or cuts > 1:
+                yield f"training.regression_init with compression.{', '.join(wrong)}: set {right}"
+            if training.sensitivity_init is not None or cuts > 1:
                 yield (
-                    "training.regressed_start sets the adapters of whole layers: leave out training.measured_start, "
+                    "training.regression_init sets the adapters of whole layers: leave out training.sensitivity_init, "
                     "and use trainer.tensor_parallel_size=1"
                 )
             if self.trainer.strategy == "deepspeed_zero3":
                 yield (
-                    "training.regressed_start with trainer.strategy=deepspeed_zero3: DeepSpeed gathers no weight for "
+                    "training.regression_init with trainer.strategy=deepspeed_zero3: DeepSpeed gathers no weight for "
                     "what reads it outside of the forward pass; use fsdp2"
                 )
         if training.delays and training.delays[-1] != gates.delay:
@@ -197,4 +198,4 @@ def run_config(settings: Any) -> RunConfig:
         raise ValueError(str(error).splitlines()[0]) from error
     values["compression"] = values.get("compression") or None
     del values["plan"], values["planner"]
-    return build_config(RunConfig, values)
+    return build_config(RunConfig, with_present_settings(values))

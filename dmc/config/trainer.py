@@ -137,5 +137,5 @@ class PlannerConfig:
     """Name of the GPU; None: this machine's, or an H100."""
     device_memory_gib: Annotated[float, Bounds(above=0, most=1e6, note="GiB")] | None = None
     """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
-    utilisation: Annotated[float, Bounds(above=0, most=1, note="share of the peak")] = 0.35
+    utilization: Annotated[float, Bounds(above=0, most=1, note="share of the peak")] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""

@@ -100,7 +100,7 @@ class RatioControlConfig:
 
 
 @dataclass(frozen=True)
-class MeasuredStartConfig:
+class SensitivityInitConfig:
     """Initializes adapters by the sensitivity of each head to compression, so that cheap heads are compressed first.
 
     With d_h the increase in held-out loss when head h merges (or drops) every token it can and all others none,
@@ -117,7 +117,7 @@ class MeasuredStartConfig:
 
 
 @dataclass(frozen=True)
-class RegressedStartConfig:
+class RegressionInitConfig:
     """Initializes adapters by a linear fit to the attention of a second pass over the text (KVzip+, as KVzap's).
 
     A token's logit is its predicted log score's distance below the mean of all heads, in standard deviations.
@@ -165,9 +165,9 @@ class TrainingConfig:
     """Control of the weight by the error, starting at `ratio_weight`; None: constant."""
     distillation: DistillationConfig | None = None
     """Learn from the logits of a frozen teacher; None: from the text alone."""
-    measured_start: MeasuredStartConfig | None = None
+    sensitivity_init: SensitivityInitConfig | None = None
     """Initialize adapters by the cost of compressing each head; None: by zero."""
-    regressed_start: RegressedStartConfig | None = None
+    regression_init: RegressionInitConfig | None = None
     """Initialize adapters by a fit; without stages that is the whole run."""
     gates_only: bool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
@@ -209,8 +209,8 @@ class TrainingConfig:
     """Minutes without a micro-batch after which the stacks of all threads are written to a file; 0: never."""
 
     def __post_init__(self) -> None:
-        if not self.stages and self.regressed_start is None:
-            raise ValueError("training.stages is empty: give at least one stage, or a training.regressed_start")
+        if not self.stages and self.regression_init is None:
+            raise ValueError("training.stages is empty: give at least one stage, or a training.regression_init")
         for name, stage in self.stages.items():
             stage.check(name)
         if self.ratio_control is not None and self.ratio_weight == 0:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class GateAdapter(nn.Linear):
     """Two rows for each KV head, decision and importance, side by side so that the heads can be cut.
 
-    Zero at first, unless measured_start sets it: every decision logit is then -c and all tokens weigh the same, as
+    Zero at first, unless sensitivity_init sets it: every decision logit is then -c and all tokens weigh the same, as
     with a removed neuron.
 
     Args:

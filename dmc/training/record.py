@@ -12,6 +12,7 @@ from typing import Any
 
 from dmc.config import RunConfig, build_config
 from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
+from dmc.earlier_names import with_present_settings
 from dmc.json_file import flattened, read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
@@ -175,7 +176,7 @@ def read_config(folder: Path) -> RunConfig:
     if not record.is_file():
         raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
     try:
-        return build_config(RunConfig, _recorded(record)["config"])
+        return build_config(RunConfig, with_present_settings(_recorded(record)["config"], f"{record}: "))
     except ValueError as error:
         raise ValueError(f"{record}: {error}") from error
 

@@ -16,7 +16,7 @@ from dmc.models import next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.modeling import families
 from dmc.training import train
-from dmc.training.callbacks import informed_start, step_metrics, validation
+from dmc.training.callbacks import adapter_init, step_metrics, validation
 from dmc.training.exporter import Exporter
 
 PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -126,11 +126,11 @@ def noting_autocast(monkeypatch, module, name):
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("auto", "bf16-mixed"), ("ddp", "bf16-mixed"), ("auto", "32-true")]
 )
-def test_validation_and_measured_start_compute_as_training_does(two_steps, monkeypatch, strategy, precision):
+def test_validation_and_sensitivity_init_compute_as_training_does(two_steps, monkeypatch, strategy, precision):
     two_steps["trainer"] |= {"strategy": strategy, "precision": precision}
     two_steps["compression"] |= {"gate_input": "hidden", "action": "drop"}
-    two_steps["training"] |= {"measured_start": {"sequences": 1}}
-    measured = noting_autocast(monkeypatch, informed_start, "measure_head_costs")
+    two_steps["training"] |= {"sensitivity_init": {"sequences": 1}}
+    measured = noting_autocast(monkeypatch, adapter_init, "measure_head_sensitivity")
     validated = noting_autocast(monkeypatch, validation, "score_text")
     train(build_config(RunConfig, two_steps))
     assert set(measured) == set(validated) == {precision == "bf16-mixed"}

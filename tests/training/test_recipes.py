@@ -112,7 +112,7 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
 def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer, tmp_path):
     recipe["compression"]["gate_input"] = "both"
     if "tensor_parallel_size" not in trainer:
-        recipe["training"]["measured_start"] = {"sequences": 2}
+        recipe["training"]["sensitivity_init"] = {"sequences": 2}
     alone = trained(recipe, tmp_path / "alone")
     values = recipe | {"output_dir": str(tmp_path / "two"), "trainer": recipe["trainer"] | {"devices": 2} | trainer}
     with Ranks(values, 2, tmp_path / "log") as ranks:

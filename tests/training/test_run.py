@@ -257,7 +257,7 @@ def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_pat
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
     run_values["compression"]["gate_input"] = "both"
-    run_values["training"]["measured_start"] = {"sequences": 4}
+    run_values["training"]["sensitivity_init"] = {"sequences": 4}
     with Ranks(run_values, 2, tmp_path / "ranks.log", count_scored) as ranks:
         assert ranks.join() == [0, 0], (tmp_path / "ranks.log").read_text()[-4000:]
     folder = Path(run_values["output_dir"])
@@ -270,7 +270,7 @@ def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
     run_values["trainer"] |= {"devices": 1, "strategy": "auto"}
     run_values["output_dir"] = str(tmp_path / "one")
     train(build_config(RunConfig, run_values))
-    costs = [(tmp_path / name / "head_costs.json").read_text() for name in ("run", "one")]
+    costs = [(tmp_path / name / "head_sensitivity.json").read_text() for name in ("run", "one")]
     assert costs[0] == costs[1]
     final = [load_model(Path(folder) / "final").state_dict() for folder in (tmp_path / "run", tmp_path / "one")]
     assert two == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)

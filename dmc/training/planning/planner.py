@@ -84,10 +84,10 @@ class TrainingPlan:
     micro_batch_size: int
     tokens_per_step: int
     stages: list[StagePlan]
-    utilisation: float
+    utilization: float
     """Share of the device's peak that is assumed to be reached."""
     gpu_hours: float | None
-    """FLOPs of all tokens / (peak * utilisation); None: the device's peak is not known."""
+    """FLOPs of all tokens / (peak * utilization); None: the device's peak is not known."""
     checkpoint_bytes: int
     """Bytes on disk of weights and both states of Adam; the previous checkpoint, which is kept, takes as many."""
 
@@ -178,8 +178,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         micro_batch_size=training.micro_batch_size,
         tokens_per_step=training.tokens_per_step,
         stages=stages,
-        utilisation=planner.utilisation,
-        gpu_hours=None if peak is None else flops / (peak * planner.utilisation) / 3600,
+        utilization=planner.utilization,
+        gpu_hours=None if peak is None else flops / (peak * planner.utilization) / 3600,
         checkpoint_bytes=3 * stored * memory.num_weights,
     )
 
@@ -215,5 +215,5 @@ def plan_table(plan: TrainingPlan) -> str:
     ]
     if plan.gpu_hours is None or plan.days is None:
         return "\n".join([*lines, f"time: not known, for the peak of {device.name} is not"])
-    assumed = f"at an assumed {plan.utilisation:.0%} of the peak"
+    assumed = f"at an assumed {plan.utilization:.0%} of the peak"
     return "\n".join([*lines, f"time: {plan.gpu_hours:,.0f} GPU-hours, {plan.days:,.1f} days, {assumed}"])

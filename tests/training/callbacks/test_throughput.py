@@ -50,7 +50,7 @@ def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, cloc
     assert all(0.05 < value < 100 for value in logged(run.folder, "train/peak_memory_gib").values())
 
 
-def test_processor_of_unknown_peak_has_no_utilisation(run_values):
+def test_processor_of_unknown_peak_has_no_utilization(run_values):
     run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "snapshot_ratios": [], "calibrate": False}
     folder = train(build_config(RunConfig, run_values)).folder
     assert list(logged(folder, "train/tokens_per_second")) == [1] and not logged(folder, "train/mfu")

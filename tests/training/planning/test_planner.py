@@ -225,7 +225,7 @@ def test_a_plan_says_what_is_no_traced_figure():
 
 def test_gpu_hours_are_operations_over_what_a_gpu_does():
     found = plan(
-        gpus(trainer__devices=8, trainer__precision="bf16-mixed"), device="NVIDIA A100-SXM4-80GB", utilisation=0.5
+        gpus(trainer__devices=8, trainer__precision="bf16-mixed"), device="NVIDIA A100-SXM4-80GB", utilization=0.5
     )
     tokens = 7 * 64 * 64
     matrices = 3 * (128 * 16 * (8 + 4) * 2 + 3 * 128 * 352) + 128 * 1024

@@ -15,18 +15,18 @@ from torch import Tensor
 from tqdm.auto import tqdm, trange
 
 from dmc.compression import GateMode, rotate
-from dmc.config import MeasuredStartConfig, RegressedStartConfig
+from dmc.config import RegressionInitConfig, SensitivityInitConfig
 from dmc.measure import evaluating, score_text
 from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.validation import draw_heatmap
 
-COSTS_NAME = "head_costs.json"
+SENSITIVITY_NAME = "head_sensitivity.json"
 QUERY_BLOCK = 128
 SMALLEST_SCORE = 1e-12
 
 
-class InformedStart(Callback):
+class AdapterInit(Callback):
     """Initializes the adapters from held-out text, once before the first step of a new run.
 
     Args:
@@ -49,29 +49,32 @@ class InformedStart(Callback):
         raise NotImplementedError
 
 
-class MeasuredStart(InformedStart):
-    """Measures the heads and sets the decision biases of the adapters; costs are written, [L][H] nats per token."""
+class SensitivityInit(AdapterInit):
+    """Measures each head and sets the decision biases of the adapters; writes its costs, [L][H], nats per token."""
 
-    settings: MeasuredStartConfig
+    settings: SensitivityInitConfig
 
     def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """See `InformedStart.start`."""
+        """See `AdapterInit.start`."""
         model, settings = module.model, self.settings
         with trainer.precision_plugin.forward_context():
-            costs = measure_head_costs(model, batches, "cost of each head", Ranks.all())
+            costs = measure_head_sensitivity(model, batches, "sensitivity of each head", Ranks.all())
         scale = model.compression.decision_scale
         for adapter, biases in zip(
             model.adapters(), decision_biases(costs, settings.spread, settings.floor) / scale, strict=True
         ):
             module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
         if trainer.is_global_zero:
-            (self.folder / COSTS_NAME).write_text(json.dumps({"nats_per_token": costs.tolist()}) + "\n")
-            picture, title = self.folder / "heatmaps" / "head_costs.png", "cost of compressing one head"
+            (self.folder / SENSITIVITY_NAME).write_text(json.dumps({"nats_per_token": costs.tolist()}) + "\n")
+            picture, title = (
+                self.folder / "heatmaps" / "head_sensitivity.png",
+                "sensitivity to compressing one head",
+            )
             heads, label = range(costs.shape[1]), "nats per 1,000 tokens"
             draw_heatmap(1000 * costs, picture, title, "KV head", heads, label, lowest=0.0)
 
 
-def measure_head_costs(
+def measure_head_sensitivity(
     model: CompressedCausalLM,
     batches: Sequence[Mapping[str, Any]],
     title: str | None = None,
@@ -119,13 +122,13 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
     return spread * (logs.max() - logs) / deviation if deviation > 0 else torch.zeros_like(costs)
 
 
-class RegressedStart(InformedStart):
+class RegressionInit(AdapterInit):
     """Fits the adapters to the attention of a second pass over the text."""
 
-    settings: RegressedStartConfig
+    settings: RegressionInitConfig
 
     def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """Fit and set, each rank some of the layers, for the sums of all are large; see `InformedStart.start`."""
+        """Fit and set, each rank some of the layers, for the sums of all are large; see `AdapterInit.start`."""
         model, ranks = module.model, Ranks.all()
         own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
         with trainer.precision_plugin.forward_context():

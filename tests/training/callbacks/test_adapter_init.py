@@ -12,16 +12,16 @@ from launching import train_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dmc.compression import CompressionConfig, GateMode, GateTrace
-from dmc.config import MeasuredStartConfig, RunConfig, build_config
+from dmc.config import RunConfig, SensitivityInitConfig, build_config
 from dmc.models import load_model, retrofit
 from dmc.training import train
-from dmc.training.callbacks.informed_start import (
-    COSTS_NAME,
-    MeasuredStart,
+from dmc.training.callbacks.adapter_init import (
+    SENSITIVITY_NAME,
+    SensitivityInit,
     decision_biases,
     decision_rows,
     fit_scores,
-    measure_head_costs,
+    measure_head_sensitivity,
 )
 
 DELAY, LENGTH = 3, 12
@@ -72,7 +72,7 @@ def test_the_cost_of_a_head_is_what_masking_its_past_costs():
     )
     gates = CompressionConfig(action="drop", delay=DELAY, gate_input="hidden")
     compressed = retrofit(stock(), gates).train()
-    costs = measure_head_costs(compressed, [{"input_ids": ids} for ids in batches])
+    costs = measure_head_sensitivity(compressed, [{"input_ids": ids} for ids in batches])
     assert expected.abs().min() > 1e-3
     torch.testing.assert_close(costs, expected, atol=1e-5, rtol=0)
     assert compressed.training
@@ -103,12 +103,12 @@ def test_cheap_heads_start_nearer_to_compression():
 
 def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_values, tmp_path):
     run_values["compression"] |= {"gate_input": "hidden", "decision_scale": 4.0}
-    run_values["training"] |= {"learning_rate": 1e-9, "measured_start": {"sequences": 3}, "snapshot_ratios": []}
+    run_values["training"] |= {"learning_rate": 1e-9, "sensitivity_init": {"sequences": 3}, "snapshot_ratios": []}
     config = build_config(RunConfig, run_values)
     final = train(config).final
-    costs = torch.tensor(json.loads((tmp_path / "run" / COSTS_NAME).read_text())["nats_per_token"])
-    assert (tmp_path / "run" / "heatmaps" / "head_costs.png").is_file()
-    settings = MeasuredStartConfig(sequences=3)
+    costs = torch.tensor(json.loads((tmp_path / "run" / SENSITIVITY_NAME).read_text())["nats_per_token"])
+    assert (tmp_path / "run" / "heatmaps" / "head_sensitivity.png").is_file()
+    settings = SensitivityInitConfig(sequences=3)
     expected = decision_biases(costs, settings.spread, settings.floor) / 4
     biases = torch.stack([adapter.bias for adapter in load_model(final).adapters()])
     torch.testing.assert_close(biases[:, 0::2], expected, atol=1e-6, rtol=0)
@@ -118,7 +118,7 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
         raise AssertionError("a run that goes on read the text again")
 
     resumed = SimpleNamespace(ckpt_path=str(tmp_path / "step_0000002"))
-    MeasuredStart(unread, settings, tmp_path).on_fit_start(resumed, None)
+    SensitivityInit(unread, settings, tmp_path).on_fit_start(resumed, None)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
             {"compression": {"gate_input": "hidden"}, "trainer": {"strategy": "fsdp2", "tensor_parallel_size": 2}},
             "tensor_parallel_size=1",
         ),
-        ({"training": {"measured_start": {"sequences": 0}}}, "sequences=0"),
-        ({"training": {"measured_start": {"spread": 0.0}}}, "spread=0.0"),
-        ({"training": {"measured_start": {"floor": 1.0}}}, "floor=1.0"),
+        ({"training": {"sensitivity_init": {"sequences": 0}}}, "sequences=0"),
+        ({"training": {"sensitivity_init": {"spread": 0.0}}}, "spread=0.0"),
+        ({"training": {"sensitivity_init": {"floor": 1.0}}}, "floor=1.0"),
     ],
 )
 def test_a_start_that_cannot_be_measured_is_refused(run_values, changes, told):
-    run_values["training"]["measured_start"] = {}
+    run_values["training"]["sensitivity_init"] = {}
     for group, values in changes.items():
         run_values[group] |= values
     with pytest.raises(ValueError, match=told):
@@ -190,7 +190,7 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     path = train(build_config(RunConfig, base)).final
     run_values["model"] = {"path": str(path)}
     run_values["compression"] = FITTED | {"target_ratio": 2.0, "decision_scale": 2.0}
-    run_values["training"] |= {"stages": {}, "regressed_start": {"sequences": 4}, "snapshot_ratios": []}
+    run_values["training"] |= {"stages": {}, "regression_init": {"sequences": 4}, "snapshot_ratios": []}
     run = train(build_config(RunConfig, run_values))
     assert run.is_finished and abs(run.metrics(run.final)["achieved_ratio_on_calibration_text"] / 2 - 1) < 0.1
     before, after = load_model(path).state_dict(), load_model(run.final).state_dict()
@@ -206,17 +206,17 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
 @pytest.mark.parametrize(
     ("compression", "training", "trainer", "told"),
     [
-        ({"action": "merge"}, {}, {}, "regressed_start with compression.action=merge"),
+        ({"action": "merge"}, {}, {}, "regression_init with compression.action=merge"),
         ({"gate_input": "both"}, {}, {}, "gate_input=hidden"),
-        ({}, {}, {"strategy": "deepspeed_zero3"}, r"regressed_start with trainer\.strategy=deepspeed_zero3"),
-        ({}, {"measured_start": {}}, {}, r"leave out training\.measured_start"),
-        ({}, {"regressed_start": {"ridge": 0.0}}, {}, r"ridge=0\.0"),
-        ({}, {"regressed_start": None, "stages": {}}, {}, r"stages is empty: give at least one stage, or"),
+        ({}, {}, {"strategy": "deepspeed_zero3"}, r"regression_init with trainer\.strategy=deepspeed_zero3"),
+        ({}, {"sensitivity_init": {}}, {}, r"leave out training\.sensitivity_init"),
+        ({}, {"regression_init": {"ridge": 0.0}}, {}, r"ridge=0\.0"),
+        ({}, {"regression_init": None, "stages": {}}, {}, r"stages is empty: give at least one stage, or"),
     ],
 )
 def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
     run_values["trainer"] |= trainer
     run_values["compression"] = FITTED | compression
-    run_values["training"] |= {"regressed_start": {}} | training
+    run_values["training"] |= {"regression_init": {}} | training
     with pytest.raises(ValueError, match=told):
         build_config(RunConfig, run_values)
