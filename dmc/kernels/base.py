@@ -47,7 +47,7 @@ class LayerCache:
     """8-bit pages only: factors of the keys, float32 [N, block, 1]."""
     value_scales: Tensor | None = None
     """Likewise, of the values."""
-    notes: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    entry_metadata: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """Further metadata of every slot, 4 bytes each, [N, block]."""
 
     @property
@@ -68,7 +68,7 @@ class LayerCache:
     @property
     def slot_pages(self) -> list[Tensor]:
         """All pages with data of slots, which move with their slot."""
-        return [*self.entry_pages, *self.notes.values()]
+        return [*self.entry_pages, *self.entry_metadata.values()]
 
 
 @dataclass

@@ -913,17 +913,17 @@ struct Evict {
     const int64_t* slots;  // [S, H]
 };
 
-struct ReadNotes {  // the first `count` slots of each head
+struct ReadMetadata {  // the first `count` slots of each head
     Heads heads;
     int64_t count;
-    int32_t* const* notes;  // [F], the bits of each, [S, H, count]
+    int32_t* const* metadata;  // [F], the bits of each, [S, H, count]
     const int32_t* fills;   // [F], what is read beyond the length
 };
 
-struct WriteNotes {  // the slots of the newest tokens
+struct WriteMetadata {  // the slots of the newest tokens
     Heads heads;
     const int64_t* starts;  // [S + 1]
-    int32_t* const* notes;  // [F], the bits of each, [T, H]
+    int32_t* const* metadata;  // [F], the bits of each, [T, H]
 
     int64_t count(int64_t head) const { return starts[head / heads.heads + 1] - starts[head / heads.heads]; }
 };
@@ -955,9 +955,9 @@ struct Candidate {
 
 namespace {
 
-class Tenant {  // one head of one sequence, and its blocks
+class HeadEntries {  // one head of one sequence, and its blocks
   public:
-    Tenant(const Heads& a, int64_t index)
+    HeadEntries(const Heads& a, int64_t index)
         : a_(a), row_(a.rows[index / a.heads]), head_(index % a.heads),
           table_(a.tables + row_ * a.table_row_step + head_ * a.table_head_step) {}
 
@@ -1018,51 +1018,51 @@ void compact(const Compact& c) {
     for (int64_t field = 0; field < a.num_pages; field++) width += a.widths[field];
     std::vector<int32_t> kept(a.sequences * a.heads);
     for_each_head(a, c.keep_step * a.sequences * a.heads * width / 8, [&](int64_t i) {
-        const Tenant tenant(a, i);
+        const HeadEntries own(a, i);
         const bool* keep = c.keep + i * c.keep_step;
         int32_t count = 0;
-        for (int64_t slot = 0; slot < tenant.length(); slot++) {
+        for (int64_t slot = 0; slot < own.length(); slot++) {
             if (!keep[slot]) continue;
-            if (slot != count) tenant.move(slot, count);
+            if (slot != count) own.move(slot, count);
             count++;
         }
         kept[i] = count;
     });
-    for (size_t i = 0; i < kept.size(); i++) Tenant(a, i).shrink(kept[i]);
+    for (size_t i = 0; i < kept.size(); i++) HeadEntries(a, i).shrink(kept[i]);
 }
 
 void evict(const Evict& e) {
     for (int64_t i = 0; i < e.heads.sequences * e.heads.heads; i++) {
-        const Tenant tenant(e.heads, i);
-        const int64_t hole = e.slots[i], last = tenant.length() - 1;
+        const HeadEntries own(e.heads, i);
+        const int64_t hole = e.slots[i], last = own.length() - 1;
         if (hole < 0) continue;
-        if (hole != last) tenant.move(last, hole);
-        tenant.shrink(last);
+        if (hole != last) own.move(last, hole);
+        own.shrink(last);
     }
 }
 
-void write_notes(const WriteNotes& n) {
+void write_metadata(const WriteMetadata& n) {
     const Heads& a = n.heads;
     for_each_head(a, n.starts[a.sequences] * a.heads * a.num_pages, [&](int64_t i) {
-        const Tenant tenant(a, i);
-        const int64_t begin = tenant.length() - n.count(i);
+        const HeadEntries own(a, i);
+        const int64_t begin = own.length() - n.count(i);
         for (int64_t field = 0; field < a.num_pages; field++) {
-            const int32_t* from = n.notes[field] + n.starts[i / a.heads] * a.heads + i % a.heads;
-            for (int64_t slot = begin; slot < tenant.length(); slot++, from += a.heads)
-                *tenant.at<int32_t>(field, slot) = *from;
+            const int32_t* from = n.metadata[field] + n.starts[i / a.heads] * a.heads + i % a.heads;
+            for (int64_t slot = begin; slot < own.length(); slot++, from += a.heads)
+                *own.at<int32_t>(field, slot) = *from;
         }
     });
 }
 
-void read_notes(const ReadNotes& n) {
+void read_metadata(const ReadMetadata& n) {
     const Heads& a = n.heads;
     for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
-        const Tenant tenant(a, i);
-        const int64_t end = std::min<int64_t>(tenant.length(), n.count);
+        const HeadEntries own(a, i);
+        const int64_t end = std::min<int64_t>(own.length(), n.count);
         for (int64_t field = 0; field < a.num_pages; field++) {
-            int32_t* to = n.notes[field] + i * n.count;
-            tenant.for_each_run(0, end, [&](int64_t slot, int64_t count) {
-                std::copy_n(tenant.at<int32_t>(field, slot), count, to + slot);
+            int32_t* to = n.metadata[field] + i * n.count;
+            own.for_each_run(0, end, [&](int64_t slot, int64_t count) {
+                std::copy_n(own.at<int32_t>(field, slot), count, to + slot);
             });
             std::fill(to + end, to + n.count, n.fills[field]);
         }
@@ -1072,8 +1072,8 @@ void read_notes(const ReadNotes& n) {
 void add_attention(const AddAttention& n) {
     const Heads& a = n.heads;
     for_each_head(a, a.sequences * a.heads * n.entries * (n.group + a.num_pages), [&](int64_t i) {
-        const Tenant tenant(a, i);
-        const int64_t length = tenant.length();
+        const HeadEntries own(a, i);
+        const int64_t length = own.length();
         const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;
         float* attention = n.attention + i * n.entries;
         std::copy_n(scores, length, attention);
@@ -1082,8 +1082,8 @@ void add_attention(const AddAttention& n) {
         for (int64_t slot = 0; slot < length; slot++) attention[slot] /= float(n.group);
         std::fill(attention + length, attention + n.entries, 0.0f);
         for (int64_t field = 0; field < a.num_pages; field++)
-            tenant.for_each_run(0, length, [&](int64_t slot, int64_t count) {
-                float* sums = tenant.at<float>(field, slot);
+            own.for_each_run(0, length, [&](int64_t slot, int64_t count) {
+                float* sums = own.at<float>(field, slot);
                 if (n.powers[field] == 1)
                     for (int64_t j = 0; j < count; j++) sums[j] += attention[slot + j];
                 else
@@ -1214,12 +1214,12 @@ class Receiver {
     }
 
     // Points to a key in float32, in scratch if need be.
-    const float* key(const Tenant& tenant, int64_t slot, float* scratch) const {
-        slot = std::min<int64_t>(slot, tenant.length() - 1);
-        const P* held = tenant.at<const P>(0, slot);
+    const float* key(const HeadEntries& own, int64_t slot, float* scratch) const {
+        slot = std::min<int64_t>(slot, own.length() - 1);
+        const P* held = own.at<const P>(0, slot);
         const float* wide;
         widen<P>(&held, 1, 0, dim_, scratch, &wide);
-        if constexpr (is_8_bit<P>) scale(scratch, dim_, *tenant.at<float>(1, slot));
+        if constexpr (is_8_bit<P>) scale(scratch, dim_, *own.at<float>(1, slot));
         return wide;
     }
 
@@ -1227,13 +1227,13 @@ class Receiver {
         const int64_t head = query_head / v_.group;
         if (block * WIDTH >= v_.queries(head)) return;  // a sequence of fewer queries
         pack_queries(query_head, block);
-        const Tenant tenant(a_, head);
+        const HeadEntries own(a_, head);
         Vec maximum[ROWS], sum[ROWS] = {};
         std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
         for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
             float wide[KEYS][MAX_DIM];
             const float* keys[KEYS];
-            for (int j = 0; j < KEYS; j++) keys[j] = key(tenant, first + j, wide[j]);
+            for (int j = 0; j < KEYS; j++) keys[j] = key(own, first + j, wide[j]);
             Vec scores[KEYS][ROWS];
             score(packed(query_head, block), limits(head, block), first, keys, scores);
             for (int r = 0; r < ROWS; r++) {
@@ -1252,12 +1252,12 @@ class Receiver {
     }
 
     void receive(int64_t head, int64_t first) {
-        const Tenant tenant(a_, head);
+        const HeadEntries own(a_, head);
         const float share = 1.0f / float(v_.group);
         float wide[KEY_TILE][MAX_DIM];
         const float* keys[KEY_TILE];
-        if (first >= tenant.length()) return;
-        for (int j = 0; j < KEY_TILE; j++) keys[j] = key(tenant, first + j, wide[j]);
+        if (first >= own.length()) return;
+        for (int j = 0; j < KEY_TILE; j++) keys[j] = key(own, first + j, wide[j]);
         std::vector<float> columns(v_.group * KEY_TILE * LANES), squares(KEY_TILE * LANES);
         for (int64_t block = 0; block * WIDTH < v_.queries(head); block++) {
             const int32_t last = last_[head * blocks_ + block];
@@ -1362,11 +1362,11 @@ inline const char* wrong(const Evict& e) {
     return wrong_heads(e.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return e.slots[i] < length; });
 }
 
-inline const char* wrong(const WriteNotes& n) {
+inline const char* wrong(const WriteMetadata& n) {
     return wrong_heads(n.heads, NO_ENTRY, [&](int64_t i, int64_t length) { return n.count(i) <= length; });
 }
 
-inline const char* wrong(const ReadNotes& n) {
+inline const char* wrong(const ReadMetadata& n) {
     return wrong_heads(n.heads, NO_ENTRY, [](int64_t, int64_t) { return true; });
 }
 
@@ -1414,8 +1414,8 @@ CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
 CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), append<BFloat16>(a))
 CHECKED(compact, Compact, wrong(a), compact(a))
 CHECKED(evict, Evict, wrong(a), evict(a))
-CHECKED(write_notes, WriteNotes, wrong(a), write_notes(a))
-CHECKED(read_notes, ReadNotes, wrong(a), read_notes(a))
+CHECKED(write_metadata, WriteMetadata, wrong(a), write_metadata(a))
+CHECKED(read_metadata, ReadMetadata, wrong(a), read_metadata(a))
 CHECKED(add_attention, AddAttention, wrong(a), add_attention(a))
 CHECKED(nth_newest, NthNewest, nullptr, nth_newest(a))
 CHECKED(eviction_candidate, Candidate, wrong(a), candidates(a))

@@ -65,7 +65,7 @@ def _structure(fields: str) -> type[ctypes.Structure]:
 
 _Attention, _Append, _Received = map(_structure, (_ATTENTION, _APPEND, _HEADS + _RECEIVED))
 _Compact, _Evict = _structure(_HEADS + "keep keep_step"), _structure(_HEADS + "slots")
-_ReadNotes, _WriteNotes = _structure(_HEADS + "count notes fills"), _structure(_HEADS + "starts notes")
+_ReadMetadata, _WriteMetadata = _structure(_HEADS + "count metadata fills"), _structure(_HEADS + "starts metadata")
 _AddAttention = _structure(_HEADS + "group entries scores score_sequence_step score_head_step powers attention")
 _NthNewest = _structure("heads entries threads positions counts found")
 _Candidate = _structure(
@@ -173,30 +173,31 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     _call(library, "evict", _Evict(*heads, slots.data_ptr()))
 
 
-def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
-    """See `reference.write_notes`."""
+def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, Tensor]) -> None:
+    """See `reference.write_metadata`."""
     if (library := load_library()) is None:
-        return reference.write_notes(cache, batch, notes)
-    pages, numbers = [cache.notes[name] for name in notes], [each.contiguous() for each in notes.values()]
-    for name, page, each in zip(notes, pages, numbers, strict=True):
+        return reference.write_metadata(cache, batch, metadata)
+    pages = [cache.entry_metadata[name] for name in metadata]
+    numbers = [each.contiguous() for each in metadata.values()]
+    for name, page, each in zip(metadata, pages, numbers, strict=True):
         _expect(name, each, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
     _expect_batch(batch)
     heads, _held = _heads(cache, batch.row_index, pages)
     addresses = _int64s(each.data_ptr() for each in numbers)
-    _call(library, "write_notes", _WriteNotes(*heads, batch.cu_seqlens.data_ptr(), ctypes.addressof(addresses)))
+    _call(library, "write_metadata", _WriteMetadata(*heads, batch.cu_seqlens.data_ptr(), ctypes.addressof(addresses)))
 
 
-def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
-    """See `reference.read_notes`."""
+def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
+    """See `reference.read_metadata`."""
     if (library := load_library()) is None:
-        return reference.read_notes(cache, rows, names, num_slots)
-    pages = [cache.notes[name] for name in names]
+        return reference.read_metadata(cache, rows, names, num_slots)
+    pages = [cache.entry_metadata[name] for name in names]
     read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
     heads, _held = _heads(cache, rows, pages)
     addresses = _int64s(each.data_ptr() for each in read)
     fills = (ctypes.c_int32 * len(pages))(*(0 if page.is_floating_point() else -1 for page in pages))
-    notes = _ReadNotes(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
-    _call(library, "read_notes", notes)
+    arguments = _ReadMetadata(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
+    _call(library, "read_metadata", arguments)
     return read
 
 
@@ -209,7 +210,7 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
     _expect("scores", scores, torch.float32, (sequences, query_heads, max(scores.shape[-1], num_slots)), dense=False)
     assert scores.stride(-1) == 1
     attention = torch.empty(sequences, kv_heads, num_slots)
-    heads, _held = _heads(cache, rows, [cache.notes[name] for name in powers])
+    heads, _held = _heads(cache, rows, [cache.entry_metadata[name] for name in powers])
     wanted = _int64s(powers.values())
     arguments = _AddAttention(
         *heads,

@@ -289,26 +289,26 @@ def _give_back_blocks(cache: LayerCache, tables: Tensor, old: Tensor, new: Tenso
     cache.num_free += count.to(cache.num_free.dtype)
 
 
-def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
+def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, Tensor]) -> None:
     """Write metadata of a batch's slots, right after every token of it was appended, in place.
 
     Args:
-        cache: tables and lengths are read, notes updated.
+        cache: tables and lengths are read, metadata updated.
         batch: the batch of the tokens.
-        notes: metadata by name, [T, H] each.
+        metadata: values by name, [T, H] each.
     """
     rows = batch.row_index
     behind = (batch.cu_seqlens[1:, None] - cache.lengths[rows])[batch.sequence]  # of tokens, to the slots
     slots = torch.arange(batch.num_tokens, device=rows.device)[:, None] - behind
     place = places(cache.block_tables[rows], slots, cache.block_size, batch.sequence)
-    for name, numbers in notes.items():
-        cache.notes[name].flatten()[place] = numbers
+    for name, numbers in metadata.items():
+        cache.entry_metadata[name].flatten()[place] = numbers
 
 
-def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
+def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
     """Copy metadata of slots, [S, H, num_slots] each; beyond the length -1 for integers, else 0."""
     tables, held = cache.block_tables[rows], slots_below(cache.lengths[rows], num_slots)
-    read = (gather_pages(cache.notes[name], tables, num_slots) for name in names)
+    read = (gather_pages(cache.entry_metadata[name], tables, num_slots) for name in names)
     return [each.where(held, 0 if each.is_floating_point() else -1) for each in read]
 
 
@@ -316,7 +316,7 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
     """Add the newest query's attention to running sums, in place.
 
     Args:
-        cache: tables and lengths are read, notes updated.
+        cache: tables and lengths are read, metadata updated.
         rows: cache row of each sequence, int64 [S].
         scores: attention to each slot, from `paged_attention`, float32 [S, H_q, num_slots or more].
         powers: power of the attention that each sum accumulates, 1 or 2.
@@ -329,7 +329,7 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
     attention = scores.view(*lengths.shape, -1, scores.shape[-1]).mean(2)[..., :num_slots] * held
     place = places(tables, torch.arange(num_slots, device=rows.device)[None, None], cache.block_size).flatten()
     for name, power in powers.items():  # 0 beyond the length, wherever that leads
-        cache.notes[name].view(-1).index_add_(0, place, (attention**power).flatten())
+        cache.entry_metadata[name].view(-1).index_add_(0, place, (attention**power).flatten())
     return attention
 
 

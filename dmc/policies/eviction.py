@@ -182,7 +182,7 @@ class Eviction(CacheAttention):
         self._gathered: dict[tuple[int, int], Any] = {}  # results of the policy's `gather`, likewise
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of prompts that end in this pass, by row
         self._longest, self._limits = 0, torch.zeros(0)  # of this pass's generated tokens: entries, and `_limits_of`
-        self._notes: dict[str, Tensor] = {}  # of this pass's tokens, the same in all layers
+        self._metadata: dict[str, Tensor] = {}  # of this pass's tokens, the same in all layers
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """See `CacheAttention.attend`."""
@@ -194,7 +194,7 @@ class Eviction(CacheAttention):
                 self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
         seen = self.append(layer_index, batch, tokens)
         if self._has_positions:
-            self._note(layer_index, batch, tokens.value)
+            self._write_metadata(layer_index, batch, tokens.value)
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if part.is_prompt:
@@ -214,15 +214,15 @@ class Eviction(CacheAttention):
                 self._end_prompt(layer_index, row, tokens_seen, window, scaling)
         return attended
 
-    def _note(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
+    def _write_metadata(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
         """Write the metadata of entries that have just been appended; `value` [T, H, D] is theirs."""
         if layer_index == 0:
-            self._notes = {"position": batch.positions.int()[:, None].expand(value.shape[:2]).contiguous()}
+            self._metadata = {"position": batch.positions.int()[:, None].expand(value.shape[:2]).contiguous()}
             nothing = torch.zeros(value.shape[:2], device=value.device)
-            self._notes |= dict.fromkeys(self.policy.sums, nothing)
-        if "value_norm" in self._notes:
-            self._notes["value_norm"] = value.float().abs().sum(-1)
-        self.backend.write_notes(self.cache.layer(layer_index), batch, self._notes)
+            self._metadata |= dict.fromkeys(self.policy.sums, nothing)
+        if "value_norm" in self._metadata:
+            self._metadata["value_norm"] = value.float().abs().sum(-1)
+        self.backend.write_metadata(self.cache.layer(layer_index), batch, self._metadata)
 
     def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, slots: Tensor, scaling: float) -> None:
         """Add the attention of a prompt's queries to the sums, and keep the last queries."""
@@ -244,7 +244,7 @@ class Eviction(CacheAttention):
         every = torch.arange(columns.shape[-1], device=query.device)[None, None]
         place = places(layer.block_tables[batch.row_index], every, layer.block_size)
         for name in self._powers:  # 0 beyond the length, wherever that leads
-            layer.notes[name].view(-1).index_put_((place,), received[name], accumulate=True)
+            layer.entry_metadata[name].view(-1).index_put_((place,), received[name], accumulate=True)
         if policy.needs_columns:
             for row, own in zip(batch.rows, columns, strict=True):
                 before = self._columns.get((layer_index, row), own[..., :0])
@@ -364,7 +364,7 @@ class Eviction(CacheAttention):
 
         def read_positions() -> Tensor:
             if self._has_positions:
-                positions: Tensor = self.backend.read_notes(layer, rows, ["position"], num_entries)[0]
+                positions: Tensor = self.backend.read_metadata(layer, rows, ["position"], num_entries)[0]
                 return positions
             slots = torch.arange(num_entries, dtype=torch.int32, device=rows.device)
             return slots.where(slots < lengths[..., None], -1)
@@ -382,7 +382,7 @@ class Eviction(CacheAttention):
             memory=fields["memory"][layer_index, rows] if "memory" in fields else torch.empty(0),
             nominal=fields["nominal"][layer_index, rows].long(),
             read_positions=read_positions,
-            read_sums=lambda: dict(zip(sums, self.backend.read_notes(layer, rows, sums, num_entries), strict=True)),
+            read_sums=lambda: dict(zip(sums, self.backend.read_metadata(layer, rows, sums, num_entries), strict=True)),
             read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),
             read_values=lambda: gather(layer.value_pages, layer.value_scales),

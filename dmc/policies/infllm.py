@@ -114,7 +114,7 @@ class InfLLMAttention(CacheAttention):
         """See `CacheAttention.attend`."""
         self.append(layer_index, batch, tokens)
         nothing = torch.zeros(tokens.key.shape[:2], device=query.device)
-        self.backend.write_notes(self.cache.layer(layer_index), batch, {"received": nothing})
+        self.backend.write_metadata(self.cache.layer(layer_index), batch, {"received": nothing})
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if not part.is_prompt:
@@ -190,7 +190,7 @@ class InfLLMAttention(CacheAttention):
             outputs.append((weights @ value[:, :, None]).flatten(1, 2))
             received += (weights[..., : near.shape[1]].mean(2) * in_window[:, None]).sum(2)
         place = places(tables, where[:, None], layer.block_size)
-        layer.notes["received"].view(-1).index_put_((place,), received, accumulate=True)
+        layer.entry_metadata["received"].view(-1).index_put_((place,), received, accumulate=True)
         return batch.unpad(torch.cat(outputs, dim=2).transpose(1, 2)).to(dtype)
 
     def _far(self, layer_index: int, batch: ForwardBatch, query: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class InfLLMAttention(CacheAttention):
         policy, layer = self.policy, self.cache.layer(layer_index)
         tables, size = layer.block_tables[rows], policy.block_size
         tokens = (policy.initial + blocks[:, None] * size + torch.arange(size, device=rows.device)).view(1, -1)
-        received = gather_slots(layer.notes["received"], tables, tokens[:, None]).unflatten(2, (-1, size))
+        received = gather_slots(layer.entry_metadata["received"], tables, tokens[:, None]).unflatten(2, (-1, size))
         count = torch.full(received.shape[:-1], policy.representatives, device=rows.device)
         chosen = top_positions(received, count, policy.representatives)  # [1, H, blocks, representatives]
         key = rotate(gather_slots(layer.key_pages, tables, tokens[:, None]).float(), *self._rotary(-tokens))

@@ -138,7 +138,7 @@ class Repetition:
         layer = self.cache.layer(layer_index)
         tables = layer.block_tables[self.rows]
         num_entries, num_new = int(layer.lengths[self.rows].max()), query.shape[2]
-        positions = self.backend.read_notes(layer, self.rows, ["position"], num_entries)[0]
+        positions = self.backend.read_metadata(layer, self.rows, ["position"], num_entries)[0]
         exists, is_sink = positions >= 0, (positions >= 0) & (positions < self.sinks)
         keys, values = (
             torch.cat((held.masked_fill(~exists[..., None], 0), new), dim=2)[0].float()

@@ -248,7 +248,7 @@ class PagedCache:
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
-            notes={name: fields[name] for name in fields.names("slot") if name in own},
+            entry_metadata={name: fields[name] for name in fields.names("slot") if name in own},
             **{name: fields[name] for name in fields.names("slot") if name not in own},
             **{name: fields[name][index] for name in fields.names("row") if name not in own},
         )

@@ -40,7 +40,7 @@ def test_slots_that_stay_keep_their_order_and_blocks_come_back(
         pytest.skip("not supported")
     layer = fill(make_layer(None, max_blocks=5, dtype=dtype), torch.tensor(LENGTHS))
     pages = layer.key_pages.shape[:2]
-    layer.notes = {"position": torch.arange(pages.numel()).view(pages).int(), "mass": torch.rand(pages)}
+    layer.entry_metadata = {"position": torch.arange(pages.numel()).view(pages).int(), "mass": torch.rand(pages)}
     before = copy_to(layer, "cpu")
     keep = torch.rand(len(rows), 2, 80, generator=torch.Generator().manual_seed(0)) < share
     backend.compact(layer, torch.tensor(rows), keep)

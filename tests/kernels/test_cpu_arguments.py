@@ -127,24 +127,24 @@ def test_attention_refuses_what_lies_elsewhere(move: Any) -> None:
         cpu.prefill_attention(torch.zeros(8, 4, 16), *pages, batch, VisibleKeys(torch.full((8, 2), 65)), 0.3)
 
 
-def test_eviction_refuses_notes_and_slots_that_do_not_fit() -> None:
+def test_eviction_refuses_metadata_and_slots_that_do_not_fit() -> None:
     layer, batch, _ = layer_and_tokens(None)
     rows, pages = torch.tensor([2, 0]), layer.key_pages.shape[:2]
-    layer.notes = {"position": torch.zeros(pages, dtype=torch.int32), "mass": torch.zeros(pages)}
+    layer.entry_metadata = {"position": torch.zeros(pages, dtype=torch.int32), "mass": torch.zeros(pages)}
     with pytest.raises(ValueError, match="an entry that is not held"):
         cpu.evict(layer, rows, torch.full((2, 2), 10))
     with pytest.raises(ValueError, match=r"kernels\.cpu: slots is "):
         cpu.evict(layer, rows, torch.zeros(2, 3, dtype=torch.long))
-    cut = dataclasses.replace(layer, notes={"position": layer.notes["position"][:1]})
+    cut = dataclasses.replace(layer, entry_metadata={"position": layer.entry_metadata["position"][:1]})
     with pytest.raises(ValueError, match=r"kernels\.cpu: pages is "):
         cpu.evict(cut, rows, torch.zeros(2, 2).long())
     with pytest.raises(ValueError, match=r"kernels\.cpu: pages is "):
-        cpu.read_notes(cut, rows, ["position"], 9)
+        cpu.read_metadata(cut, rows, ["position"], 9)
     with pytest.raises(ValueError, match=r"kernels\.cpu: position is "):
-        cpu.write_notes(layer, batch, {"position": torch.zeros(8, 2)})
+        cpu.write_metadata(layer, batch, {"position": torch.zeros(8, 2)})
     many = ForwardBatch([2, 0], [0, 0], [11, 1])
     with pytest.raises(ValueError, match="an entry that is not held"):
-        cpu.write_notes(layer, many, {"position": torch.zeros(12, 2, dtype=torch.int32)})
+        cpu.write_metadata(layer, many, {"position": torch.zeros(12, 2, dtype=torch.int32)})
     with pytest.raises(ValueError, match=r"kernels\.cpu: keep is "):
         cpu.compact(layer, rows, torch.ones(2, 2, 64))
     with pytest.raises(ValueError, match="more slots than"):

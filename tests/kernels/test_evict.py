@@ -57,7 +57,7 @@ class Head:
 
 
 class Simulation:
-    """A layer with notes, and what should be in it."""
+    """A layer with metadata, and what should be in it."""
 
     def __init__(self, backend: ModuleType, dtype: torch.dtype) -> None:
         self.backend, self.dtype = backend, dtype
@@ -66,8 +66,8 @@ class Simulation:
             make_layer(None, head_dim=HEAD_DIM, max_blocks=9, block_size=BLOCK, dtype=dtype), torch.tensor(LENGTHS)
         )
         pages = self.layer.key_pages.shape[:2]
-        self.layer.notes = {"position": torch.full(pages, -7, dtype=torch.int32)}
-        self.layer.notes |= {name: torch.full(pages, -7.0) for name in SUMS}
+        self.layer.entry_metadata = {"position": torch.full(pages, -7, dtype=torch.int32)}
+        self.layer.entry_metadata |= {name: torch.full(pages, -7.0) for name in SUMS}
         self.stack = self.layer.free_blocks[: int(self.layer.num_free)].tolist()
         self.heads = [[self.filled(row, head) for head in range(2)] for row in range(3)]
         self.positions = [80, 80, 80]
@@ -86,7 +86,7 @@ class Simulation:
             entry = Entry(key, value, 3 * slot, self.noise(len(SUMS)).tolist())
             result.entries.append(entry)
             for name, number in zip(["position", *SUMS], [entry.position, *entry.sums], strict=True):
-                self.layer.notes[name][place] = number
+                self.layer.entry_metadata[name][place] = number
         return result
 
     def append(self, rows: list[int], count: int | list[int] = 1) -> None:
@@ -95,8 +95,8 @@ class Simulation:
         key, value = (self.noise(batch.num_tokens, 2, HEAD_DIM).to(self.dtype) for _ in range(2))
         sums = self.noise(len(SUMS), batch.num_tokens, 2)
         self.backend.append_or_merge(self.layer, batch, NewTokens(key, value), None)
-        notes = {"position": batch.positions.int()[:, None].repeat(1, 2), **dict(zip(SUMS, sums, strict=True))}
-        self.backend.write_notes(self.layer, batch, notes)
+        metadata = {"position": batch.positions.int()[:, None].repeat(1, 2), **dict(zip(SUMS, sums, strict=True))}
+        self.backend.write_metadata(self.layer, batch, metadata)
         for row, span in zip(rows, batch.spans, strict=True):
             for head, expected in enumerate(self.heads[row]):
                 for token in range(span.start, span.stop):
@@ -131,10 +131,12 @@ class Simulation:
                 if length == 0:
                     continue
                 slots = tuple(torch.tensor([self.place(row, head, slot) for slot in range(length)]).T)
-                assert layer.notes["position"][slots].tolist() == [entry.position for entry in expected.entries]
+                assert layer.entry_metadata["position"][slots].tolist() == [
+                    entry.position for entry in expected.entries
+                ]
                 for i, name in enumerate(SUMS):
                     sums = torch.tensor([entry.sums[i] for entry in expected.entries])
-                    torch.testing.assert_close(layer.notes[name][slots], sums, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(layer.entry_metadata[name][slots], sums, rtol=1e-5, atol=1e-5)
                 assert torch.equal(layer.key_pages[slots], torch.stack([entry.key for entry in expected.entries]))
                 assert torch.equal(layer.value_pages[slots], torch.stack([entry.value for entry in expected.entries]))
 
@@ -148,7 +150,7 @@ class Simulation:
             query, *pages, self.layer.lengths, 0.3, rows=index, return_scores=True
         )
         attention = self.backend.add_attention(self.layer, index, scores, POWERS, longest)
-        positions, *sums = self.backend.read_notes(self.layer, index, ["position", *SUMS], longest)
+        positions, *sums = self.backend.read_metadata(self.layer, index, ["position", *SUMS], longest)
         for sequence, row in enumerate(rows):
             for head, expected in enumerate(self.heads[row]):
                 length = len(expected.entries)
@@ -188,7 +190,7 @@ def test_entries_blocks_and_the_free_stack_are_those_of_python_lists(backend: Mo
         simulation.check()
 
 
-def test_notes_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleType) -> None:
+def test_metadata_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleType) -> None:
     simulation = Simulation(backend, torch.float32)
     simulation.append([2, 0], [37, 20])
     simulation.append([1], 1)

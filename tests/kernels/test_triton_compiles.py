@@ -126,11 +126,13 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
             options = {"scales": layer.scales, "rows": rows, "recent": single.recent, "return_scores": True}
             attention.paged_attention(query[:2], *pages, layer.lengths, 0.1, **options)
             compaction.compact(layer, rows, torch.ones(2, 2, 40 * 16, dtype=torch.bool))
-    layer.notes = {"position": torch.zeros(layer.key_pages.shape[:2], dtype=torch.int32)}
-    layer.notes |= {name: torch.zeros(layer.key_pages.shape[:2]) for name in ("mass", "squares")}
+    layer.entry_metadata = {"position": torch.zeros(layer.key_pages.shape[:2], dtype=torch.int32)}
+    layer.entry_metadata |= {name: torch.zeros(layer.key_pages.shape[:2]) for name in ("mass", "squares")}
     one, counts = ForwardBatch([2, 0], [20, 20], [1, 1]), torch.ones(2, 2, dtype=torch.int64)
-    eviction.write_notes(layer, one, {name: torch.zeros(2, 2, dtype=each.dtype) for name, each in layer.notes.items()})
-    positions, mass = eviction.read_notes(layer, rows, ["position", "mass"], 600)
+    eviction.write_metadata(
+        layer, one, {name: torch.zeros(2, 2, dtype=each.dtype) for name, each in layer.entry_metadata.items()}
+    )
+    positions, mass = eviction.read_metadata(layer, rows, ["position", "mass"], 600)
     eviction.add_attention(layer, rows, torch.zeros(2, 8, 640), {"mass": 1, "squares": 2}, 600)
     eviction.nth_newest(positions, counts)
     eviction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))

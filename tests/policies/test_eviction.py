@@ -21,7 +21,7 @@ def num_blocks(slots):
 
 
 @pytest.mark.parametrize(
-    ("policy", "notes", "memory"),
+    ("policy", "metadata", "memory"),
     [
         (policies.LocalWindow(budget=HALF), 1, 0),  # position
         (policies.StreamingLLM(budget=HALF, rerotate=True, sinks=3), 1, 3 * HEADS * HEAD_DIM),
@@ -36,13 +36,13 @@ def num_blocks(slots):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_bytes_count_whole_pages_notes_and_state(policy, notes, memory, make_stock, make_prompts):
+def test_bytes_count_whole_pages_metadata_and_state(policy, metadata, memory, make_stock, make_prompts):
     layers, engine = 3, Engine(make_stock(num_layers=3), policy=policy)
     prompts = make_prompts(90, 41)
     for prompt, generation in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         stats = generation.stats
         assert stats.slots.sum() <= (len(prompt) // 2 + 5) * layers * HEADS
-        entry = 2 * HEAD_DIM * 4 + notes * 4
+        entry = 2 * HEAD_DIM * 4 + metadata * 4
         tables = layers * HEADS * (engine.cache.block_tables.shape[-1] + 1) * 4  # and lengths
         state = tables + layers * (2 + memory) * 4  # both limits, and the policy's own numbers
         assert stats.bytes_used == int(stats.slots.sum()) * entry + state

@@ -236,7 +236,7 @@ def test_declared_fields_have_their_shapes_and_are_counted():
     assert {name: tuple(cache.fields[name].shape) for name in shapes} == shapes
     assert cache.block_bytes == plain.block_bytes + 4 * BLOCK + 4 * HEAD_DIM * 2
     assert cache.state_bytes == plain.state_bytes + LAYERS * 3 * 4
-    assert list(cache.layer(1).notes) == ["mass"]
+    assert list(cache.layer(1).entry_metadata) == ["mass"]
     cache.fields.widen("chosen", 5)
     assert (cache.fields["chosen"] == -1).all() and cache.state_bytes == plain.state_bytes + LAYERS * 3 * 4 + 5 * 4
 

@@ -3,7 +3,7 @@
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
 attention.py   decode: split-K attention over the ragged heads, then a reduction over the splits
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
-eviction.py    after a generated token: notes, attention received, which entry goes, and its eviction
+eviction.py    after a generated token: metadata of entries, attention received, which entry goes, and its eviction
 compaction.py  close the gaps that a prompt's eviction leaves
 """
 
@@ -21,8 +21,8 @@ from dmc.kernels.triton.eviction import (
     evict,
     eviction_candidate,
     nth_newest,
-    read_notes,
-    write_notes,
+    read_metadata,
+    write_metadata,
 )
 from dmc.kernels.triton.prefill import prefill_attention
 
@@ -36,9 +36,9 @@ __all__ = [
     "nth_newest",
     "paged_attention",
     "prefill_attention",
-    "read_notes",
+    "read_metadata",
     "supports",
-    "write_notes",
+    "write_metadata",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)

@@ -1,4 +1,4 @@
-"""What eviction does after a generated token: notes of entries, attention they received, which one goes, and how."""
+"""What eviction does after a generated token: entries' metadata and attention, which one goes, and how."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TILE = 1024
 """Slots, or heads, that a program handles at once."""
 
 
-def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]) -> None:
-    """See `dmc.kernels.reference.write_notes`."""
+def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, Tensor]) -> None:
+    """See `dmc.kernels.reference.write_metadata`."""
     num_numbers = batch.num_tokens * cache.lengths.shape[1]
     with torch.cuda.device_of(cache.lengths):
         _write_kernel[(triton.cdiv(num_numbers, TILE),)](
@@ -26,8 +26,8 @@ def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]
             batch.cu_seqlens,
             cache.lengths,
             cache.block_tables,
-            tuple(_as_integers(cache.notes[name]) for name in notes),
-            tuple(_as_integers(numbers.contiguous()) for numbers in notes.values()),
+            tuple(_as_integers(cache.entry_metadata[name]) for name in metadata),
+            tuple(_as_integers(numbers.contiguous()) for numbers in metadata.values()),
             num_numbers,
             cache.block_tables.shape[-1],
             NUMBERS=TILE,
@@ -35,9 +35,9 @@ def write_notes(cache: LayerCache, batch: ForwardBatch, notes: dict[str, Tensor]
         )
 
 
-def read_notes(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
-    """See `dmc.kernels.reference.read_notes`."""
-    pages = [cache.notes[name] for name in names]
+def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
+    """See `dmc.kernels.reference.read_metadata`."""
+    pages = [cache.entry_metadata[name] for name in names]
     read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
     with torch.cuda.device_of(cache.lengths):
         _read_kernel[(read[0][..., 0].numel(), triton.cdiv(num_slots, TILE))](
@@ -67,7 +67,7 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
             cache.block_tables,
             scores.contiguous(),
             attention,
-            tuple(cache.notes[name] for name in powers),
+            tuple(cache.entry_metadata[name] for name in powers),
             scores.shape[-1],
             num_slots,
             cache.block_tables.shape[-1],
@@ -142,7 +142,7 @@ def _constants(cache: LayerCache) -> dict[str, int]:
 
 
 def _as_integers(numbers: Tensor) -> Tensor:
-    """View notes, 4 bytes each, as integers, so that one kernel moves all of them."""
+    """View metadata, 4 bytes each, as integers, so that one kernel moves all of them."""
     return numbers.view(torch.int32)
 
 
@@ -160,7 +160,7 @@ def _write_kernel(
     cu_seqlens,
     lengths,
     block_tables,
-    notes,
+    metadata,
     given,
     num_numbers,
     num_blocks,
@@ -177,8 +177,8 @@ def _write_kernel(
     behind = tl.load(cu_seqlens + sequence + 1, mask=exists, other=0) - token  # at least 1: the newest is in the last
     slot = tl.load(lengths + cell, mask=exists, other=0) - behind
     place = _place_of(block_tables, cell, slot, exists, num_blocks, BLOCK_SIZE)
-    for field in tl.static_range(len(notes)):
-        tl.store(notes[field] + place, tl.load(given[field] + index, mask=exists), mask=exists)
+    for field in tl.static_range(len(metadata)):
+        tl.store(metadata[field] + place, tl.load(given[field] + index, mask=exists), mask=exists)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _read_kernel(
     rows,
     lengths,
     block_tables,
-    notes,
+    metadata,
     read,
     num_slots,
     num_blocks,
@@ -195,14 +195,14 @@ def _read_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Copy one head's notes, slot by slot."""
+    """Copy one head's metadata, slot by slot."""
     pair = tl.program_id(0).to(tl.int64)
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     held = slot < tl.minimum(tl.load(lengths + cell), num_slots)
     place = _place_of(block_tables, cell, slot, held, num_blocks, BLOCK_SIZE)
-    for field in tl.static_range(len(notes)):
-        numbers = tl.load(notes[field] + place, mask=held, other=FILLS[field])
+    for field in tl.static_range(len(metadata)):
+        numbers = tl.load(metadata[field] + place, mask=held, other=FILLS[field])
         tl.store(read[field] + pair * num_slots + slot, numbers, mask=slot < num_slots)
 
 
