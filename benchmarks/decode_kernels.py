@@ -68,7 +68,7 @@ def empty_layer(config: CompressionConfig | None, heads: tuple[int, int], length
         lengths=torch.zeros(heads, dtype=torch.int32),
         history_key=like.new_zeros(*heads, size, dim),
         history_value=like.new_zeros(*heads, size, dim),
-        history_merged=torch.zeros(*heads, size, dtype=torch.bool),
+        history_decisions=torch.zeros(*heads, size, dtype=torch.bool),
         history_omega=torch.zeros(*heads, size),
     )
 
@@ -79,7 +79,7 @@ def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[s
     backend, sdpa = load_backend(options.kernels), functional.scaled_dot_product_attention
     query = torch.randn(batch * length, heads * group, dim).to(dtype)
     key, value = (torch.randn(batch * length, heads, dim).to(dtype) for _ in range(2))
-    merged = torch.rand(batch * length, heads) > 1 / options.ratio
+    decisions = torch.rand(batch * length, heads) > 1 / options.ratio
     omega = torch.rand(batch * length, heads) + 0.01
     prompts = ForwardBatch(list(range(batch)), [0] * batch, [length] * batch, query.device)
 
@@ -87,7 +87,7 @@ def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[s
         new, tokens = dataclasses.replace(prompts), NewTokens(key, value)
         if config is not None:
             tables = torch.ones(batch * (length + config.delay), dim)
-            new.rotary, tokens = (tables, tables), NewTokens(key, value, merged, omega)
+            new.rotary, tokens = (tables, tables), NewTokens(key, value, decisions, omega)
         layer = empty_layer(config, (batch, heads), length, torch.empty(options.block_size, dim, dtype=dtype))
         return layer, new, backend.append_or_merge(layer, new, tokens, config)
 

@@ -5,7 +5,7 @@ from dmc.compression.base import CompressedCache, CompressionConfig, DecidedToke
 from dmc.compression.fixed import fixed_decisions
 from dmc.compression.gates import Compressor
 from dmc.compression.losses import HeadAgreement, compression_loss, head_agreement_loss, held_fraction
-from dmc.compression.relaxation import is_merged, sample_decisions, straight_through
+from dmc.compression.relaxation import hard_decisions, sample_decisions, straight_through
 from dmc.compression.rotary import leader_scale, rotate
 from dmc.compression.schedules import target_ratio_at, zero_out_multiplier_at
 
@@ -21,9 +21,9 @@ __all__ = [
     "accumulate",
     "compression_loss",
     "fixed_decisions",
+    "hard_decisions",
     "head_agreement_loss",
     "held_fraction",
-    "is_merged",
     "leader_scale",
     "rotate",
     "sample_decisions",

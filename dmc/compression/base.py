@@ -160,7 +160,7 @@ class DecidedTokens:
     """Unrotated keys, [B, H, T, D], likewise."""
     value: Tensor
     """Values, [B, H, T, D]."""
-    merged: Tensor
+    decisions: Tensor
     """Whether each token is merged (or dropped), bool [B, H, T]; the cache makes fixed decisions itself."""
     omega: Tensor
     """Importance > 0 of each token, float32 [B, H, T]."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, DecidedTokens, GateMode, GateOutput
 from dmc.compression.fixed import fixed_decisions, positions_since
-from dmc.compression.relaxation import is_merged, log_one_minus_sigmoid, sample_decisions, sample_generators
+from dmc.compression.relaxation import hard_decisions, log_one_minus_sigmoid, sample_decisions, sample_generators
 from dmc.compression.rotary import leader_scale, neuron_scale
 from dmc.ranks import ALONE, Ranks
 
@@ -86,7 +86,7 @@ class Compressor:
                 if layer == layer_index:
                     logits[:, head] = torch.inf
         if mode is not None and mode.noise_seeds is None:
-            alpha = is_merged(logits).float()
+            alpha = hard_decisions(logits).float()
             log_append = hard_log_append(alpha)
         else:
             noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
@@ -112,12 +112,12 @@ class Compressor:
         """Threshold the decisions for a cache, see `gate`; the cache makes fixed decisions itself."""
         heads = key.shape[:-1]
         if self.config.decisions == "fixed":
-            merged = torch.zeros(heads, dtype=torch.bool, device=key.device)
-            return DecidedTokens(query, key, value, merged, torch.ones(heads, device=key.device))
+            decisions = torch.zeros(heads, dtype=torch.bool, device=key.device)
+            return DecidedTokens(query, key, value, decisions, torch.ones(heads, device=key.device))
         logits, importance = self._read(query, key, adapted)
-        merged, omega = is_merged(logits), self._omega(importance)
+        decisions, omega = hard_decisions(logits), self._omega(importance)
         query = self.without_decision(query, key.shape[1])
-        return DecidedTokens(query, key, value, merged.expand(heads), omega.expand(heads))
+        return DecidedTokens(query, key, value, decisions.expand(heads), omega.expand(heads))
 
     def _omega(self, importance: Tensor) -> Tensor:
         if self.config.weighting == "uniform":

@@ -14,7 +14,7 @@ SMALLEST_UNIFORM = 2.0**-25
 """Half the spacing of `torch.rand`: keeps log(u) and log(1 - u) finite."""
 
 
-def is_merged(logits: Tensor) -> Tensor:
+def hard_decisions(logits: Tensor) -> Tensor:
     """Tell whether each token is merged (or dropped): THE threshold, in training and at inference.
 
     Ties go to append: round(sigmoid(0)) is undefined in the paper, the official code tests > 0.

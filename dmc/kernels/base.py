@@ -35,7 +35,7 @@ class LayerCache:
     """The last R raw keys, unrotated, in a ring buffer: the token at position p is at p % R; [C, H, R, D]."""
     history_value: Tensor
     """The last R raw values, [C, H, R, D]."""
-    history_merged: Tensor
+    history_decisions: Tensor
     """Their thresholded decisions, bool [C, H, R]."""
     history_omega: Tensor
     """Their importance, float32 [C, H, R]."""
@@ -79,7 +79,7 @@ class NewTokens:
     """Unrotated keys, [T, H, D]; already rotated where there is no compression."""
     value: Tensor
     """Values, [T, H, D]."""
-    merged: Tensor | None = None
+    decisions: Tensor | None = None
     """Thresholded decisions, bool [T, H]; None: there is no compression, every token is appended."""
     omega: Tensor | None = None
     """Importance, float32 [T, H]."""

@@ -613,8 +613,8 @@ struct Append {
     const int64_t* positions;       // [T], those of a sequence count up
     const void *key, *value;        // [T, H, D]
     int64_t key_step, key_head_step, value_step, value_head_step;
-    const bool* merged;  // [T, H]
-    int64_t merged_step, merged_head_step;
+    const bool* decisions;  // [T, H]
+    int64_t decisions_step, decisions_head_step;
     const float* omega;  // [T, H]
     int64_t omega_step, omega_head_step;
     const float *cos, *sin;  // [T + S W, D]: at W positions more of each sequence, before its first
@@ -626,7 +626,7 @@ struct Append {
     int64_t table_row_step, table_head_step;
     int32_t* lengths;                    // [C, H]
     void *history_key, *history_value;   // [C, H, R, D]
-    bool* history_merged;                // [C, H, R]
+    bool* history_decisions;             // [C, H, R]
     float* history_omega;                // [C, H, R]
     float *mean, *weight;                // [C, H, 2 D], [C, H]
     int32_t* seen;                       // [T, H]
@@ -692,8 +692,8 @@ class Head {
         return static_cast<const T*>(a_.value) + token(position) * a_.value_step + head_ * a_.value_head_step;
     }
     bool decision(int64_t position) const {
-        if (!is_new(position)) return a_.history_merged[ring(position)];
-        return a_.merged[token(position) * a_.merged_step + head_ * a_.merged_head_step];
+        if (!is_new(position)) return a_.history_decisions[ring(position)];
+        return a_.decisions[token(position) * a_.decisions_step + head_ * a_.decisions_head_step];
     }
     float omega(int64_t position) const {
         if (!is_new(position)) return a_.history_omega[ring(position)];
@@ -800,7 +800,7 @@ class Head {
         const int64_t to = ring(position);
         copy(key(position), static_cast<T*>(a_.history_key) + to * dim_);
         copy(value(position), static_cast<T*>(a_.history_value) + to * dim_);
-        a_.history_merged[to] = decision(position);
+        a_.history_decisions[to] = decision(position);
         a_.history_omega[to] = omega(position);
     }
 

@@ -44,9 +44,9 @@ _ATTENTION = """
 _APPEND = """
     sequences heads dim block history delay threads gated merges window rows starts positions
     key value key_step key_head_step value_step value_head_step
-    merged merged_step merged_head_step omega omega_step omega_head_step cos sin
+    decisions decisions_step decisions_head_step omega omega_step omega_head_step cos sin
     key_pages value_pages key_scales value_scales free_blocks num_free tables table_row_step table_head_step lengths
-    history_key history_value history_merged history_omega mean weight seen
+    history_key history_value history_decisions history_omega mean weight seen
     top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
 """
 _HEADS = """
@@ -93,8 +93,8 @@ def append_or_merge(
         cos, sin = (each.float().contiguous() for each in batch.rotary)
         _expect("cos", cos, torch.float32, (num_tokens + sequences * delay, dim))
         _expect("sin", sin, torch.float32, cos.shape)
-        assert tokens.merged is not None and tokens.omega is not None
-        _expect("merged", tokens.merged, torch.bool, (num_tokens, heads), dense=False)
+        assert tokens.decisions is not None and tokens.omega is not None
+        _expect("decisions", tokens.decisions, torch.bool, (num_tokens, heads), dense=False)
         _expect("omega", tokens.omega, torch.float32, (num_tokens, heads), dense=False)
     _expect_cache(cache, config)
     _expect_batch(batch)
@@ -123,8 +123,8 @@ def append_or_merge(
         value.data_ptr(),
         *key.stride()[:2],
         *value.stride()[:2],
-        _address(tokens.merged),
-        *_strides(tokens.merged),
+        _address(tokens.decisions),
+        *_strides(tokens.decisions),
         _address(tokens.omega),
         *_strides(tokens.omega),
         _address(cos),
@@ -140,7 +140,7 @@ def append_or_merge(
         cache.lengths.data_ptr(),
         cache.history_key.data_ptr(),
         cache.history_value.data_ptr(),
-        cache.history_merged.data_ptr(),
+        cache.history_decisions.data_ptr(),
         cache.history_omega.data_ptr(),
         _address(cache.mean),
         _address(cache.weight),
@@ -537,7 +537,7 @@ def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:
         dtype = _raw_like(cache).dtype
         _expect("history_key", cache.history_key, dtype, (rows, heads, size, dim))
         _expect("history_value", cache.history_value, dtype, (rows, heads, size, dim))
-        _expect("history_merged", cache.history_merged, torch.bool, (rows, heads, size))
+        _expect("history_decisions", cache.history_decisions, torch.bool, (rows, heads, size))
         _expect("history_omega", cache.history_omega, torch.float32, (rows, heads, size))
     if cache.mean is not None and cache.weight is not None:
         _expect("mean", cache.mean, torch.float32, (rows, heads, 2 * dim))

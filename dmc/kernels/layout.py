@@ -104,7 +104,7 @@ class CacheLayout:
             Field("lengths", torch.int32, "row", heads),
             Field("history_key", self.dtype, "row", (*ring, dim)),
             Field("history_value", self.dtype, "row", (*ring, dim)),
-            Field("history_merged", torch.bool, "row", ring),
+            Field("history_decisions", torch.bool, "row", ring),
             Field("history_omega", torch.float32, "row", ring),
         ]
         if self.keeps_mean:

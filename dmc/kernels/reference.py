@@ -49,7 +49,7 @@ def append_or_merge(
     raw = _with_history(cache, batch, tokens, size)
     entering = raw.part(batch, size, size - delay, 0)
     exists = entering.positions >= 0
-    merged = entering.merged & (entering.positions > 0)[:, None]  # nothing precedes the first token
+    merged = entering.decisions & (entering.positions > 0)[:, None]  # nothing precedes the first token
     appended = exists[:, None] & ~merged
     length = _lengths_after(cache, batch, appended)
     if config.action == "drop":
@@ -81,7 +81,7 @@ class RawTokens:
 
     key: Tensor
     value: Tensor
-    merged: Tensor
+    decisions: Tensor
     omega: Tensor
     positions: Tensor
     """Positions, [T + S R]; negative where no such token exists."""
@@ -91,7 +91,7 @@ class RawTokens:
         wide = batch.extended(before)
         index = wide.new_in_extended(size - before) - (size - before) + begin
         omega, positions = self.omega[index], self.positions[index]
-        return RawTokens(self.key[index], self.value[index], self.merged[index], omega, positions)
+        return RawTokens(self.key[index], self.value[index], self.decisions[index], omega, positions)
 
 
 def _lengths_after(cache: LayerCache, batch: ForwardBatch, appended: Tensor) -> Tensor:
@@ -103,17 +103,17 @@ def _lengths_after(cache: LayerCache, batch: ForwardBatch, appended: Tensor) -> 
 
 def _with_history(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, size: int) -> RawTokens:
     """Put each row's history, in time order, before its new tokens."""
-    assert tokens.merged is not None and tokens.omega is not None
+    assert tokens.decisions is not None and tokens.omega is not None
     wide = batch.extended(size)
-    rings = cache.history_key, cache.history_value, cache.history_merged, cache.history_omega
-    news = tokens.key, tokens.value, tokens.merged, tokens.omega
+    rings = cache.history_key, cache.history_value, cache.history_decisions, cache.history_omega
+    news = tokens.key, tokens.value, tokens.decisions, tokens.omega
     if size == 0:
         return RawTokens(*news, wide.positions)
     place = batch.row_index[wide.sequence], slice(None), wide.positions % size
-    key, value, merged, omega = (
+    key, value, decisions, omega = (
         ring[place].index_copy(0, batch.new_in_extended(size), new) for ring, new in zip(rings, news, strict=True)
     )
-    return RawTokens(key, value, merged, omega, wide.positions)
+    return RawTokens(key, value, decisions, omega, wide.positions)
 
 
 def _remember(cache: LayerCache, batch: ForwardBatch, raw: RawTokens, size: int) -> None:
@@ -122,7 +122,7 @@ def _remember(cache: LayerCache, batch: ForwardBatch, raw: RawTokens, size: int)
         last = batch.extended(size).last[:, None] + torch.arange(1 - size, 1, device=batch.last.device)
         place = batch.row_index[:, None], slice(None), raw.positions[last] % size
         cache.history_key[place], cache.history_value[place] = raw.key[last], raw.value[last]
-        cache.history_merged[place], cache.history_omega[place] = raw.merged[last], raw.omega[last]
+        cache.history_decisions[place], cache.history_omega[place] = raw.decisions[last], raw.omega[last]
 
 
 def _running_states(
@@ -164,7 +164,7 @@ def _running_states(
 
 def _stream(raw: RawTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values side by side, decisions and importance, float32; neutral where there is no token."""
-    alpha = (raw.merged & (raw.positions > 0)[:, None]).float()
+    alpha = (raw.decisions & (raw.positions > 0)[:, None]).float()
     omega = raw.omega.where((raw.positions >= 0)[:, None], 1.0)
     return torch.cat((raw.key, raw.value), dim=-1).float(), alpha, omega
 

@@ -33,8 +33,8 @@ class SyntheticCompressor(Compressor):
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
         """See `Compressor.decide`; the decisions are drawn."""
         tokens = super().decide(query, key, value, adapted)
-        drawn = torch.rand(tokens.merged.shape, generator=self.generator, device=key.device)
-        return dataclasses.replace(tokens, merged=drawn >= self.keep[:, None])
+        drawn = torch.rand(tokens.decisions.shape, generator=self.generator, device=key.device)
+        return dataclasses.replace(tokens, decisions=drawn >= self.keep[:, None])
 
 
 def set_synthetic_gates(model: Any, ratio: float, seed: int = 0) -> None:

@@ -61,12 +61,12 @@ class PagedForward:
     ) -> Tensor:
         """See `CompressedCache.attend`; batch size 1, all sequences in one flat row."""
         batch, compression = self.batch, self.cache.layout.compression
-        merged = flat(tokens.merged)
+        decisions = flat(tokens.decisions)
         if compression is not None and compression.decisions == "fixed":
-            merged = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(merged)
+            decisions = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(decisions)
         if compression is not None and compression.decided_token == "previous":
-            merged = self._handed_back(layer_index, merged)
-        new = NewTokens(flat(tokens.key), flat(tokens.value), merged, flat(tokens.omega))
+            decisions = self._handed_back(layer_index, decisions)
+        new = NewTokens(flat(tokens.key), flat(tokens.value), decisions, flat(tokens.omega))
         query = self._rotate(flat(tokens.query), *batch.query_rotary)
         if compression is not None and compression.gate_input == "query":
             heads, dim = query.shape[1:]
@@ -75,7 +75,7 @@ class PagedForward:
 
     def _handed_back(self, layer_index: int, decisions: Tensor) -> Tensor:
         """Shift each decision, [T, H], to the token before: in this pass, or the last one that was held back."""
-        ring, first = self.cache.layer(layer_index).history_merged, self.batch.cu_seqlens[:-1]
+        ring, first = self.cache.layer(layer_index).history_decisions, self.batch.cu_seqlens[:-1]
         ring[self.batch.row_index, :, (self.batch.positions[first] - 1) % ring.shape[-1]] = decisions[first]
         return decisions.roll(-1, 0).index_fill(0, self.batch.last, False)
 

@@ -11,7 +11,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor
 
-from dmc.compression import GateMode, GateTrace, compression_loss, head_agreement_loss, held_fraction, is_merged
+from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
 from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
@@ -243,7 +243,7 @@ class RetrofitModule(LightningModule):
         with torch.no_grad():
             logits = trace.stacked_logits()
             noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
-            thresholded = held_fraction(is_merged(logits).float(), delay=compression.delay).mean()
+            thresholded = held_fraction(hard_decisions(logits).float(), delay=compression.delay).mean()
         return loss, {"relaxed_cache_fraction": noisy, "hard_cache_fraction": thresholded}
 
     def configure_optimizers(self) -> Any:

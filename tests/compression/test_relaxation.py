@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dmc.compression import is_merged, sample_decisions, straight_through
+from dmc.compression import hard_decisions, sample_decisions, straight_through
 from dmc.compression.relaxation import log_one_minus_sigmoid, logistic_noise, sample_generators
 
 
@@ -80,13 +80,13 @@ def test_straight_through_has_hard_values_and_the_relaxed_gradient():
 
 
 def test_ties_are_appended():
-    assert is_merged(torch.tensor([-1e-6, 0.0, 1e-6])).tolist() == [False, False, True]
+    assert hard_decisions(torch.tensor([-1e-6, 0.0, 1e-6])).tolist() == [False, False, True]
     assert straight_through(torch.tensor([0.5])).item() == 0
 
 
 def test_threshold_agrees_with_the_noiseless_relaxed_decision():
     logits = torch.linspace(-3, 3, 61)
-    assert torch.equal(is_merged(logits), torch.sigmoid(logits / 0.1) > 0.5)
+    assert torch.equal(hard_decisions(logits), torch.sigmoid(logits / 0.1) > 0.5)
 
 
 def test_log_of_one_minus_alpha_keeps_its_digits_where_alpha_rounds_to_one():

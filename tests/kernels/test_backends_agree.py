@@ -186,7 +186,7 @@ def small_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int
 
 
 def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtype) -> None:
-    for name in ("free_blocks", "num_free", "lengths", "history_key", "history_value", "history_merged"):
+    for name in ("free_blocks", "num_free", "lengths", "history_key", "history_value", "history_decisions"):
         assert torch.equal(getattr(layer, name), getattr(expected, name)), name
     assert torch.equal(layer.history_omega, expected.history_omega)
     owned = torch.arange(layer.block_tables.shape[-1]) < -(-layer.lengths[..., None] // layer.block_size)

@@ -33,7 +33,7 @@ def layer_and_tokens(
 
 
 @pytest.mark.parametrize("move", [torch.float64, torch.bfloat16, "meta"], ids=str)
-@pytest.mark.parametrize("name", ["key", "value", "omega", "merged"])
+@pytest.mark.parametrize("name", ["key", "value", "omega", "decisions"])
 def test_new_tokens_of_another_kind_are_refused(name: str, move: Any) -> None:
     layer, batch, tokens = layer_and_tokens()
     moved = dataclasses.replace(tokens, **{name: getattr(tokens, name).to(move)})
@@ -49,7 +49,7 @@ def test_a_batch_that_lies_elsewhere_is_refused() -> None:
         cpu.append_or_merge(layer, dataclasses.replace(batch, device="meta"), tokens, GATES)
 
 
-@pytest.mark.parametrize("name", ["key", "value", "omega", "merged"])
+@pytest.mark.parametrize("name", ["key", "value", "omega", "decisions"])
 def test_new_tokens_of_another_size_are_refused(name: str) -> None:
     layer, batch, tokens = layer_and_tokens()
     cut = dataclasses.replace(tokens, **{name: getattr(tokens, name)[:1]})

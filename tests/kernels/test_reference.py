@@ -97,7 +97,7 @@ class Stream:
         self.config, self.shape, self.ends = config, shape, [0] * sequences
         self.key, self.value = (torch.randn(*shape, HEAD_DIM, generator=generator) for _ in range(2))
         self.key[..., -1] = 0
-        self.merged = torch.rand(shape, generator=generator) < 0.6
+        self.decisions = torch.rand(shape, generator=generator) < 0.6
         self.omega = torch.rand(shape, generator=generator) + 0.01
         self.rows = [2, 0]  # of a cache with a row that nobody uses
         self.cache = make_layer(config, num_rows=3, kv_heads=heads, head_dim=HEAD_DIM, max_blocks=-(-time // BLOCK))
@@ -109,7 +109,7 @@ class Stream:
         batch = ForwardBatch(rows, begins, [ends[i] - self.ends[i] for i in members])
         batch.rotary = rotary_tables(batch.extended(self.config.delay).positions, HEAD_DIM)
         place = torch.tensor(members)[batch.sequence], slice(None), batch.positions
-        states = (each[place] for each in (self.key, self.value, self.merged, self.omega))
+        states = (each[place] for each in (self.key, self.value, self.decisions, self.omega))
         self.ends = list(ends)
         return batch, append_or_merge(self.cache, batch, NewTokens(*states), self.config)
 
@@ -121,7 +121,7 @@ class Stream:
                     "key": self.key[sequence, head, token].double().numpy(),
                     "value": self.value[sequence, head, token].double().numpy(),
                     "omega": float(self.omega[sequence, head, token]),
-                    "decision": bool(self.merged[sequence, head, token]) and token > 0,
+                    "decision": bool(self.decisions[sequence, head, token]) and token > 0,
                     "position": token,
                 }
             )

@@ -48,7 +48,7 @@ def make_layer(
         lengths=torch.zeros(heads, dtype=torch.int32),
         history_key=torch.full((*heads, size, head_dim), 9.0, dtype=dtype),
         history_value=torch.full((*heads, size, head_dim), -9.0, dtype=dtype),
-        history_merged=torch.ones(*heads, size, dtype=torch.bool),
+        history_decisions=torch.ones(*heads, size, dtype=torch.bool),
         history_omega=torch.full((*heads, size), 3.0),
         mean=torch.zeros(*heads, 2 * head_dim) if keeps_mean else None,
         weight=torch.zeros(heads) if keeps_mean else None,
@@ -88,7 +88,7 @@ class Stream:
         self.config, self.rows = config, rows
         dtype = layer.history_key.dtype
         self.key, self.value = torch.randn(2, *shape, head_dim, generator=generator).to(dtype).unbind()
-        self.merged = torch.rand(shape, generator=generator) < 0.5
+        self.decisions = torch.rand(shape, generator=generator) < 0.5
         self.omega = torch.rand(shape, generator=generator) + 0.01
 
     def tokens(self, begin: int | list[int], end: int | list[int]) -> tuple[ForwardBatch, NewTokens]:
@@ -103,7 +103,7 @@ class Stream:
             return batch, NewTokens(self.key[place], self.value[place])
         cos, sin = rotary_tables(batch.extended(self.config.delay).positions, self.key.shape[-1])
         batch.rotary = cos.to(self.key), sin.to(self.key)
-        return batch, NewTokens(self.key[place], self.value[place], self.merged[place], self.omega[place])
+        return batch, NewTokens(self.key[place], self.value[place], self.decisions[place], self.omega[place])
 
 
 def rotary_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +116,7 @@ def rotary_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor,
 
 def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float) -> None:
     """Compare all that a head owns: block ids, lengths and history exactly, pooled states within the tolerance."""
-    for name in ("free_blocks", "num_free", "lengths", "block_tables", "history_merged"):
+    for name in ("free_blocks", "num_free", "lengths", "block_tables", "history_decisions"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     for name in ("key", "value"):  # a number of 8 bits may be rounded to the other neighbor
         pages, scales = getattr(expected, f"{name}_pages"), getattr(expected, f"{name}_scales")

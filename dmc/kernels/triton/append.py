@@ -37,8 +37,8 @@ def append_or_merge(
         _plan_kernel[(1,)](
             batch.row_index,
             batch.positions,
-            tokens.merged,
-            cache.history_merged,
+            tokens.decisions,
+            cache.history_decisions,
             cache.lengths,
             cache.block_tables,
             cache.free_blocks,
@@ -47,7 +47,7 @@ def append_or_merge(
             targets,
             sequences * kv_heads,
             cache.block_tables.shape[-1],
-            *_strides(tokens.merged),
+            *_strides(tokens.decisions),
             BLOCK_SIZE=cache.block_size,
             DROPS=config is not None and config.action == "drop",
             PAIRS=min(PLANNED_TOGETHER, triton.next_power_of_2(sequences * kv_heads)),
@@ -88,7 +88,7 @@ def _enter_heads(
         targets,
         key,
         value,
-        tokens.merged,
+        tokens.decisions,
         tokens.omega,
         *rotary,
         cache.key_pages,
@@ -97,13 +97,13 @@ def _enter_heads(
         cache.value_scales,
         cache.history_key,
         cache.history_value,
-        cache.history_merged,
+        cache.history_decisions,
         cache.history_omega,
         cache.mean,
         cache.weight,
         *_strides(key),
         *_strides(value),
-        *_strides(tokens.merged),
+        *_strides(tokens.decisions),
         *_strides(tokens.omega),
         POOLING=pooling,
         WINDOW=window,
@@ -144,8 +144,8 @@ def _recent(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, constants
 def _plan_kernel(
     rows,
     positions,
-    merged,
-    history_merged,
+    decisions,
+    history_decisions,
     lengths,
     block_tables,
     free_blocks,
@@ -154,8 +154,8 @@ def _plan_kernel(
     targets,
     num_pairs,
     num_blocks,
-    merged_stride,
-    merged_head_stride,
+    decisions_stride,
+    decisions_head_stride,
     KV_HEADS: tl.constexpr,
     DELAY: tl.constexpr,
     HISTORY: tl.constexpr,
@@ -174,13 +174,13 @@ def _plan_kernel(
         length = tl.load(lengths + cell, mask=known, other=0)
         appended = known
         writes = known
-        if merged is not None:
+        if decisions is not None:
             entering = tl.load(positions + sequence, mask=known, other=0) - DELAY
             exists = known & (entering >= 0)
             if DELAY > 0:
-                decision = history_merged + cell * HISTORY + tl.where(exists, entering, 0) % HISTORY
+                decision = history_decisions + cell * HISTORY + tl.where(exists, entering, 0) % HISTORY
             else:
-                decision = merged + sequence * merged_stride + head * merged_head_stride
+                decision = decisions + sequence * decisions_stride + head * decisions_head_stride
             decided = tl.load(decision, mask=exists & (entering > 0), other=0) != 0
             appended = exists & (decided == 0)
             writes = appended if DROPS else exists
@@ -259,7 +259,7 @@ def _enter_kernel(
     targets,
     key,
     value,
-    merged,
+    decisions,
     omega,
     cos,
     sin,
@@ -269,7 +269,7 @@ def _enter_kernel(
     value_scales,
     history_key,
     history_value,
-    history_merged,
+    history_decisions,
     history_omega,
     mean,
     mean_weight,
@@ -277,8 +277,8 @@ def _enter_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
-    merged_stride,
-    merged_head_stride,
+    decisions_stride,
+    decisions_head_stride,
     omega_stride,
     omega_head_stride,
     KV_HEADS: tl.constexpr,
@@ -312,10 +312,10 @@ def _enter_kernel(
 
     if POOLING != "none":
         if DELAY > 0:
-            decided = tl.load(history_merged + place) != 0
+            decided = tl.load(history_decisions + place) != 0
             importance = tl.load(history_omega + place)
         else:
-            decided = tl.load(merged + sequence * merged_stride + head * merged_head_stride) != 0
+            decided = tl.load(decisions + sequence * decisions_stride + head * decisions_head_stride) != 0
             importance = tl.load(omega + sequence * omega_stride + head * omega_head_stride)
         merges = decided & (entering > 0)
         total = tl.where(exists, importance.to(tl.float32), 1.0)
@@ -327,7 +327,7 @@ def _enter_kernel(
                 in_reach = age <= tl.where(merges, tl.minimum(entering, WINDOW - 1), 0)
                 past = tl.where(in_reach, entering - age, 0)
                 places = cell * HISTORY + past % HISTORY
-                goes_on = tl.load(history_merged + places, mask=in_reach & (past > 0), other=0) != 0
+                goes_on = tl.load(history_decisions + places, mask=in_reach & (past > 0), other=0) != 0
                 ended = tl.where(goes_on, 0, 1)
                 in_slot = in_reach & (tl.cumsum(ended, 0) - ended == 0)
                 weight = tl.load(history_omega + places, mask=in_slot, other=0.0)
@@ -368,8 +368,8 @@ def _enter_kernel(
         _store_halves(history_key + place * 2 * HALF, channel, first, second, True, HALF)
         first, second = _halves(new_value, channel, HALF)
         _store_halves(history_value + place * 2 * HALF, channel, first, second, True, HALF)
-        decision = tl.load(merged + sequence * merged_stride + head * merged_head_stride)
-        tl.store(history_merged + place, decision)
+        decision = tl.load(decisions + sequence * decisions_stride + head * decisions_head_stride)
+        tl.store(history_decisions + place, decision)
         tl.store(history_omega + place, tl.load(omega + sequence * omega_stride + head * omega_head_stride))
 
 
