@@ -15,9 +15,14 @@ SMALLEST_UNIFORM = 2.0**-25
 
 
 def hard_decisions(logits: Tensor) -> Tensor:
-    """Tell whether each token is merged (or dropped): THE threshold, in training and at inference.
+    """Return the thresholded decisions: THE threshold, in training and at inference.
 
     Ties go to append: round(sigmoid(0)) is undefined in the paper, the official code tests > 0.
+
+    Args:
+        logits: decision logits, any shape.
+    Returns:
+        Whether each token is merged (or dropped), bool, shape of `logits`.
     """
     return logits.float() > 0
 
