@@ -117,7 +117,9 @@ class Reconstruction(Eviction):
 
     def _scores(self, layer: LayerCache, rows: Tensor) -> Tensor:
         """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""
-        positions, scores = self.backend.read_notes(layer, rows, ["position", "score"], int(layer.lengths[rows].max()))
+        positions, scores = self.backend.read_metadata(
+            layer, rows, ["position", "score"], int(layer.lengths[rows].max())
+        )
         return scores.masked_fill(positions < self.policy.sinks, torch.inf).masked_fill(positions < 0, -torch.inf)
 
 
@@ -148,8 +150,10 @@ class Repetition:
             )
         )
         repeated = (positions >= self.chunk.start) & (positions < self.chunk.stop)
-        rivals = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
-        values = torch.cat((values, rivals[..., None]), dim=-1)  # yields their share of the attention with the output
+        competing = torch.nn.functional.pad(repeated | is_sink, (0, num_new), value=True)[0]  # [H, N + T]
+        values = torch.cat(
+            (values, competing[..., None]), dim=-1
+        )  # yields their share of the attention with the output
         grouped, outputs = query[0].float().unflatten(0, (len(keys), -1)) * scaling, []
         order = torch.arange(num_new, device=query.device)
         best = torch.zeros(positions.shape[1:], device=query.device)
@@ -163,5 +167,5 @@ class Repetition:
             best = torch.maximum(best, (weights[..., :num_entries] / among.clamp_min(1e-30)).amax((1, 2)))
         slots = torch.arange(num_entries, device=query.device)[None, None]
         place = places(tables, slots, layer.block_size)[repeated]
-        layer.notes["score"].view(-1)[place] = best[None][repeated]
+        layer.entry_metadata["score"].view(-1)[place] = best[None][repeated]
         return torch.cat(outputs, dim=2).flatten(0, 1)[None].to(query.dtype)

@@ -91,14 +91,14 @@ class KVzip(Method):
             keys = torch.stack([entry.key for entry in entries])
             keys = torch.cat((keys, self.decoder.rotate(key[head], places)))
             values = torch.cat((torch.stack([entry.value for entry in entries]), value[head]))
-            rivals = [p in self.concerned or p < self.sinks or p >= self.prompt_length for p in range(len(keys))]
+            competing = [p in self.concerned or p < self.sinks or p >= self.prompt_length for p in range(len(keys))]
             for queries in self.decoder.rotate(self.queries_of(query, head), places):
                 rows = []
                 for number, each in enumerate(queries):
                     seen = len(entries) + number + 1
                     scores = keys[:seen] @ each * self.decoder.scaling
                     rows.append(scores.softmax(0) @ values[:seen])
-                    among = scores.masked_fill(~torch.tensor(rivals[:seen]), -math.inf).softmax(0)
+                    among = scores.masked_fill(~torch.tensor(competing[:seen]), -math.inf).softmax(0)
                     for position in self.concerned:
                         self.best[index][head][position] = max(self.best[index][head][position], float(among[position]))
                 outputs.append(torch.stack(rows))
