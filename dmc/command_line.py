@@ -65,6 +65,8 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
     Args:
         name: name of its file in `configs/`, beside the script's folder in a checkout as in a wheel.
+    Raises:
+        ValueError: in a run of a sweep; elsewhere errors end the process.
     """
 
     def decorate(function: Callable[[Any], None]) -> Callable[[], None]:

@@ -80,11 +80,11 @@ class Ranks:
         store.set(name, "")
 
     def added(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' tensors, on the CPU: the same on all of them."""
+        """Add up the ranks' tensors of one shape; the sum is on the CPU, the same on all ranks."""
         return tensor if self.size == 1 else self._summed(tensor.to(self._device)).cpu()
 
     def averaged(self, tensor: Tensor) -> Tensor:
-        """Average the ranks' tensors, on their device and without waiting for it."""
+        """Average the ranks' tensors of one shape, on their device and without waiting for it."""
         return tensor if self.size == 1 else self._summed(tensor) / self.size
 
     def minimum(self, number: int) -> int:
@@ -134,7 +134,7 @@ class Ranks:
         return tensor if self.size == 1 else _Sum.apply(tensor, self)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor that all ranks have."""
+        """Return this rank's part, one of `size` equal ones along `dim`, of a tensor that all ranks have."""
         return tensor if self.size == 1 else tensor.chunk(self.size, dim)[self.rank]
 
     @property

@@ -158,6 +158,12 @@ class Compressor:
         """Return a merge gate's stream: the running average of the segment after each token, in `value`'s dtype.
 
         Keys are pooled before RoPE and rotated at the position of the last token merged. A drop gate pools nothing.
+
+        Args:
+            gated: output of `gate`.
+            value: values, [B, H, T, D].
+        Returns:
+            Keys (not rotated yet) and values, [B, H, T, D].
         """
         if self.config.action == "drop":
             return gated.key, value
@@ -178,5 +184,5 @@ class Compressor:
 
 
 def hard_log_append(alpha: Tensor) -> Tensor:
-    """Return log(1 - alpha) of decisions that are 0 or 1."""
+    """Return log(1 - alpha), 0 or -inf, of decisions that are 0 or 1; any shape, float32 as `alpha`."""
     return torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)

@@ -28,7 +28,7 @@ def hard_decisions(logits: Tensor) -> Tensor:
 
 
 def logistic_noise(shape: torch.Size, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """Draw G1 - G2 for two Gumbel variables, which is Logistic(0, 1), in float32."""
+    """Draw G1 - G2 for two Gumbel variables, which is Logistic(0, 1), float32 [*shape]."""
     uniform = torch.rand(shape, device=device, dtype=torch.float32, generator=generator)
     uniform = uniform.clamp(SMALLEST_UNIFORM, 1 - SMALLEST_UNIFORM * 2)
     return torch.log(uniform) - torch.log1p(-uniform)
@@ -70,11 +70,11 @@ def sample_generators(noise_seeds: Sequence[int], layer_index: int, device: torc
 
 
 def straight_through(alpha: Tensor) -> Tensor:
-    """Round decisions to 0 or 1 in value, with the gradient of the relaxed ones."""
+    """Round decisions, any shape, to 0 or 1 in value, with the gradient of the relaxed ones (DMC section 3.2)."""
     hard = (alpha > 0.5).to(alpha.dtype)
     return hard + (alpha - alpha.detach())  # the bracket is exactly 0; without it the sum rounds
 
 
 def log_one_minus_sigmoid(noised: Tensor) -> Tensor:
-    """Return log(1 - sigmoid(x)) without cancellation; the additive mask uses the noised logit, not alpha."""
+    """Return log(1 - sigmoid(x)), any shape, without cancellation: the mask is made of noised logits, not of alpha."""
     return F.logsigmoid(-noised)

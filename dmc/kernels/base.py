@@ -57,17 +57,17 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Factors of 8-bit keys and values; None: pages hold the model's dtype."""
+        """Factors of 8-bit keys and values, [N, block, 1] each; None: pages hold the model's dtype."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     @property
     def entry_pages(self) -> list[Tensor]:
-        """Pages of keys and values, then their scales, if they have any."""
+        """Pages of keys and values, [N, block, D], then their scales, [N, block, 1], if they have any."""
         return [self.key_pages, self.value_pages, *(self.scales or ())]
 
     @property
     def slot_pages(self) -> list[Tensor]:
-        """All pages with data of slots, which move with their slot."""
+        """All pages with data of slots, [N, block, ...]: what moves with a slot."""
         return [*self.entry_pages, *self.entry_metadata.values()]
 
 

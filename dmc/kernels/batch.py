@@ -180,7 +180,7 @@ class ForwardBatch:
         return cos[index], sin[index]
 
     def part(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
-        """Take some sequences, in order; also return the indices of their tokens in this flat row."""
+        """Take some sequences, in order; also return the indices of their tokens in this flat row, int64 [n]."""
         spans = self.spans
         taken = ForwardBatch(
             [self.rows[i] for i in members],
@@ -202,7 +202,7 @@ class ForwardBatch:
 
     @cached_property
     def by_phase(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
-        """Split into generated and prompt tokens: each part with the indices of its tokens in this flat row."""
+        """Split into generated and prompt tokens, each with the indices of its tokens in this row, int64 [n]."""
         kinds = [Phase.PROMPT in phase for phase in self.phases]
         if len(set(kinds)) < 2:
             return [(self, slice(None))]

@@ -76,7 +76,7 @@ def decision_scale(config: Any) -> float:
 
 
 def scaled(name: str, weight: Tensor, head_dim: int, scale: float) -> Tensor:
-    """Scale the last row of every head of a key projection; other weights stay as they are."""
+    """Scale the last row of every head of a key projection, [H D, hidden]; other weights stay as they are."""
     if scale == 1 or not name.endswith(".k_proj.weight"):
         return weight
     weight = weight.clone()

@@ -122,7 +122,13 @@ def check_tensors(source: Checkpoint, config: Any, parts: list[Part]) -> None:
 
 
 def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor]]) -> None:
-    """Join the ranks' tensors and write them as safetensors, one file at a time."""
+    """Join the ranks' tensors and write them as safetensors, one file at a time.
+
+    Args:
+        folder: folder of the model.
+        parts: weights, in the order of the files.
+        shards: tensors of each part by its name, one for each tensor parallel rank.
+    """
     holders = {name: part for part in parts for name in part.weights}
     shapes = {
         name: torch.empty(shape, dtype=shards[part.name][0].dtype, device="meta")

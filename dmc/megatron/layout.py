@@ -44,7 +44,7 @@ class Part:
         return (rows, columns[0] // tensor_size) if self.cut == "columns" else self.shapes[0]
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
-        """Join the ranks' shards into the weights, in the order of `weights`."""
+        """Join the shards, one for each rank, into the weights, in the order of `weights`; the padding is cut off."""
         if self.cut == "nowhere":
             return [shards[0]]
         whole = torch.cat(shards, dim=0 if self.cut == "rows" else 1)
@@ -55,7 +55,7 @@ class Part:
         return [piece.flatten(0, 1) for piece in turns.split(rows, dim=1)]
 
     def shard(self, weights: list[Tensor], rank: int, tensor_size: int) -> Tensor:
-        """Make the shard of rank `rank`; the inverse of `join`."""
+        """Make the shard of rank `rank` of `tensor_size` out of whole weights; the inverse of `join`."""
         if self.cut == "nowhere":
             return weights[0]
         if self.padding:

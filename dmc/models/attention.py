@@ -57,7 +57,7 @@ class CompressedAttentionMixin(nn.Module):
     o_proj: nn.Module
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize projected queries and keys; the identity but for families with q_norm and k_norm."""
+        """Normalize projected queries and keys, [B, T, heads, D]; the identity without q_norm and k_norm."""
         return query, key
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,13 +116,31 @@ class CompressedAttentionMixin(nn.Module):
 
     @torch.compiler.disable
     def attend_cached(self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None) -> Tensor:
-        """Attend through a cache; no part of compiled layers, so that all layers share their graphs."""
+        """Attend through a cache; no part of compiled layers, so that all layers share their graphs.
+
+        Args:
+            cache: cache of the model.
+            tokens: the new ones, with their decisions.
+            padding_mask: True at real tokens, [B, past + T]; None: no padding.
+        Returns:
+            [B, H_q, T, D].
+        """
         return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
 
     def attend_plain(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
     ) -> Tensor:
-        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13)."""
+        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13).
+
+        Args:
+            query: unrotated queries, [B, H_q, T, D].
+            key: unrotated keys, [B, H, T, D].
+            value: values, [B, H, T, D].
+            rotary: cos and sin, [B or 1, T, D].
+            multiplier: in [0, 1].
+        Returns:
+            [B, H_q, T, D].
+        """
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
         query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)
@@ -138,7 +156,17 @@ class CompressedAttentionMixin(nn.Module):
         hidden: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible."""
+        """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible.
+
+        Args:
+            gated: queries, keys and decisions.
+            value: values, [B, H, T, D].
+            rotary: cos and sin, [B or 1, T, D].
+            hidden: True for keys that no query sees, [B, T]; None: there are none.
+            documents: bounds of documents; None: a sequence is one.
+        Returns:
+            [B, H_q, T, D].
+        """
         compressor, config = self.compressor, self.compressor.config
         scale = compressor.neuron_scale(0.0, value)
         cos, sin = (table * scale for table in rotary)

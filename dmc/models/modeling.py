@@ -37,7 +37,11 @@ positions restart.
 
 
 def refuse_attention(*_: Any, **__: Any) -> None:
-    """Stand for the attention of compressed models where transformers asks for a function by name."""
+    """Stand for the attention of compressed models where transformers asks for a function by name.
+
+    Raises:
+        RuntimeError: always: another model has called it.
+    """
     raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
 
 
@@ -271,13 +275,21 @@ def positions_of(attention_mask: Tensor) -> Tensor:
 
 
 def has_holes(attention_mask: Tensor) -> bool:
-    """Whether a row has padding between real tokens."""
+    """Tell whether a row of a padding mask, [B, T], has padding between real tokens."""
     real = attention_mask.bool().int()
     return bool((real.diff(dim=-1, prepend=torch.zeros_like(real[:, :1])) == 1).sum(-1).gt(1).any())
 
 
 def pad_on_the_left(input_ids: Tensor, attention_mask: Tensor, num_seen: int) -> tuple[Tensor, Tensor]:
-    """Move the padding of columns num_seen.. to their left; `input_ids` may hold these columns alone."""
+    """Move the padding of the columns from `num_seen` on to their left.
+
+    Args:
+        input_ids: tokens, [B, T], or those of the moved columns alone.
+        attention_mask: 1 for tokens, 0 for padding, [B, T].
+        num_seen: columns that stay, since a cache holds them.
+    Returns:
+        Both, in their shapes.
+    """
     seen, new = attention_mask.tensor_split([num_seen], dim=-1)
     order = new.long().argsort(dim=-1, stable=True)  # padding first, tokens in their order
     fed, tokens = input_ids.tensor_split([input_ids.shape[-1] - new.shape[-1]], dim=-1)

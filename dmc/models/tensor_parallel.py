@@ -115,7 +115,7 @@ class SummedLinear(nn.Module):
 
 
 def own_slice(parameter: Tensor, dimension: int, ranks: Ranks) -> Tensor:
-    """Copy this rank's part of a parameter."""
+    """Copy this rank's part of a parameter, which is cut evenly along `dimension`."""
     return parameter.detach().chunk(ranks.size, dim=dimension)[ranks.rank].clone()
 
 

@@ -65,7 +65,7 @@ class ExpectedAttention(EvictionPolicy):
         return False
 
     def gather(self, before: Moments | None, query: Tensor, begin: int) -> Moments | None:
-        """Add queries to the moments of the earlier ones (Chan et al.'s update)."""
+        """Add queries, [H_q, T, D], from position `begin` on, to the moments of earlier ones (Chan et al.'s update)."""
         query = query[:, max(0, self.sinks - begin) :]
         if (count := query.shape[1]) == 0:
             return before

@@ -28,6 +28,13 @@ def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
     """Replace each score by the maximum or the mean of its neighborhood along the last dimension.
 
     Beyond the ends the maximum ignores, the mean counts zeros and still divides by the kernel, as the authors do.
+
+    Args:
+        scores: [..., entries].
+        kernel_size: entries of a neighborhood, odd.
+        pooling: "max" or "avg".
+    Returns:
+        Shape of `scores`.
     """
     flat = scores.reshape(-1, 1, scores.shape[-1])
     if pooling == "max":

@@ -305,6 +305,8 @@ def plan_tasks(
 
     Returns:
         The tasks and their settings, by name.
+    Raises:
+        ValueError: a name is unknown, given twice, or an option is out of range.
     """
     ours = sorted(path.stem for path in (configs / "task").glob("*.yaml"))
     selections = [path.stem for path in (configs / "evaluation").glob("*.yaml")]

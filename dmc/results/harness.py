@@ -190,7 +190,7 @@ class Likelihoods:
         return torch.cat([given, likeliest, logprobs[:, self.others]], dim=-1)
 
     def of(self, kept: Tensor, tokens: list[int]) -> tuple[float, bool]:
-        """Return a continuation's log-probability in nats, and whether every token is the most likely one."""
+        """Return a continuation's log-probability in nats and whether all its tokens are likeliest, from `__call__`."""
         last = kept[-1, 2 + self.others.index(tokens[-1])]
         total = kept[:-1, 0].double().sum() + last.double()
         return float(total), kept[:, 1].long().tolist() == tokens

@@ -54,7 +54,7 @@ class BlockAllocator:
         return self.stack[free - count : free].clone()
 
     def share(self, blocks: Tensor) -> None:
-        """Add a reference to blocks, each named once; every holder frees them."""
+        """Add a reference to blocks, ids [n], each named once; every holder frees them."""
         self.extra[blocks.long()] += 1
 
     def free(self, blocks: Tensor) -> None:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
-    """Blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
+    """Return the blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
     return -(-num_tokens // block_size) * layout.num_layers * layout.num_kv_heads
 
 
@@ -173,22 +173,22 @@ class Engine:
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks held by sequences, shared ones once; 0 when nothing runs and no session rests."""
+        """Number of blocks held by sequences, shared ones counted once; 0 when nothing runs and no session rests."""
         return self.cache.allocator.num_in_use - self.cache.blocks_only_in(self._prefixes or ())
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a part of the cache and go on."""
+        """Number of sequences that hold a part of the cache and are being computed."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have still to be let in, or have given way to others."""
+        """Number of sequences that wait for room: not admitted yet, or preempted."""
         return len(self._scheduler.waiting)
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes that the prefix cache alone holds; their blocks are for whoever needs them."""
+        """Bytes that the prefix cache alone holds; it gives its blocks up when a sequence needs them."""
         return 0 if self._prefixes is None else self._prefixes.num_bytes
 
     def clear_prefix_cache(self) -> None:
@@ -404,7 +404,10 @@ class Engine:
 
         `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
         `after` is fed between the two, as a session's next turn: behind a prompt that has been compressed. A session in
-        place of a prompt goes on from what it holds; it is then good for nothing but to be closed.
+        place of a prompt goes on from what it holds; it can then only be closed.
+
+        Raises:
+            ValueError: see `score`; or the three have different lengths.
         """
         prompts = listed("prompts", prompts, "texts or lists of token ids")
         continuations = listed("continuations", continuations, "texts or lists of token ids")

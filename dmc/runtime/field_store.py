@@ -58,7 +58,7 @@ class FieldStore:
             self._tensors[name][: len(old)] = old
 
     def widen(self, name: str, width: int) -> Tensor:
-        """Grow the last dimension of a row's field to at least `width`, and return the field."""
+        """Grow the last dimension of a row's field to at least `width`, and return the field, [rows, ..., width]."""
         missing = width - self._tensors[name].shape[-1]
         if missing > 0:
             start = self.fields[name].start
@@ -66,7 +66,7 @@ class FieldStore:
         return self._tensors[name]
 
     def open_row(self, row: int, states: dict[str, Tensor] | None = None) -> None:
-        """Write states read from another row, or reset what the last sequence left, which may be NaN."""
+        """Write states, by field, of another row, or reset what the last sequence left, which may be NaN."""
         for name in self.names("row"):
             held = self._tensors[name][:, row]
             held[...] = self.fields[name].start

@@ -73,7 +73,11 @@ class PagedGenerationCache(Cache):
         self._forward = PagedForward(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: only compressed attention layers can use this cache."""
+        """Refuse: only compressed attention layers can use this cache.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -385,7 +385,7 @@ class PagedCache:
             self.block_tables[:, self.scratch_row, :, 0] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
-        """List the positions of the tokens that each head of a sequence holds, by layer and head, int64, ascending.
+        """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.
 
         Raises:
             ValueError: the cache keeps no positions: no policy evicts any, or the model merges tokens.

@@ -228,7 +228,7 @@ class Runner:
         return self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments)
 
     def packed(self, choice: Choice) -> Tensor:
-        """Lay out all that the host reads of a step at once: the rows of a choice, and one of the free blocks."""
+        """Lay out all that the host reads of a step: `Choice.as_rows` and a row of free blocks, [S + 1, columns]."""
         rows = choice.as_rows()
         return torch.cat((rows, self.cache.allocator.height.double().expand(1, rows.shape[1])))
 

@@ -148,7 +148,7 @@ class Choice(NamedTuple):
     """Natural-log probabilities of `top_tokens`, float32 [R, k]."""
 
     def as_rows(self) -> Tensor:
-        """Return one matrix: token, log-probability, then pairs of a likely token and its log-probability."""
+        """Return token, log-probability, n pairs of a likely token and its log-probability: float64 [S, 2 + 2 n]."""
         top = torch.stack((self.top_tokens.double(), self.top_logprobs.double()), dim=-1).flatten(1)
         return torch.cat((self.tokens[:, None].double(), self.logprobs[:, None].double(), top), dim=1)
 

@@ -89,7 +89,7 @@ class Session:
         return self.engine.fork(self)
 
     def positions_held(self) -> list[list[Tensor]]:
-        """List the positions of the tokens held, by layer and KV head, int64, ascending.
+        """List the positions of the tokens held, by layer and KV head, int64 [n], ascending.
 
         Raises:
             ValueError: nothing is cached; no policy evicts tokens, or the model merges them.

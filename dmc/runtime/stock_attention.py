@@ -70,6 +70,10 @@ def stock_attention(
 ) -> tuple[Tensor, None]:
     """Attend through the engine's cache; query and key are rotated already. No part of compiled layers.
 
+    Args: as transformers gives them to an attention function: query [1, H_q, T, D], key and value [1, H, T, D];
+        `paged_cache` is the keyword that the engine adds to the model's own.
+    Returns:
+        [1, T, H_q, D], and no weights.
     Raises:
         NotImplementedError: the model asks for more than full causal attention, or does not hand on the cache.
     """

@@ -113,7 +113,7 @@ def eager_delayed_masked_attention(
     keep_top: bool,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Compute `delayed_masked_attention` by its definition, with T x T scores: the reference of the fast forms."""
+    """Compute `delayed_masked_attention` by its definition, with T x T scores; arguments and result are the same."""
     group, dtype = query.shape[1] // stream_key.shape[1], accumulation_dtype(query)
 
     def of_query_heads(states: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def eager_delayed_masked_attention(
 def eager_masked_attention(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float, *, hidden: Tensor | None = None
 ) -> Tensor:
-    """Compute `masked_attention` by its definition, with T x T scores: the reference of the fast forms."""
+    """Compute `masked_attention` by its definition, with T x T scores; arguments and result are the same."""
     return eager_delayed_masked_attention(
         query, key, value, key, value, log_keep, scaling, delay=0, keep_top=True, hidden=hidden
     )

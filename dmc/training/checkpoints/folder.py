@@ -191,7 +191,7 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read the whole tensors whose names begin with a prefix, under the rest of their names, on the CPU."""
+    """Read whole tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU."""
     stored = read_metadata(folder, prefix)
     tensors: dict[str, Any] = {
         prefix + name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in stored.items()

@@ -236,7 +236,11 @@ def _naming(target: Path) -> Iterator[None]:
 
 
 def write_aside(content: Any, path: Path) -> None:
-    """Write a file beside its place and rename it."""
+    """Write a file beside its place and rename it.
+
+    Raises:
+        OSError: it could not be written; an earlier file stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:

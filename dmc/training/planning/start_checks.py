@@ -86,7 +86,11 @@ def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCo
 
 
 def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:
-    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub."""
+    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub.
+
+    Raises:
+        ValueError: it cannot be found, or its values name no model type or no vocabulary.
+    """
     settings = config.model
     if settings.path is not None and (Path(settings.path) / "config.json").is_file():
         return AutoConfig.from_pretrained(settings.path, trust_remote_code=False)

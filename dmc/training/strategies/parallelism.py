@@ -87,7 +87,7 @@ class Parallelism:
         return self.run_config.model.revision if path == self.run_config.model.path else None
 
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
-        """Set rows of a weight or bias, counted over all ranks; the optimizer goes on from there."""
+        """Set rows, counted over all ranks, of a weight or bias to `values`, [rows, ...], where training goes on."""
         parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
     def gradient_norm(self, module: LightningModule) -> Tensor:
@@ -156,7 +156,7 @@ class Parallelism:
 
 
 def no_states(weight: Tensor) -> dict[str, Tensor]:
-    """Return AdamW's states of a weight before the first step."""
+    """Return AdamW's states of a weight before the first step: `step`, float32 [], and two of the weight's shape."""
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
     return {"step": step, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
