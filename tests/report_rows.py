@@ -115,11 +115,11 @@ def lm_eval_row(policy, ratio, benchmark, task, value, **changes):
 
 
 def benchmark_rows(**task):
-    """Return three contestants at three batch sizes, and a largest batch."""
+    """Return three decoders at three batch sizes, and a largest batch."""
     rows = []
     command = {"provenance": PROVENANCE | {"command": "python scripts/benchmark.py prompt_length=4096"}}
-    contestants = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
-    for name, ratio, speed in contestants:
+    decoders = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
+    for name, ratio, speed in decoders:
         settings = {"model": {"path": None}, "policy": {"ratio": ratio}, "task": task}
         shared = {"requested_ratio": ratio, "achieved_ratio": ratio, **command}
         for batch_size in (1, 4, 16):

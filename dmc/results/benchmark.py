@@ -243,19 +243,19 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
 
 def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> list[Row]:
     """Prefill every decoder, then let them decode in turns."""
-    first = [seconds(contestant.prefill) for contestant in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
+    first = [seconds(decoder.prefill) for decoder in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in decoders]
-    for contestant in decoders:
-        contestant.decode(1)  # warm-up
+    for decoder in decoders:
+        decoder.decode(1)  # warm-up
     for _ in tqdm(range(config.rounds), desc=f"decode, batch {batch_size}"):
-        for contestant, taken in zip(decoders, steps, strict=True):
-            taken += contestant.decode(config.new_tokens // config.rounds)
+        for decoder, step_times in zip(decoders, steps, strict=True):
+            step_times += decoder.decode(config.new_tokens // config.rounds)
     rows, place = [], {"batch": batch_size, "length": config.prompt_length}
-    for contestant, first_seconds, taken in zip(decoders, first, steps, strict=True):
-        step, (allocated, achieved) = statistics.median(taken), contestant.memory()
+    for decoder, first_seconds, step_times in zip(decoders, first, steps, strict=True):
+        step, (allocated, achieved) = statistics.median(step_times), decoder.memory()
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
-        memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(taken)}
-        rows.append(_row(config, contestant.name, contestant.ratio, metrics, place, **memory))
+        memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(step_times)}
+        rows.append(_row(config, decoder.name, decoder.ratio, metrics, place, **memory))
     return rows
 
 

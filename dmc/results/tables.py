@@ -270,7 +270,7 @@ def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
 def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
     """Format lines of `speeds_of`."""
     columns: Columns = {
-        "contestant": ("policy", ""),
+        "decoder": ("policy", ""),
         "setting": lambda line: line["task"] if speeds["task"].nunique() > 1 else "",
         "prompt tokens": ("length", ",.0f"), "batch": ("batch", ".0f"), "achieved CR": ("achieved_ratio", ".2f"),
         "first token (s)": ("first_token_seconds", ".2f"), "ms/token": ("milliseconds", ".1f"),

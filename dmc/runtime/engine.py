@@ -266,15 +266,15 @@ class Engine:
                 been aborted and all blocks are free; sessions keep their tokens and are computed again.
         """
         try:
-            segments = self._scheduler.next_segments()
+            chunks = self._scheduler.next_chunks()
             if (outgrown := self._scheduler.outgrown) is not None:
                 self._scheduler.outgrown = None
                 self._fail(outgrown, self._outgrown_error(outgrown), sound=True)
             try:
-                return self._advance(segments) if segments else []
+                return self._advance(chunks) if chunks else []
             except Exception as error:
-                logger.warning("a pass of %d requests has failed", len(segments), exc_info=True)
-                if (guilty := self._scheduler.recover(segments)) is not None:
+                logger.warning("a pass of %d requests has failed", len(chunks), exc_info=True)
+                if (guilty := self._scheduler.recover(chunks)) is not None:
                     self._fail(guilty, error)
                 return []
         except BaseException:
@@ -344,7 +344,7 @@ class Engine:
         tokens = self._encode(prompt, begins_text=not sequence.tokens)
         self._check_fits(len(sequence.tokens) + len(tokens))
         sequence.add_prompt(tokens)
-        sequence.wanted = len(sequence.tokens)
+        sequence.next_logit_position = len(sequence.tokens)
         forced = Forced([], of_all_tokens)
         self._run_forced({sequence: forced})
         assert forced.stats is not None
@@ -415,7 +415,7 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         forced: dict[Sequence, Forced] = {}
         for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
-            targets, sequence = self._encode(continuation, begins_text=False), Sequence([], wanted=0)
+            targets, sequence = self._encode(continuation, begins_text=False), Sequence([], next_logit_position=0)
             if isinstance(prompt, Session):
                 self._check_is_free(prompt)
                 sequence = prompt.sequence
@@ -424,7 +424,7 @@ class Engine:
                 sequence.next_prompt = len(sequence.tokens)
             if between:
                 sequence.add_prompt(list(between))
-            sequence.wanted = len(sequence.tokens) - 1
+            sequence.next_logit_position = len(sequence.tokens) - 1
             sequence.tokens += targets[:-1]
             self._check_fits(len(sequence.tokens))
             forced[sequence] = Forced(targets, keep)
@@ -473,7 +473,7 @@ class Engine:
             self._check_is_free(session)
             if params.n > 1:
                 raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
-        sequence = Sequence([], wanted=0) if session is None else session.sequence
+        sequence = Sequence([], next_logit_position=0) if session is None else session.sequence
         if context is not None:
             sequence.add_prompt(self._encode(context))
             sequence.next_prompt = len(sequence.tokens)
@@ -572,21 +572,22 @@ class Engine:
         finally:
             self.abort(request)
 
-    def _advance(self, segments: list[ScheduledChunk]) -> list[TokenEvent]:
-        if self._runner.is_recorded(segments) and (askers := self._plain_askers(segments)):
-            params, uniforms = [each.params for each in askers], [each.uniform for each in askers]
-            return self._accept(askers, self._runner.forward(segments, Sampling.of(params, uniforms, self._vocab_size)))
-        logits = self._runner.forward(segments)
+    def _advance(self, chunks: list[ScheduledChunk]) -> list[TokenEvent]:
+        if self._runner.is_recorded(chunks) and (plain := self._plain_requests(chunks)):
+            params, uniforms = [each.params for each in plain], [each.uniform for each in plain]
+            return self._accept(plain, self._runner.forward(chunks, Sampling.of(params, uniforms, self._vocab_size)))
+        logits = self._runner.forward(chunks)
         asking: list[Request] = []
         rows: list[int] = []
         begin = 0
-        for segment in segments:
-            end = begin + segment.num_wanted
-            if (forced := self._forced.get(segment.sequence)) is not None:
-                self._force(segment.sequence, forced, logits[begin:end])
-            elif segment.num_wanted:
-                request = self._requests[segment.sequence]
-                if segment.sequence.wanted < segment.sequence.num_computed_tokens - (not segment.sequence.num_waiting):
+        for chunk in chunks:
+            end = begin + chunk.num_logits
+            if (forced := self._forced.get(chunk.sequence)) is not None:
+                self._force(chunk.sequence, forced, logits[begin:end])
+            elif chunk.num_logits:
+                request = self._requests[chunk.sequence]
+                sequence = chunk.sequence
+                if sequence.next_logit_position < sequence.num_computed_tokens - (not sequence.num_waiting):
                     begin = request.take_prompt(logits[begin:end]) + begin
                 if begin == end:
                     continue
@@ -598,11 +599,11 @@ class Engine:
             begin = end
         return self._sample(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
 
-    def _plain_askers(self, segments: list[ScheduledChunk]) -> list[Request] | None:
-        """Return whose next tokens a step of decoding brings, if nothing but its logits decides about them."""
-        found = [self._requests.get(each.sequence) for each in segments]
-        askers = [each for each in found if each is not None and each.logprobs and not each.params.changes_logits]
-        return askers if len(askers) == len(found) else None
+    def _plain_requests(self, chunks: list[ScheduledChunk]) -> list[Request] | None:
+        """Return the requests of a decoding step if the logits alone decide their next tokens; None otherwise."""
+        found = [self._requests.get(each.sequence) for each in chunks]
+        plain = [each for each in found if each is not None and each.logprobs and not each.params.changes_logits]
+        return plain if len(plain) == len(found) else None
 
     def _branch(self, request: Request) -> None:
         """Begin the other continuations of a prompt that has just been computed."""
@@ -699,7 +700,7 @@ class Engine:
     def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:
         if len(logits):
             forced.add(logits)
-        sequence.wanted += len(logits)
+        sequence.next_logit_position += len(logits)
         if not sequence.num_waiting:
             forced.stats = GenerationStats.of(sequence, self.cache)
             self._scheduler.finish(sequence, sound=self._prefixes is None or forced.is_finite)

@@ -110,7 +110,10 @@ class PrefixCache:
             if rest or number < LEAST_BLOCKS:
                 continue
             here = self._hashes(sequence, sequence.num_computed_tokens)[-1]
-            ends_chunk = sequence.num_computed_tokens % CHUNK == 0 and sequence.num_computed_tokens < sequence.wanted
+            ends_chunk = (
+                sequence.num_computed_tokens % CHUNK == 0
+                and sequence.num_computed_tokens < sequence.next_logit_position
+            )
             if not (ends_chunk or self._seen.get(here)) or () in self._found.get(here, {}):
                 continue
             if self._cache.has_free(self._cache.blocks_to_share()):
@@ -185,4 +188,4 @@ class PrefixCache:
 
 def _most(sequence: Sequence) -> int:
     """Return how many first tokens may be reused: those before the last, and before the first that needs logits."""
-    return min(sequence.wanted, len(sequence.tokens) - 1)
+    return min(sequence.next_logit_position, len(sequence.tokens) - 1)

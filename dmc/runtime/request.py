@@ -71,7 +71,9 @@ class Request:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
         first = len(self.sequence.tokens)
         self.sequence.add_prompt(self.prompt)
-        self.sequence.wanted = len(self.sequence.tokens) - 1 if self.params.prompt_logprobs is None else first
+        self.sequence.next_logit_position = (
+            len(self.sequence.tokens) - 1 if self.params.prompt_logprobs is None else first
+        )
 
     @property
     def branches(self) -> list[Request]:
@@ -100,7 +102,7 @@ class Request:
 
     def take_prompt(self, logits: Tensor) -> int:
         """Note how likely the prompt's tokens were; return how many of the predictions, [n, vocab], these are."""
-        begin = self.sequence.wanted
+        begin = self.sequence.next_logit_position
         targets = self.sequence.tokens[begin + 1 : begin + 1 + len(logits)]
         logprobs = logits[: len(targets)].float().log_softmax(-1)
         top = logprobs.topk(min(self.params.prompt_logprobs or 0, logprobs.shape[-1]))
@@ -108,14 +110,14 @@ class Request:
         self.prompt_logprobs += given.tolist()
         for tokens, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
             self.prompt_top_logprobs.append(dict(zip(tokens, values, strict=True)))
-        self.sequence.wanted += len(targets)
+        self.sequence.next_logit_position += len(targets)
         return len(targets)
 
     def accept(self, token: int, logprob: float, top: dict[int, float]) -> TokenEvent:
         """Append a generated token and tell what it means."""
         self.sequence.next_prompt = len(self.sequence.tokens)
         self.sequence.tokens.append(token)
-        self.sequence.wanted += 1
+        self.sequence.next_logit_position += 1
         self.logprobs.append(logprob)
         self._uniform = None
         if self._history is not None:

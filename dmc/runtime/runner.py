@@ -1,4 +1,4 @@
-"""The model and its cache: segments of sequences in, logits out."""
+"""The model and its cache: chunks of sequences in, logits out."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _check_rotates_by_halves(model: Any) -> None:
 
 
 class Runner:
-    """Feeds segments to a model, compressed or stock, in one row without padding.
+    """Feeds chunks to a model, compressed or stock, in one row without padding.
 
     Args:
         model: causal LM; while a pass runs its linear layers ask the backend, a stock one's attention the paged cache.
@@ -170,52 +170,52 @@ class Runner:
             self._decode_steps = DecodeSteps(self._decode, record, cache.scratch_row, layout.device)
 
     @torch.no_grad()
-    def forward(self, segments: list[ScheduledChunk], sampling: Sampling | None = None) -> Tensor:
-        """Feed segments.
+    def forward(self, chunks: list[ScheduledChunk], sampling: Sampling | None = None) -> Tensor:
+        """Feed chunks.
 
         Args:
-            segments: the next tokens of some sequences.
+            chunks: the next tokens of some sequences.
             sampling: how their next tokens are chosen, of a step that is recorded; None: that is not done here.
         Returns:
-            The logits that are wanted, segment after segment, [rows, vocab]; or the choice as `packed` lays it out.
+            The logits of each chunk in turn, [rows, vocab]; or the choice as `packed` lays it out.
         Raises:
             OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
             RuntimeError: the model has moved to another device or dtype than the cache's; nothing has changed.
             NotImplementedError: a stock model's attention turns out to be another than the cache serves.
         """
         self._check_place()
-        rows, counts = _rows_of(segments), [len(segment.tokens) for segment in segments]
-        begins = [segment.sequence.num_computed_tokens for segment in segments]
+        rows, counts = _rows_of(chunks), [len(chunk.tokens) for chunk in chunks]
+        begins = [chunk.sequence.num_computed_tokens for chunk in chunks]
         self.cache.reserve(rows, counts)
-        self._attention.tokens = {segment.sequence.row or 0: segment.sequence.tokens for segment in segments}
-        if self._decode_steps is not None and self.is_recorded(segments):
+        self._attention.tokens = {chunk.sequence.row or 0: chunk.sequence.tokens for chunk in chunks}
+        if self._decode_steps is not None and self.is_recorded(chunks):
             self.cache.tally.watch([], [])
-            tokens = [each.tokens[0] for each in segments]
+            tokens = [each.tokens[0] for each in chunks]
             logits = self._decode_steps(tokens, rows, begins, sampling, self.cache.place)
             logits = logits[: len(rows)] if sampling is None else logits
         else:
-            logits = self._pass_of(segments, rows, begins, counts)
+            logits = self._pass_of(chunks, rows, begins, counts)
         self.cache.tokens_seen[rows] += torch.tensor(counts)
-        for segment in segments:
-            sequence = segment.sequence
+        for chunk in chunks:
+            sequence = chunk.sequence
             sequence.held.add(
-                sequence.num_computed_tokens + segment.first_logit_position, segment.num_wanted, self.cache.layout.delay
+                sequence.num_computed_tokens + chunk.first_logit_position, chunk.num_logits, self.cache.layout.delay
             )
-            sequence.num_computed_tokens += len(segment.tokens)
+            sequence.num_computed_tokens += len(chunk.tokens)
         return logits
 
-    def _pass_of(self, segments: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
+    def _pass_of(self, chunks: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
         """Put a pass together out of what the host knows."""
         device, tally = self.cache.layout.device, self.cache.tally
-        phases, prompt_ends = [each.phase for each in segments], [each.sequence.prompt_end for each in segments]
+        phases, prompt_ends = [each.phase for each in chunks], [each.sequence.prompt_end for each in chunks]
         batch = ForwardBatch(rows, begins, counts, device, phases, prompt_ends)
         tokens: list[int] = []
         wanted: list[int] = []
-        for segment in segments:
-            wanted += range(len(tokens) + segment.first_logit_position, len(tokens) + len(segment.tokens))
-            tokens += segment.tokens
-        several = [segment for segment in segments if segment.num_wanted > 1]
-        ones = tally.index(_rows_of([segment for segment in segments if segment.num_wanted == 1]))
+        for chunk in chunks:
+            wanted += range(len(tokens) + chunk.first_logit_position, len(tokens) + len(chunk.tokens))
+            tokens += chunk.tokens
+        several = [chunk for chunk in chunks if chunk.num_logits > 1]
+        ones = tally.index(_rows_of([chunk for chunk in chunks if chunk.num_logits == 1]))
         many = tally.index(_rows_of(several))
         tally.watch(
             _rows_of(several), [each.sequence.num_computed_tokens + each.first_logit_position for each in several]
@@ -223,9 +223,9 @@ class Runner:
         logits_of = torch.tensor(wanted, dtype=torch.long, device=device)
         return self._pass(torch.tensor([tokens], device=device), batch, logits_of, ones, many)
 
-    def is_recorded(self, segments: list[ScheduledChunk]) -> bool:
-        """Whether a step over these segments is recorded: one that only decodes."""
-        return self._decode_steps is not None and all(len(each.tokens) == each.num_wanted == 1 for each in segments)
+    def is_recorded(self, chunks: list[ScheduledChunk]) -> bool:
+        """Whether a step over these chunks is recorded: one that only decodes."""
+        return self._decode_steps is not None and all(len(each.tokens) == each.num_logits == 1 for each in chunks)
 
     def packed(self, choice: Choice) -> Tensor:
         """Lay out all that the host reads of a step: `Choice.as_rows` and a row of free blocks, [S + 1, columns]."""
@@ -274,5 +274,5 @@ class Runner:
             )
 
 
-def _rows_of(segments: list[ScheduledChunk]) -> list[int]:
-    return [segment.sequence.row for segment in segments if segment.sequence.row is not None]
+def _rows_of(chunks: list[ScheduledChunk]) -> list[int]:
+    return [chunk.sequence.row for chunk in chunks if chunk.sequence.row is not None]

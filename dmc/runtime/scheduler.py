@@ -31,7 +31,7 @@ class ScheduledChunk:
     """Phase of the tokens, for policies."""
 
     @property
-    def num_wanted(self) -> int:
+    def num_logits(self) -> int:
         """Number of tokens whose logits are needed."""
         return len(self.tokens) - self.first_logit_position
 
@@ -77,7 +77,7 @@ class Scheduler:
         self.resting: list[Sequence] = []
         """Kept sequences with a row that do not run, or wait to run; the least recently used first."""
         self.outgrown: Sequence | None = None
-        """Sequence whose next token does not fit the whole memory; the caller of `next_segments` removes it."""
+        """Sequence whose next token does not fit the whole memory; the caller of `next_chunks` removes it."""
         self.suspects: list[Sequence] = []
         """Sequences of a failed pass: each has to run one pass alone."""
 
@@ -91,7 +91,7 @@ class Scheduler:
             self.resting.remove(sequence)
             self.resting.append(sequence)
 
-    def next_segments(self) -> list[ScheduledChunk]:
+    def next_chunks(self) -> list[ScheduledChunk]:
         """Choose the next step's tokens so that blocks suffice even if no token is merged; admit and preempt as needed.
 
         A sequence that has all the memory and needs more becomes `outgrown`; then no chunk is returned.
@@ -99,33 +99,33 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.keep(self.running)
         self.suspects = [each for each in self.suspects if each.row is None or each.num_waiting > 1]
-        segments = self._choose()
-        if not segments and self.outgrown is None and self.suspects:
+        chunks = self._choose()
+        if not chunks and self.outgrown is None and self.suspects:
             self.suspects.clear()  # no room beside sequences that have already passed alone
-            segments = self._choose()
-        return segments
+            chunks = self._choose()
+        return chunks
 
     def _choose(self) -> list[ScheduledChunk]:
-        segments = self._share_out()
+        chunks = self._share_out()
         preempted = False
-        while not self._fits(segments):
+        while not self._fits(chunks):
             if self._make_room():
                 continue
-            segments = self._share_out(shrinks=True)
-            if self._fits(segments):
+            chunks = self._share_out(shrinks=True)
+            if self._fits(chunks):
                 break
             if len(self.running) == 1:
                 self.outgrown = self.running[0]
                 return []
             self._preempt_youngest()
             preempted = True
-            segments = self._share_out()
+            chunks = self._share_out()
         if not preempted:
-            self._admit(segments)
-        while self.prefixes is not None and self.cache.would_grow(*self._rows_and_counts(segments)):
+            self._admit(chunks)
+        while self.prefixes is not None and self.cache.would_grow(*self._rows_and_counts(chunks)):
             if not self.prefixes.shrink():
                 break
-        return segments
+        return chunks
 
     def _make_room(self, sequence: Sequence | None = None, spared: int = 0) -> bool:
         """Free blocks of idle sequences except `sequence`, or of all but the latest prefixes; False: there are none."""
@@ -175,26 +175,26 @@ class Scheduler:
         self.finish(sequence)
         self._release(sequence)
 
-    def recover(self, segments: list[ScheduledChunk]) -> Sequence | None:
+    def recover(self, chunks: list[ScheduledChunk]) -> Sequence | None:
         """Recompute everything after a failed pass; each of its sequences then runs one pass alone.
 
         Returns:
             The sequence at fault if it was alone in the pass, else None.
         """
         queue = [*self.running, *self.waiting]
-        for segment in segments:
-            if segment.num_wanted > 1:  # some layers may have counted its tokens already
-                segment.sequence.held, segment.sequence.row = Held(), None
+        for chunk in chunks:
+            if chunk.num_logits > 1:  # some layers may have counted its tokens already
+                chunk.sequence.held, chunk.sequence.row = Held(), None
         for sequence in (*self.running, *self.resting):
             if sequence.row is not None:
                 self.cache.tally.close_row(sequence.row, sequence.held)
             sequence.num_preemptions += 1
-        taking = {each.sequence for each in segments}
+        taking = {each.sequence for each in chunks}
         known, parts = self.suspects, [each for each in queue if each in taking]
         self.reset()
         self.waiting.extend([*parts, *(each for each in queue if each not in taking)])
-        self.suspects = known if len(segments) == 1 else parts
-        return parts[0] if len(segments) == 1 and parts else None
+        self.suspects = known if len(chunks) == 1 else parts
+        return parts[0] if len(chunks) == 1 and parts else None
 
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks are freed."""
@@ -210,38 +210,38 @@ class Scheduler:
 
     def _share_out(self, shrinks: bool = False) -> list[ScheduledChunk]:
         """Divide the budget among running sequences, those with one token to feed first."""
-        segments: list[ScheduledChunk] = []
+        chunks: list[ScheduledChunk] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
             if self.suspects and sequence is not self.suspects[0]:
                 continue
-            left = self._budget_left(segments)
+            left = self._budget_left(chunks)
             if left == 0:
                 break
-            segment = self._segment(sequence, left)
-            segments.append(self._shrunk(segment, segments) if shrinks else segment)
-        return segments
+            chunk = self._chunk(sequence, left)
+            chunks.append(self._shrunk(chunk, chunks) if shrinks else chunk)
+        return chunks
 
-    def _admit(self, segments: list[ScheduledChunk]) -> None:
+    def _admit(self, chunks: list[ScheduledChunk]) -> None:
         for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
-            left = self._budget_left(segments)
-            if left == 0 or (self.suspects and (segments or sequence is not self.suspects[0])):
+            left = self._budget_left(chunks)
+            if left == 0 or (self.suspects and (chunks or sequence is not self.suspects[0])):
                 return
             self._prefix_of(sequence)
             if self._waits_for_others(sequence):
                 continue
-            if not self._may_enter(sequence) or not self._open(sequence, segments):
+            if not self._may_enter(sequence) or not self._open(sequence, chunks):
                 return
-            while not self._fits([*segments, segment := self._segment(sequence, left)]):
+            while not self._fits([*chunks, chunk := self._chunk(sequence, left)]):
                 if not self._make_room(sequence):
-                    segment = self._shrunk(segment, segments)
-                    if not self._fits([*segments, segment]):
+                    chunk = self._shrunk(chunk, chunks)
+                    if not self._fits([*chunks, chunk]):
                         self.outgrown = None if self.running else sequence
                         return
                     break
             self.running.append(sequence)
             self.waiting.remove(sequence)
             self.resting.remove(sequence)
-            segments.append(segment)
+            chunks.append(chunk)
 
     def _open(self, sequence: Sequence, others: list[ScheduledChunk]) -> bool:
         """Give a sequence a row and, as far as there is room, its known prefix; False: there is no row.
@@ -273,7 +273,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0 if prefix is None else prefix.tokens_seen
         return prefix
 
-    def _segment(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
+    def _chunk(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
         stretch, phase = sequence.num_waiting, GENERATED
         if self.pace is not None:
             stretch, phase = sequence.stretch()
@@ -290,26 +290,26 @@ class Scheduler:
 
     def _of(self, sequence: Sequence, count: int, phase: Phase = GENERATED) -> ScheduledChunk:
         begin = sequence.num_computed_tokens
-        wanted = min(max(sequence.wanted - begin, 0), count)
-        return ScheduledChunk(sequence, sequence.tokens[begin : begin + count], wanted, phase)
+        first = min(max(sequence.next_logit_position - begin, 0), count)
+        return ScheduledChunk(sequence, sequence.tokens[begin : begin + count], first, phase)
 
-    def _shrunk(self, segment: ScheduledChunk, others: list[ScheduledChunk]) -> ScheduledChunk:
+    def _shrunk(self, chunk: ScheduledChunk, others: list[ScheduledChunk]) -> ScheduledChunk:
         """Drop tokens that do not fit beside those of others; a policy's prompts stay whole."""
-        if self.pace is not None or len(segment.tokens) == 1:
-            return segment
+        if self.pace is not None or len(chunk.tokens) == 1:
+            return chunk
         fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
-        return self._of(segment.sequence, min(len(segment.tokens), fitting))
+        return self._of(chunk.sequence, min(len(chunk.tokens), fitting))
 
-    def _budget_left(self, segments: list[ScheduledChunk]) -> int | None:
+    def _budget_left(self, chunks: list[ScheduledChunk]) -> int | None:
         if self.token_budget is None:
             return None
-        return max(self.token_budget - sum(len(segment.tokens) for segment in segments), 0)
+        return max(self.token_budget - sum(len(chunk.tokens) for chunk in chunks), 0)
 
-    def _fits(self, segments: list[ScheduledChunk], others: int = 0) -> bool:
-        return self.cache.fits(*self._rows_and_counts(segments), others)
+    def _fits(self, chunks: list[ScheduledChunk], others: int = 0) -> bool:
+        return self.cache.fits(*self._rows_and_counts(chunks), others)
 
-    def _rows_and_counts(self, segments: list[ScheduledChunk]) -> tuple[list[int], list[int]]:
-        held = [(each.sequence.row, len(each.tokens)) for each in segments if each.sequence.row is not None]
+    def _rows_and_counts(self, chunks: list[ScheduledChunk]) -> tuple[list[int], list[int]]:
+        held = [(each.sequence.row, len(each.tokens)) for each in chunks if each.sequence.row is not None]
         return [row for row, _ in held], [count for _, count in held]
 
     def _waits_for_others(self, sequence: Sequence) -> bool:

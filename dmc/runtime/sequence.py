@@ -14,7 +14,7 @@ class Sequence:
 
     tokens: list[int]
     """Prompts and continuations so far."""
-    wanted: int
+    next_logit_position: int
     """First position whose logits are still needed."""
     kept: bool = False
     """Whether it stays in the cache when it has nothing to feed, for a session's next turn."""

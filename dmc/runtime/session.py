@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.sequence = Sequence([], wanted=0, kept=True)
+        self.sequence = Sequence([], next_logit_position=0, kept=True)
         """Tokens of all turns so far, and their state in the cache."""
         self.is_closed = False
 

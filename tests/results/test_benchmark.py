@@ -29,7 +29,7 @@ def make_config(**changes):
     return BenchmarkConfig(BenchmarkedModel(shape=SHAPE), **options)
 
 
-def test_contestants_are_measured_at_their_ratios():
+def test_decoders_are_measured_at_their_ratios():
     config = make_config(ratios=[1.0, 4.0], delay=4, memory=2 * 4 * 256 * 2 * 16 * 4 * 3)
     stock = random_model(SHAPE, torch.float32, "cpu")
     models = {1.0: twin(stock), 4.0: retrofit(twin(stock), CompressionConfig(delay=4))}

@@ -124,9 +124,9 @@ class Operations(RuleBasedStateMachine):
         scheduler, runner = self.engine._scheduler, self.engine._runner
         forward, preempt, open_row = runner.forward, scheduler._preempt_youngest, self.engine.cache.open_row
 
-        def count_fed(segments):
-            self.fed += sum(len(segment.tokens) for segment in segments)
-            return forward(segments)
+        def count_fed(chunks):
+            self.fed += sum(len(chunk.tokens) for chunk in chunks)
+            return forward(chunks)
 
         def count_lost():
             self.lost += 0 if self.is_forced else scheduler.running[-1].num_computed_tokens

@@ -32,9 +32,9 @@ def count_fed(engine):
     """Tokens of each pass from now on."""
     fed, forward = [], engine._runner.forward
 
-    def counting(segments):
-        fed.append(sum(len(segment.tokens) for segment in segments))
-        return forward(segments)
+    def counting(chunks):
+        fed.append(sum(len(chunk.tokens) for chunk in chunks))
+        return forward(chunks)
 
     engine._runner.forward = counting
     return fed

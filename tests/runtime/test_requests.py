@@ -183,9 +183,7 @@ def test_turns_of_a_session_equal_the_whole_conversation(gates, make_stock, make
 def test_a_further_turn_feeds_the_prompt_and_one_token(make_compressed, make_prompts, monkeypatch):
     engine, fed = Engine(make_compressed()), []
     forward = engine._runner.forward
-    monkeypatch.setattr(
-        engine._runner, "forward", lambda segments: fed.append(len(segments[0].tokens)) or forward(segments)
-    )
+    monkeypatch.setattr(engine._runner, "forward", lambda chunks: fed.append(len(chunks[0].tokens)) or forward(chunks))
     session = engine.session()
     for prompt in make_prompts(20, 6):
         session.generate(prompt, SamplingParams(max_new_tokens=3, temperature=0))

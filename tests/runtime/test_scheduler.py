@@ -18,30 +18,30 @@ def make(num_blocks=None, rows=3, chunk=None, budget=None):
 
 
 def submit(scheduler, *lengths):
-    sequences = [Sequence(list(range(length)), wanted=length - 1) for length in lengths]
+    sequences = [Sequence(list(range(length)), next_logit_position=length - 1) for length in lengths]
     for sequence in sequences:
         scheduler.submit(sequence)
     return sequences
 
 
-def feed(scheduler, segments):
+def feed(scheduler, chunks):
     """Do what the engine does, every token appended, one token generated where nothing waits."""
     cache = scheduler.cache
-    rows = [segment.sequence.row for segment in segments]
-    counts = [len(segment.tokens) for segment in segments]
+    rows = [chunk.sequence.row for chunk in chunks]
+    counts = [len(chunk.tokens) for chunk in chunks]
     cache.reserve(rows, counts)
-    for row, count, segment in zip(rows, counts, segments, strict=True):
+    for row, count, chunk in zip(rows, counts, chunks, strict=True):
         assert row is not None
         take_blocks(cache.layer(0), torch.tensor([row]), cache.lengths[0, row][None] + count)
         cache.tokens_seen[row] += count
-        segment.sequence.num_computed_tokens += count
-        if not segment.sequence.num_waiting:
-            segment.sequence.tokens.append(0)
-            segment.sequence.wanted += 1
+        chunk.sequence.num_computed_tokens += count
+        if not chunk.sequence.num_waiting:
+            chunk.sequence.tokens.append(0)
+            chunk.sequence.next_logit_position += 1
 
 
-def sizes(segments):
-    return [len(segment.tokens) for segment in segments]
+def sizes(chunks):
+    return [len(chunk.tokens) for chunk in chunks]
 
 
 ONE_EACH = [(0, 1), (1, 1)]
@@ -66,47 +66,47 @@ def test_whole_prompts_or_chunks_share_what_decoding_leaves_of_the_budget(option
     scheduler, seen = make(**options), []
     sequences = submit(scheduler, *lengths)
     for _ in steps:
-        segments = scheduler.next_segments()
-        seen.append([(sequences.index(segment.sequence), len(segment.tokens)) for segment in segments])
-        feed(scheduler, segments)
+        chunks = scheduler.next_chunks()
+        seen.append([(sequences.index(chunk.sequence), len(chunk.tokens)) for chunk in chunks])
+        feed(scheduler, chunks)
     assert seen == steps
 
 
 def test_sequences_wait_for_rows_in_their_order():
     scheduler = make(rows=2)
     sequences = submit(scheduler, 3, 4, 5)
-    segments = scheduler.next_segments()
-    assert [segment.sequence for segment in segments] == sequences[:2]
-    feed(scheduler, segments)
+    chunks = scheduler.next_chunks()
+    assert [chunk.sequence for chunk in chunks] == sequences[:2]
+    feed(scheduler, chunks)
     scheduler.finish(sequences[0])
-    segments = scheduler.next_segments()
-    assert [segment.sequence for segment in segments] == sequences[1:]
-    assert sizes(segments) == [1, 5]
+    chunks = scheduler.next_chunks()
+    assert [chunk.sequence for chunk in chunks] == sequences[1:]
+    assert sizes(chunks) == [1, 5]
 
 
 def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
     scheduler = make(num_blocks=4)
     first, long, short = submit(scheduler, 16, 32, 3)
-    segments = scheduler.next_segments()
-    assert [segment.sequence for segment in segments] == [first]
+    chunks = scheduler.next_chunks()
+    assert [chunk.sequence for chunk in chunks] == [first]
     assert list(scheduler.waiting) == [long, short]
 
 
 def test_youngest_gives_way_and_comes_back_with_what_it_has_generated():
     scheduler = make(num_blocks=4)
     old, young = submit(scheduler, 16, 15)
-    segments = scheduler.next_segments()
-    assert sizes(segments) == [16, 15]
-    feed(scheduler, segments)
-    segments = scheduler.next_segments()  # the old one needs two more blocks
-    assert [segment.sequence for segment in segments] == [old]
+    chunks = scheduler.next_chunks()
+    assert sizes(chunks) == [16, 15]
+    feed(scheduler, chunks)
+    chunks = scheduler.next_chunks()  # the old one needs two more blocks
+    assert [chunk.sequence for chunk in chunks] == [old]
     assert (young.num_preemptions, young.num_computed_tokens, young.row) == (1, 0, None)
     assert scheduler.cache.allocator.num_in_use == 2
-    feed(scheduler, segments)
+    feed(scheduler, chunks)
     scheduler.finish(old)
-    (segment,) = scheduler.next_segments()
-    assert segment.sequence is young
-    assert segment.tokens == [*range(15), 0]
+    (chunk,) = scheduler.next_chunks()
+    assert chunk.sequence is young
+    assert chunk.tokens == [*range(15), 0]
     assert old.num_preemptions == 0
 
 
@@ -114,7 +114,7 @@ def test_an_interrupted_step_leaves_no_block_in_use():
     scheduler = make(rows=3)
     sequences = submit(scheduler, 20, 30, 40, 50)
     sequences[0].kept = True
-    feed(scheduler, scheduler.next_segments())
+    feed(scheduler, scheduler.next_chunks())
     scheduler.finish(sequences[0])
     cache = scheduler.cache
     cache.allocator.height -= 2  # blocks that a kernel took and had no time to enter in a table
@@ -123,40 +123,40 @@ def test_an_interrupted_step_leaves_no_block_in_use():
     assert sorted(cache.allocator.stack.tolist()) == list(range(cache.allocator.num_blocks))
     assert cache.num_free_rows == 3
     assert all((sequence.row, sequence.num_computed_tokens) == (None, 0) for sequence in sequences)
-    assert scheduler.next_segments() == []
+    assert scheduler.next_chunks() == []
 
 
 def test_wherever_a_sequence_stands_it_can_be_taken_off():
     scheduler = make(rows=2)
     first, second, third = submit(scheduler, 20, 30, 40)
-    feed(scheduler, scheduler.next_segments())
+    feed(scheduler, scheduler.next_chunks())
     for sequence in (third, first, second):
         scheduler.finish(sequence)
         scheduler.finish(sequence)  # once more does no harm
     assert scheduler.cache.allocator.num_in_use == 0
-    assert scheduler.next_segments() == []
+    assert scheduler.next_chunks() == []
 
 
 def test_who_gave_way_does_not_come_back_in_the_same_step():
     scheduler = make(num_blocks=8, chunk=16)
     old, young = submit(scheduler, 32, 20)
     for _ in range(2):
-        feed(scheduler, scheduler.next_segments())
+        feed(scheduler, scheduler.next_chunks())
     assert scheduler.cache.allocator.num_free == 0
-    assert [segment.sequence for segment in scheduler.next_segments()] == [old]
+    assert [chunk.sequence for chunk in scheduler.next_chunks()] == [old]
     assert list(scheduler.waiting) == [young]
 
 
 def test_only_logits_that_are_wanted_are_asked_for():
     scheduler = make(chunk=4)
     (sequence,) = submit(scheduler, 10)
-    sequence.wanted = 6
+    sequence.next_logit_position = 6
     seen = []
     for _ in range(4):
-        (segment,) = scheduler.next_segments()
-        seen.append((segment.first_logit_position, segment.num_wanted))
-        feed(scheduler, [segment])
-        sequence.wanted = max(6, sequence.num_computed_tokens)
+        (chunk,) = scheduler.next_chunks()
+        seen.append((chunk.first_logit_position, chunk.num_logits))
+        feed(scheduler, [chunk])
+        sequence.next_logit_position = max(6, sequence.num_computed_tokens)
     assert seen == [(4, 0), (2, 2), (0, 2), (0, 1)]
 
 
@@ -165,7 +165,7 @@ def rest(scheduler, *lengths):
     sequences = submit(scheduler, *lengths)
     for sequence in sequences:
         sequence.kept = True
-    feed(scheduler, scheduler.next_segments())
+    feed(scheduler, scheduler.next_chunks())
     for sequence in sequences:
         scheduler.finish(sequence)
     return sequences
@@ -175,11 +175,11 @@ def test_a_kept_sequence_goes_on_where_it_stopped():
     scheduler = make(num_blocks=8)
     (sequence,) = rest(scheduler, 20)
     assert scheduler.cache.allocator.num_in_use == 4
-    assert scheduler.next_segments() == []
+    assert scheduler.next_chunks() == []
     sequence.tokens += [1, 2, 3]
     scheduler.submit(sequence)
-    (segment,) = scheduler.next_segments()
-    assert segment.tokens == [0, 1, 2, 3]
+    (chunk,) = scheduler.next_chunks()
+    assert chunk.tokens == [0, 1, 2, 3]
     scheduler.forget(sequence)
     assert scheduler.cache.allocator.num_in_use == 0
 
@@ -189,7 +189,7 @@ def test_the_longest_unused_rests_no_longer_when_others_need_its_place(lack):
     scheduler = make(rows=2) if lack == "rows" else make(num_blocks=6)
     old, recent = rest(scheduler, 16, 16)
     (sequence,) = submit(scheduler, 30)
-    assert [segment.sequence for segment in scheduler.next_segments()] == [sequence]
+    assert [chunk.sequence for chunk in scheduler.next_chunks()] == [sequence]
     assert (old.row, old.num_computed_tokens, old.num_preemptions) == (None, 0, 1)
     assert recent.row is not None
     assert scheduler.resting == [recent]
@@ -199,11 +199,11 @@ def test_those_who_rest_give_way_before_those_who_run():
     scheduler = make(num_blocks=6)
     first, second = submit(scheduler, 16, 15)
     second.kept = True
-    feed(scheduler, scheduler.next_segments())
+    feed(scheduler, scheduler.next_chunks())
     scheduler.finish(second)
     (third,) = submit(scheduler, 16)
-    feed(scheduler, scheduler.next_segments())
-    assert [segment.sequence for segment in scheduler.next_segments()] == [first]
+    feed(scheduler, scheduler.next_chunks())
+    assert [chunk.sequence for chunk in scheduler.next_chunks()] == [first]
     assert (first.num_preemptions, second.num_preemptions, third.num_preemptions) == (0, 1, 1)
 
 
@@ -213,11 +213,11 @@ def test_a_turn_that_waits_cannot_block_those_before_it():
     (first,) = submit(scheduler, 20)
     kept.tokens += [1]
     scheduler.submit(kept)
-    assert [segment.sequence for segment in scheduler.next_segments()] == [first]
+    assert [chunk.sequence for chunk in scheduler.next_chunks()] == [first]
     assert kept.row is None
     scheduler.finish(first)
-    (segment,) = scheduler.next_segments()
-    assert segment.tokens == kept.tokens
+    (chunk,) = scheduler.next_chunks()
+    assert chunk.tokens == kept.tokens
 
 
 LOADS = {
@@ -236,12 +236,12 @@ def run(scheduler, requests):
         sequence: len(sequence.tokens) + new
         for sequence, (_, new) in zip(submit(scheduler, *(prompt for prompt, _ in requests)), requests, strict=True)
     }
-    while segments := scheduler.next_segments():
-        feed(scheduler, segments)
-        fed += sum(sizes(segments))
-        for segment in segments:
-            if len(segment.sequence.tokens) == goal[segment.sequence]:
-                scheduler.finish(segment.sequence)
+    while chunks := scheduler.next_chunks():
+        feed(scheduler, chunks)
+        fed += sum(sizes(chunks))
+        for chunk in chunks:
+            if len(chunk.sequence.tokens) == goal[chunk.sequence]:
+                scheduler.finish(chunk.sequence)
         assert fed < 100_000
     assert all(len(sequence.tokens) == length for sequence, length in goal.items())
     assert scheduler.cache.allocator.num_in_use == 0
@@ -278,12 +278,12 @@ def test_who_gave_way_waits_until_it_may_grow_but_not_for_those_who_rest():
     scheduler = make(num_blocks=24, rows=4)
     (kept,) = rest(scheduler, 16)  # 2 blocks
     first, second, young = submit(scheduler, 16, 64, 79)
-    feed(scheduler, scheduler.next_segments())
+    feed(scheduler, scheduler.next_chunks())
     assert scheduler.running == [first, second, young]
     scheduler._preempt_youngest()
     for _ in range(5):
-        assert young not in [segment.sequence for segment in scheduler.next_segments()]
-        feed(scheduler, scheduler.next_segments())
+        assert young not in [chunk.sequence for chunk in scheduler.next_chunks()]
+        feed(scheduler, scheduler.next_chunks())
     scheduler.finish(second)  # 20 blocks are free or can be: twice those of its 80 tokens
-    assert [segment.sequence for segment in scheduler.next_segments()] == [first, young]
+    assert [chunk.sequence for chunk in scheduler.next_chunks()] == [first, young]
     assert kept.row is not None

@@ -222,7 +222,7 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
     if len(findings.speeds):
-        yield "Speed and memory", "Medians; contestants of one batch size took turns.", speed_table(findings.speeds)
+        yield "Speed and memory", "Medians; decoders of one batch size took turns.", speed_table(findings.speeds)
     caption = "Start the same command again: finished cells are not repeated, failed ones are."
     failed: Columns = {name: (name, "") for name in ("method", "task", "error", "source")}
     yield "Failed cells", caption, texts_of(findings.failures, {**failed, "budget": ("asked", "")})
