@@ -34,17 +34,17 @@ class FlashAttention(torch.autograd.Function):
         operands = Operands(form, tensors, query.dtype, kernel.multiple)
         heads, time, group, _ = operands.query.shape
         delay, shift = form.delay, form.delay + form.keep_top
-        shares = query.new_full((heads, time, group, 3), -torch.inf, dtype=accumulation_dtype(query))
+        part_lse = query.new_full((heads, time, group, 3), -torch.inf, dtype=accumulation_dtype(query))
         state: Sequence[Any] = ()
         if shift < time:
             far, log_sum_exp, state = kernel.forward(*_far(operands, shift), form.scaling)
-            shares[:, shift:, :, 0] = log_sum_exp.transpose(1, 2)
+            part_lse[:, shift:, :, 0] = log_sum_exp.transpose(1, 2)
         if operands.top is not None:
-            shares[:, delay:, :, 1] = operands.top
+            part_lse[:, delay:, :, 1] = operands.top
         if delay:
-            recent, shares[..., 2] = Band(operands).attend()
-        weights = torch.softmax(shares, dim=-1)
-        out = shares.new_zeros(heads, time, group, operands.channels)
+            recent, part_lse[..., 2] = Band(operands).attend()
+        weights = torch.softmax(part_lse, dim=-1)
+        out = part_lse.new_zeros(heads, time, group, operands.channels)
         if shift < time:
             out[:, shift:].addcmul_(far.transpose(1, 2)[..., : operands.channels], weights[:, shift:, :, 0:1])
         if operands.top is not None:
@@ -53,7 +53,7 @@ class FlashAttention(torch.autograd.Function):
             out.addcmul_(recent, weights[..., 2:])
         attended = operands.sighted(operands.heads_of(out))
         ctx.form, ctx.kernel, ctx.state = form, kernel, state
-        ctx.save_for_backward(*tensors, shares, attended)
+        ctx.save_for_backward(*tensors, part_lse, attended)
         return attended
 
     @staticmethod
@@ -61,14 +61,14 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s arguments."""
         form, kernel = ctx.form, ctx.kernel
-        *tensors, shares, attended = ctx.saved_tensors
+        *tensors, part_lse, attended = ctx.saved_tensors
         operands = Operands(form, tensors, tensors[0].dtype, kernel.multiple)
         gradients = Gradients(operands)
         time, channels, delay, shift = operands.time, operands.channels, form.delay, form.delay + form.keep_top
         grad = operands.rows_of(operands.sighted(grad), operands.width)
         out = operands.rows_of(attended, operands.width)
-        log_sum_exp = shares.logsumexp(dim=-1)
-        weights = torch.exp(shares - log_sum_exp.unsqueeze(-1))
+        log_sum_exp = part_lse.logsumexp(dim=-1)
+        weights = torch.exp(part_lse - log_sum_exp.unsqueeze(-1))
         if shift < time:
             # Where all is masked, score - log-sum-exp is a rounding error of MASKED; with 0 the keys get no weight.
             safe = torch.where(log_sum_exp > MASKED / 2, log_sum_exp, 0.0)
@@ -82,9 +82,9 @@ class FlashAttention(torch.autograd.Function):
                 form.scaling,
             )
             gradients.query[:, shift:] = far_query.transpose(1, 2)
-            gradients.stream_key[:, : time - shift] = far_key.sum(1, dtype=shares.dtype)
-            gradients.stream_value[:, : time - shift] = far_value.sum(1, dtype=shares.dtype)[..., :channels]
-        grad, out = (states[..., :channels].to(shares.dtype) for states in (grad, out))
+            gradients.stream_key[:, : time - shift] = far_key.sum(1, dtype=part_lse.dtype)
+            gradients.stream_value[:, : time - shift] = far_value.sum(1, dtype=part_lse.dtype)[..., :channels]
+        grad, out = (states[..., :channels].to(part_lse.dtype) for states in (grad, out))
         delta = torch.linalg.vecdot(grad, out)
         if operands.top is not None:
             _top_backward(operands, grad[:, delay:], delta[:, delay:], weights[:, delay:, :, 1], gradients)
