@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -30,8 +31,12 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def git_commit() -> str | None:
-    """Return the commit of the sources with `+changes` where the tree differs; None outside a git checkout."""
+    """Return the commit of the sources with `+changes` where the tree differs; None outside a git checkout.
+
+    Read once in a process, as its sources are.
+    """
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(
@@ -62,7 +67,8 @@ def slurm_job() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def installed_packages() -> list[str]:
+@functools.cache
+def installed_packages() -> tuple[str, ...]:
     """Return every installed package as `name==version`, sorted."""
     read = [item.metadata for item in importlib.metadata.distributions()]  # once each: it takes most of the time
-    return sorted({f"{each['Name']}=={each['Version']}" for each in read if each["Name"]})
+    return tuple(sorted({f"{each['Name']}=={each['Version']}" for each in read if each["Name"]}))

@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 from scripts_here import run_script
 
 from dmc.command_line import plain_settings
-from dmc.config import PlannerConfig, RunConfig, StageConfig, build_config, run_config
+from dmc.config import RunConfig, StageConfig, build_config, run_config
 from dmc.results.grid import CompareConfig, named_settings, plan_methods
 from dmc.study import StudyConfig, check_measurements
-from dmc.training.planning.planner import plan_training
 from dmc.training.stages import Plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -204,16 +203,6 @@ def test_fixed_pooling_leaves_the_zero_out_stage_out():
     plan = Plan(config.training, config.target_ratio, config.compression)
     assert [name for name, _ in plan.lengths] == ["retrofit", "solidify"]
     assert plan.at(0).target_ratio == 2.0
-
-
-def test_merged_heads_are_planned_as_a_smaller_model():
-    plans = [
-        plan_training(composed("model=llama2_7b", "trainer.devices=8", *merge), PlannerConfig())
-        for merge in ([], ["model.merge_kv_heads=8"])
-    ]
-    assert plans[0].num_weights - plans[1].num_weights == 32 * 2 * 24 * 128 * 4096
-    with pytest.raises(ValueError, match="32 KV heads cannot be merged into 5 groups of equal size"):
-        plan_training(composed("model=llama2_7b", "model.merge_kv_heads=5"), PlannerConfig())
 
 
 def test_composed_settings_survive_json():

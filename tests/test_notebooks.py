@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,17 +39,31 @@ def parameters_of(path):
     return place, {node.targets[0].id for node in ast.parse(cells[place].source).body}
 
 
-def execute(path, parameters, home):
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """A process that runs all notebooks: what they call takes seconds to import."""
+    home = str(tmp_path_factory.mktemp("home"))
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"), home)
+    manager = KernelManager()
+    manager.start_kernel(env={**os.environ, **environment}, cwd=str(ROOT / "notebooks"))
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def execute(path, parameters, home, kernel):
     """Run a notebook as papermill does: a cell with the parameters' new values follows the one with their defaults."""
     notebook = read(path)
     place, names = parameters_of(path)
     values = {name: value for name, value in parameters.items() if name in names}
     source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(source))
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(home)}
-    folders = {name: str(home / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}})
-    return client.execute(env={**os.environ, **environment, **folders})
+    begin = f"%reset -f\nimport tempfile\ntempfile.tempdir = {str(home)!r}"  # nothing is left of the one before
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
+    client = NotebookClient(notebook, timeout=120, km=kernel)
+    client.execute()
+    client.kc.stop_channels()
+    return notebook
 
 
 def outputs_of(notebook):
@@ -61,7 +76,7 @@ def test_every_notebook_is_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path):
+def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path, kernel):
     parameters = {
         "model_folder": str(folders.compressed),
         "retrofit_folder": str(folders.compressed),
@@ -70,7 +85,7 @@ def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path):
         "cache_folder": str(tmp_path / "cache"),
         **SMALL[path.stem],
     }
-    outputs = outputs_of(execute(path, parameters, tmp_path))
+    outputs = outputs_of(execute(path, parameters, tmp_path, kernel))
     shown = {kind for output in outputs for kind in output.get("data", {})}
     assert "image/png" in shown
     values = [output.data.get("text/plain", "") for output in outputs if output.output_type == "execute_result"]

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
+from scripts_here import run_script
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
@@ -29,8 +29,7 @@ from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
@@ -327,10 +326,11 @@ def test_conversations_without_a_template_are_refused(make_config):
     assert all("chat_template=true: the tokenizer" in row["error"] for row in rows)
 
 
-def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tmp_path):
+def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tmp_path, monkeypatch):
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\", name='lm_eval')")
-    command = [sys.executable, "scripts/compare.py", f"models={{base: {folders.stock}}}", "tasks=piqa"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 1
-    assert done.stderr.strip() == "error: No module named 'lm_eval': pip install '.[eval]'"
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = run_script("compare.py", f"models={{base: {folders.stock}}}", "tasks=piqa")
+    assert told == "error: No module named 'lm_eval': pip install '.[eval]'"

@@ -1,7 +1,8 @@
-"""A real Slurm on this machine: munged, slurmctld and two slurmd nodes in one temporary folder."""
+"""A real Slurm on this machine: munged, slurmctld and five slurmd nodes in one temporary folder."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-NODES = ("node1", "node2")
+NODES = ("node1", "node2", "node3", "node4", "node5")
 SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -41,6 +42,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
 JobRequeue=1
+MinJobAge=7200
 SchedulerParameters=sched_interval=1
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -92,7 +94,7 @@ class Slurm:
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not within {seconds} s\n{self.call('scontrol', 'show', 'job')}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def wait(self, job, seconds=300):
         """Wait until every task of a job has ended, requeues included, and return the state."""
@@ -153,7 +155,8 @@ def _start(folder):
     cluster.call("slurmctld", "-c")
     for name in NODES:
         cluster.call("slurmd", "-N", name)
-    cluster.wait_until(lambda: cluster.call("sinfo", "--noheader", "--format=%D %T") == "2 idle", "two idle nodes", 30)
+    all_idle = f"{len(NODES)} idle"
+    cluster.wait_until(lambda: cluster.call("sinfo", "--noheader", "--format=%D %T") == all_idle, "idle nodes", 30)
     return cluster
 
 
@@ -169,12 +172,12 @@ def _free_ports(count):
 
 def _stop(folder):
     """End the daemons: nodes, controller, munge."""
-    for name in (*(f"slurmd-{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
-        try:
-            process = int((folder / name).read_text())
-            os.kill(process, signal.SIGTERM)
-        except (OSError, ValueError):
-            continue
+    for names in ([f"slurmd-{node}.pid" for node in NODES], ["slurmctld.pid"], ["munge.pid"]):
+        processes = []
+        for name in names:
+            with contextlib.suppress(OSError, ValueError):
+                processes.append(int((folder / name).read_text()))
+                os.kill(processes[-1], signal.SIGTERM)
         deadline = time.monotonic() + 10
-        while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        while any(Path(f"/proc/{each}").exists() for each in processes) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The job files of slurm/ and the submitit launcher on a real Slurm, a tiny model, two nodes."""
+"""The job files of slurm/ and the submitit launcher on a real Slurm, a tiny model, five nodes."""
 
 import contextlib
 import csv
@@ -57,15 +57,62 @@ def logs(folder):
     return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.rglob("*.log")))
 
 
+CONTAINED = """\
+activate_environment() { export PATH=%s:$PATH; }
+"""
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in *setting.py*) echo %s; exit ;; esac
+[ -z "${SLURM_RESTART_COUNT-}" ] || { echo finished; exit; }
+trap '%s' USR1
+echo training with $SLURM_CPUS_ON_NODE CPUs
+sleep 100 & wait $!; wait $!
+"""
+SAVES = "sleep 8; echo saved; exit 75"
+LIMIT = ["--time=1", "--signal=B:SIGUSR1@59"]
+TURNS = {
+    "endless": (SAVES, "train", ["--time=0", "--exclusive"]),
+    "saves": (SAVES, "train", LIMIT),
+    "exports": ("echo told", "train", LIMIT),
+    "array": (SAVES, "sweep", [*LIMIT, "--array=2,4", "--cpus-per-task=3"]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def requeued_jobs(slurm, tmp_path_factory):
+    """Jobs that wait for their limit, a minute: submitted before all others, to nodes of their own."""
+    root, jobs = tmp_path_factory.mktemp("requeued"), {}
+    for name, (on_signal, file, options) in TURNS.items():
+        project = root / name
+        shutil.copytree(ROOT / "slurm", project / "slurm")
+        with (project / "slurm" / "site.sh").open("a") as site:
+            site.write(CONTAINED % (project / "bin"))
+        (project / "bin").mkdir()
+        (project / "bin" / "python").write_text(PYTHON % (project / "run", on_signal))
+        (project / "bin" / "python").chmod(0o755)
+        options = ["--exclude=node[1-2]", "--nodes=1", "--ntasks-per-node=1", *options, f"--chdir={project}"]
+        ramp = slurm.submit(*options, f"--output={project}/job-%a.log", f"slurm/{file}.sbatch")
+        wait = [f"--dependency=afterok:{ramp}", "--kill-on-invalid-dep=yes", f"--output={project}/branch.log"]
+        jobs[ramp], jobs[slurm.submit(*wait, "--wrap=echo branch")] = name, f"branch of {name}"
+    slurm.wait_until(lambda: "training" in logs(root / "endless" / "run"), "a first turn")
+    slurm.call("scancel", "--batch", "--signal=USR1", next(iter(jobs)))
+    return root, jobs
+
+
 def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, settings, tmp_path):
     steps = 100
     folder, whole = tmp_path / "run", tmp_path / "whole"
     overrides = [*settings, *long_run(steps), f"output_dir={folder}"]
-    job = slurm.submit(
-        "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log", "slurm/train.sbatch", *overrides
-    )
+    nodes = ["--nodes=2", "--nodelist=node[1-2]", "--ntasks-per-node=1"]
+    job = slurm.submit(*nodes, f"--output={tmp_path}/job.log", "slurm/train.sbatch", *overrides)
     slurm.wait_until(lambda: any(10 in part for part in logged_parts(folder)), "step 10")
     slurm.signal(job, "USR1")
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = run_config(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"]))
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    values["trainer"] |= {"devices": 2, "num_nodes": 1}
+    values["data"] |= {"num_workers": 0}
+    train_ranks(values, 2, tmp_path / "whole.log")  # meanwhile: a requeued job is held for some seconds
     assert slurm.wait(job) == "COMPLETED", logs(tmp_path)
 
     first, second = starts(folder)
@@ -78,13 +125,6 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert "torch==" in (folder / "packages.txt").read_text()
     assert sorted(path.name for path in (folder / "ranks").iterdir()) == [f"{job}-0.log", f"{job}-1.log"]
     assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
-
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = run_config(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"]))
-    values = json.loads(json.dumps(dataclasses.asdict(config)))
-    values["trainer"] |= {"devices": 2, "num_nodes": 1}
-    values["data"] |= {"num_workers": 0}
-    train_ranks(values, 2, tmp_path / "whole.log")
     assert logged_losses(folder) == logged_losses(whole)
     assert sorted(logged_losses(folder)) == list(range(steps))
 
@@ -167,59 +207,23 @@ def test_a_server_of_several_processes_answers_behind_one_address_and_ends_what_
     assert slurm.wait(job) == "COMPLETED", log.read_text()
 
 
-CONTAINED = """\
-activate_environment() { export PATH=%s:$PATH; }
-"""
-PYTHON = """\
-#!/usr/bin/env bash
-case "$*" in *setting.py*) echo %s; exit ;; esac
-[ -z "${SLURM_RESTART_COUNT-}" ] || { echo finished; exit; }
-trap '%s' USR1
-echo training with $SLURM_CPUS_ON_NODE CPUs
-sleep 100 & wait $!; wait $!
-"""
-SAVES = "sleep 8; echo saved; exit 75"
-
-
-def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop_in_time(slurm, tmp_path):
-    jobs = {}
-    limit = ["--time=1", "--signal=B:SIGUSR1@59"]
-    turns = {
-        "saves": (SAVES, "train", limit),
-        "exports": ("echo told", "train", limit),
-        "array": (SAVES, "sweep", [*limit, "--array=2,4", "--cpus-per-task=3"]),
-        "endless": (SAVES, "train", ["--time=0", "--exclusive"]),
-    }
-    for name, (on_signal, file, options) in turns.items():
-        project = tmp_path / name
-        shutil.copytree(ROOT / "slurm", project / "slurm")
-        with (project / "slurm" / "site.sh").open("a") as site:
-            site.write(CONTAINED % (project / "bin"))
-        (project / "bin").mkdir()
-        (project / "bin" / "python").write_text(PYTHON % (project / "run", on_signal))
-        (project / "bin" / "python").chmod(0o755)
-        options = ["--nodes=1", "--ntasks-per-node=1", *options, f"--chdir={project}"]
-        ramp = slurm.submit(*options, f"--output={project}/job-%a.log", f"slurm/{file}.sbatch")
-        wait = [f"--dependency=afterok:{ramp}", "--kill-on-invalid-dep=yes", f"--output={project}/branch.log"]
-        jobs[ramp], jobs[slurm.submit(*wait, "--wrap=echo branch")] = name, f"branch of {name}"
-        if name == "endless":
-            slurm.wait_until(lambda run=project: "training" in logs(run / "run"), "a first turn")
-            slurm.call("scancel", "--batch", "--signal=USR1", ramp)
-    states = {name: " ".join({*slurm.wait(job).split()}) for job, name in jobs.items()}
-    assert states == dict.fromkeys(jobs.values(), "COMPLETED")
-    cpus = {"array": 3, "endless": 4}  # of a node with 4
-    for name, (on_signal, _, _) in turns.items():
-        tasks = sorted((tmp_path / name).glob("job-*.log"))
-        ranks = [path.read_text() for path in (tmp_path / name / "run").rglob("ranks/*.log")]
-        assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(tmp_path)
-        assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(tmp_path)
-        assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(tmp_path)
-        assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(tmp_path)
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
 def test_job_file_opens_with_its_use_and_asks_for_what_exists(slurm, path):
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash" and lines[1].startswith("# ")
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
     slurm.call("sbatch", "--test-only", "--ntasks-per-node=1", str(path))
+
+
+def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop_in_time(slurm, requeued_jobs):
+    root, jobs = requeued_jobs
+    states = {name: " ".join({*slurm.wait(job).split()}) for job, name in jobs.items()}
+    assert states == dict.fromkeys(jobs.values(), "COMPLETED")
+    cpus = {"array": 3, "endless": 4}  # of a node with 4
+    for name, (on_signal, _, _) in TURNS.items():
+        tasks = sorted((root / name).glob("job-*.log"))
+        ranks = [path.read_text() for path in (root / name / "run").rglob("ranks/*.log")]
+        assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(root)
+        assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(root)
+        assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(root)
+        assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(root)

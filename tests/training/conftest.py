@@ -1,6 +1,7 @@
 """A run small enough to train in a test: a random tiny Llama on a few made-up documents."""
 
 import pytest
+from launching import draw_nothing
 
 from dmc.config import RunConfig, build_config
 from dmc.training.callbacks.validation import Validation
@@ -65,9 +66,20 @@ def run_values(corpus, tmp_path):
 
 
 @pytest.fixture
+def pictures():
+    """Ask for the heat maps of runs."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """Draw heat maps only for a test that asks for them."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("dmc.training.callbacks.validation.draw_heatmap", draw_nothing)
+
+
+@pytest.fixture
 def only_trained(monkeypatch):
     """Leave out what a run writes beside its checkpoints."""
-    monkeypatch.setattr("dmc.training.record.installed_packages", lambda: [])
     monkeypatch.setattr(Validation, "log_score", lambda *_: None)
     monkeypatch.setattr(Exporter, "write", lambda self, model, folder, ratio, step: folder.mkdir(parents=True))
 

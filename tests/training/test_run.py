@@ -23,7 +23,7 @@ from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text, text_digests
 
 
-def test_run_leaves_loadable_models_and_records(run_config, monkeypatch):
+def test_run_leaves_loadable_models_and_records(run_config, monkeypatch, pictures):
     moves, places = [], []
     move, write = CompressedCausalLM.to, Exporter.write
     monkeypatch.setattr(CompressedCausalLM, "to", lambda self, *to, **how: moves.append(to) or move(self, *to, **how))

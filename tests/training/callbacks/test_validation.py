@@ -11,7 +11,7 @@ from dmc.training import PreemptedError, train
 from dmc.training.callbacks.validation import RATIOS_NAME, Validation, append_ratios, draw_heatmap, read_ratios
 
 
-def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch):
+def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch, pictures):
     run_values["training"] |= {"validate_every_steps": 2, "checkpoint_every_steps": 100}
     config = build_config(RunConfig, run_values)
     plain = Validation.log_score
