@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -144,13 +145,20 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(told) or type(error).__name__
 
 
+def _warning_in_one_line(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> str:
+    """Write a warning without its line of code, and one of this package without its place."""
+    is_own = Path(__file__).parent in Path(filename).parents
+    return f"{'warning' if is_own else f'{filename}:{lineno}: {category.__name__}'}: {message}\n"
+
+
 def prepare_process() -> None:
     """Flush numbers below 1e-38 to 0 in this process: a CPU is up to 15 times slower on them.
 
     Attention to entries that a confident gate has closed is full of them. Call it before the first product: a thread
     keeps the mode that was set when it started. Where this machine has no accelerator, DeepSpeed, which saving a model
-    imports, is told to use the CPU and so does not warn.
+    imports, is told to use the CPU and so does not warn. Warnings are printed in one line.
     """
+    warnings.formatwarning = _warning_in_one_line
     torch.set_flush_denormal(True)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else the next line forbids CUDA in forked processes
     if not torch.accelerator.is_available():

@@ -3,16 +3,19 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 from scripts_here import run_script
 
-from dmc.command_line import plain_settings
+from dmc import policies
+from dmc.command_line import plain_settings, prepare_process
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -72,6 +75,15 @@ def test_a_choice_of_settings_stays_one(name, tmp_path, monkeypatch):
 )
 def test_lists_and_sweeps(arguments, expected):
     assert plain_settings("generate", arguments.split("|"), CONFIGS) == expected.split("|")
+
+
+def test_a_warning_is_one_line_and_only_those_of_others_say_where(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch, "set_flush_denormal", bool)
+    prepare_process()
+    for filename, before in ((policies.__file__, "warning"), ("/other.py", "/other.py:3: UserWarning")):
+        assert warnings.formatwarning("no room", UserWarning, filename, 3) == f"{before}: no room\n"
 
 
 def test_a_sweep_is_submitted_without_the_accelerator_of_the_machine_that_submits_it(tmp_path, monkeypatch):
