@@ -145,7 +145,9 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(told) or type(error).__name__
 
 
-def _warning_in_one_line(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> str:
+def _warning_in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Write a warning without its line of code, and one of this package without its place."""
     is_own = Path(__file__).parent in Path(filename).parents
     return f"{'warning' if is_own else f'{filename}:{lineno}: {category.__name__}'}: {message}\n"

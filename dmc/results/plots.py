@@ -43,7 +43,7 @@ WIDTH = 5.0
 """Inches of a panel; two drawings stand side by side on a wide page."""
 FAR = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
-MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_LABEL_PLACES = 8, 3, 8, 700, 64
+MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 3, 8, 700, 64
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels; points of a course."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
@@ -349,11 +349,11 @@ def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
 
 
 def _draw_layers(places: pandas.DataFrame, title: str) -> Plot:
-    """Draw a thin line for each layer and a thick one for all, in at most `MOST_LABEL_PLACES` points."""
+    """Draw a thin line for each layer and a thick one for all, in at most `MOST_PLACES` points."""
     first, caption = places.iloc[0], "Orange: all layers. Grey: each layer. Point at a line to see which it is."
     axis, is_ratio = first["by"].split()[0], first["metric"] == "compression_ratio"
     table = places.pivot_table(index=axis, columns="layer", values="value")
-    width = max(1, len(table) // MOST_LABEL_PLACES)
+    width = max(1, len(table) // MOST_PLACES)
     table = table[: len(table) // width * width]
     starts = table.index[::width]
     table = table.groupby(numpy.arange(len(table)) // width).mean()
