@@ -1,6 +1,5 @@
-import copy
-
 import pytest
+from test_configs import changed
 
 from dmc.config import RunConfig, build_config
 
@@ -10,16 +9,6 @@ VALID = {
     "training": {"stages": {"retrofit": {"steps": 5}}, "betas": [0.9, 0.99]},
     "compression": {"delay": 4},
 }
-
-
-def changed(path, value):
-    values = copy.deepcopy(VALID)
-    *folders, last = path.split(".")
-    place = values
-    for folder in folders:
-        place = place.setdefault(folder, {})
-    place[last] = value
-    return values
 
 
 def test_plain_values_become_dataclasses():
@@ -66,6 +55,7 @@ def test_plain_values_become_dataclasses():
             "trainer.compile=true with .*: use fsdp2|use fsdp2",
         ),
         ("training.snapshot_ratios", [8.0], r"training.snapshot_ratios=\[8.0\] lie above"),
+        ("training.milestones.ratios", [8.0], r"training.milestones.ratios=\[8.0\] lie above"),
         ("model", {}, "give exactly one of them"),
         ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
         ("data", {"train": {}, "validation": {"x": {}}}, "data.train is empty"),
@@ -94,18 +84,17 @@ def test_plain_values_become_dataclasses():
 )
 def test_bad_settings_give_one_clear_error(path, value, message):
     with pytest.raises(ValueError, match=message):
-        build_config(RunConfig, changed(path, value))
+        build_config(RunConfig, changed(VALID, {path: value}))
 
 
 def test_batch_must_divide_over_devices():
-    training = build_config(RunConfig, changed("training.micro_batch_size", 3)).training
+    training = build_config(RunConfig, changed(VALID, {"training.micro_batch_size": 3})).training
     with pytest.raises(ValueError, match=r"batch_size=1024 is not a multiple of micro_batch_size \* devices = 3 \* 2"):
         training.accumulation(2)
 
 
 def test_deepspeed_refuses_bfloat16_weights():
-    values = changed("trainer.strategy", "deepspeed_zero2")
-    values["model"]["dtype"] = "bfloat16"
+    values = changed(VALID, {"trainer.strategy": "deepspeed_zero2", "model.dtype": "bfloat16"})
     with pytest.raises(ValueError, match=r"model.dtype=float32 and trainer.precision=bf16-mixed"):
         build_config(RunConfig, values)
 
@@ -131,18 +120,11 @@ FIXED = {"decisions": "fixed", "weighting": "uniform"}
     ],
 )
 def test_settings_that_contradict_each_other_give_one_clear_error(changes, message):
-    values = copy.deepcopy(VALID)
-    for path, value in changes.items():
-        *folders, last = path.split(".")
-        place = values
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = value
     with pytest.raises(ValueError, match=message):
-        build_config(RunConfig, values)
+        build_config(RunConfig, changed(VALID, changes))
 
 
 def test_snapshots_of_fixed_pooling_need_a_ramp():
-    values = changed("compression", FIXED)
+    values = changed(VALID, {"compression": FIXED})
     values["training"] |= {"stages": {"retrofit": {"steps": 5, "ramp_fraction": 1.0}}, "snapshot_ratios": [2.0]}
     assert build_config(RunConfig, values).decisions == "fixed"

@@ -33,7 +33,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dmc.checksums import available_cores, file_damage, read_list, write_list
-from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data.encoding import DocumentEncoder
 from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
@@ -252,13 +252,11 @@ class _Part:
     def rows(self, jobs: list[int]) -> Iterator[dict[str, np.ndarray]]:
         """Yield one row for each document, empty where it holds no text."""
         _obey_parent()
-        refused = Refusals(self.source.label)
         try:
             for job in jobs:
                 rows = self.source.stream().shard(self.num_parts, self.number).shard(self.num_jobs, job)
                 for batch in _batches(self.source.read(rows)):
-                    for encoded in self.encoder(batch):
-                        refused.note(encoded)
+                    for encoded in self.encoder(batch, self.source.label):
                         row = {"input_ids": encoded.token_ids}
                         yield row if encoded.scored is None else row | {"scored": encoded.scored}
         except (ValueError, TypeError, OSError) as error:

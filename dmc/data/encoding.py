@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -30,29 +31,10 @@ class Encoded:
     """Reason why the tokenizer's chat template refused a chat."""
 
 
-class Refusals:
-    """Counts chats that the template refuses, and warns whenever the count gains a digit.
-
-    Args:
-        label: label of their source.
-    """
-
-    def __init__(self, label: str) -> None:
-        self.label, self.count, self.reason = label, 0, ""
-
-    def note(self, encoded: Encoded) -> None:
-        """Count a document if it was refused."""
-        if encoded.refusal:
-            self.count, self.reason = self.count + 1, encoded.refusal
-            if math.log10(self.count).is_integer():
-                told = self.label, self.count, self.reason
-                logger.warning("%s: skipped %d chats so far, which the chat template refuses: %s", *told)
-
-
 EMPTY = Encoded(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DocumentEncoder:
     """Encodes texts, chats, and prompts with their completions.
 
@@ -62,10 +44,17 @@ class DocumentEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     framing: Framing
+    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Number of chats of each source that the template refused; a warning comes whenever it gains a digit."""
+    refusal: str = ""
+    """The last reason."""
 
-    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
+    def __call__(self, documents: Sequence[Document], label: str = "") -> list[Encoded]:
         """Encode documents in one parallel batch, each framed; those without text or refused give no tokens.
 
+        Args:
+            documents: of one source.
+            label: that of the source, whose refused chats are counted; none are without.
         Raises:
             ValueError: the tokenizer has no chat template, or does not return the offsets of tokens.
         """
@@ -77,6 +66,11 @@ class DocumentEncoder:
         for number, pair in enumerate(documents):
             if isinstance(pair, tuple) and all(map(_is_text, pair)):
                 found[number] = self._pair(*pair)
+        for reason in (each.refusal for each in found if label and each.refusal):
+            self.refused[label], self.refusal = self.refused[label] + 1, reason
+            if math.log10(self.refused[label]).is_integer():
+                told = label, self.refused[label], reason
+                logger.warning("%s: skipped %d chats so far, which the chat template refuses: %s", *told)
         return found
 
     def _framed(self, token_ids: Sequence[int]) -> Encoded:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data.encoding import DocumentEncoder
 from dmc.data.order import blend_schedule, integer_shares
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
@@ -92,7 +92,6 @@ class StreamReader(Iterator[np.ndarray]):
         stream: one of `open_stream_shards`.
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
-        refusals: counts those that are refused, over all lanes.
         state: its `state` of before, to go on there; None: at the beginning.
     """
 
@@ -102,11 +101,9 @@ class StreamReader(Iterator[np.ndarray]):
         stream: IterableDataset,
         encoder: DocumentEncoder,
         sequence_length: int,
-        refusals: Refusals,
         state: dict[str, Any] | None = None,
     ) -> None:
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
-        self.refusals = refusals
         self.state = state or {"stream": None, "remainder": [], "num_yielded": 0}
         """The stream's own state before the batch of documents in work, the tokens left over from before that batch,
         fewer than a sequence, and how many sequences are cut from both; replaced, never changed."""
@@ -120,15 +117,15 @@ class StreamReader(Iterator[np.ndarray]):
         documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
             parts = [np.array(self.state["remainder"], dtype=np.int64)]
-            for encoded in self.encoder(batch):
-                self.refusals.note(encoded)
+            for encoded in self.encoder(batch, self.source.label):
                 part = 4 * encoded.token_ids.astype(np.int64)
                 part += 2 if encoded.scored is None else 2 * encoded.scored
                 part[:1] += 1
                 parts.append(part)
             num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
             if num_without >= MOST_WITHOUT_TOKENS:
-                refused = f"; the chat template refuses chats: {self.refusals.reason}" if self.refusals.count else ""
+                has_refused = self.encoder.refused[self.source.label]
+                refused = f"; the chat template refuses chats: {self.encoder.refusal}" if has_refused else ""
                 raise ValueError(
                     f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
                     f"of a chat, messages of the role 'assistant'{refused}"
@@ -194,7 +191,6 @@ class StreamLoader:
         self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
         self._schedule = blend_schedule(integer_shares([source.weight for source in sources]))
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
-        self.refusals = [Refusals(source.label) for source in sources]
         self.sequence_length = sequence_length
         self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
@@ -253,10 +249,9 @@ class StreamLoader:
 
     def _open_lane(self, lane: int) -> list[StreamReader]:
         state = self._states.get(lane, {"sources": [None] * len(self.sources)})
-        parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
+        parts = zip(self.sources, self.lanes[lane], state["sources"], strict=True)
         return [
-            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
-            for source, stream, refusals, place in parts
+            StreamReader(source, stream, self.encoder, self.sequence_length, place) for source, stream, place in parts
         ]
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:

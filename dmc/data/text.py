@@ -36,7 +36,7 @@ _LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
 class TextSource(DocumentSource):
     """One corpus of text, or of chats or instructions, of which only the answers are trained on.
 
-    A local text file is one document (any file that is not json, jsonl, parquet, csv or arrow is text); in the other
+    A local text file is one document (any file that is not json, jsonl, parquet or csv is text); in the other
     formats and on the hub a document is one row. Local files have no splits: give each split its own files.
     """
 

@@ -98,8 +98,8 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
         )
 
 
-def check_branch(config: RunConfig, plan: Plan) -> int:
-    """Check that the run would have taken the same steps up to the milestone; return their number.
+def check_branch(config: RunConfig, plan: Plan) -> None:
+    """Check that the run would have taken the same steps up to the milestone.
 
     Raises:
         FileNotFoundError: there is no milestone, or no run around it.
@@ -128,7 +128,6 @@ def check_branch(config: RunConfig, plan: Plan) -> int:
                 f"training.stages.retrofit.ramp_to={known.target_ratio:g} in both; compression.target_ratio is the "
                 "milestone's"
             )
-    return steps
 
 
 def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[str, ...] = ()) -> str:

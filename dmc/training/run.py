@@ -30,7 +30,7 @@ from dmc.export import METRICS_NAME, is_final
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.target import build_targets
-from dmc.training.callbacks.adapter_init import RegressionInit, SensitivityInit
+from dmc.training.callbacks.adapter_init import AdapterInit
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
 from dmc.training.callbacks.steps import StepProgress
@@ -233,10 +233,8 @@ def _build_trainer(
     calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
     metrics = StepMetrics(training, folder, preemption.save_last)
     callbacks: list[Callback] = [Throughput(config), StepProgress(), module.ratio_control]
-    if module.has_gates and training.sensitivity_init is not None:
-        callbacks.append(SensitivityInit(calibration, training.sensitivity_init, folder))
-    if module.has_gates and training.regression_init is not None:
-        callbacks.append(RegressionInit(calibration, training.regression_init, folder))
+    for start in (training.sensitivity_init, training.regression_init) if module.has_gates else ():
+        callbacks += [] if start is None else [AdapterInit(start, calibration, folder)]
     callbacks.append(HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60))
     if settings.lightning.get("enable_progress_bar", True):
         callbacks.append(StepProgressBar(metrics, refresh_rate=training.log_every_steps))

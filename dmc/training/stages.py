@@ -78,13 +78,8 @@ class Plan:
         if "zero_out" in names and any(name in ("retrofit", "solidify") for name in names[: names.index("zero_out")]):
             raise ValueError(f"stages {names}: zero_out removes the neuron the gates use; put it before them")
 
-    @property
-    def lengths(self) -> list[tuple[str, int]]:
-        """Name and optimizer steps of each stage."""
-        return self.lengths_after(0)
-
-    def lengths_after(self, step: int) -> list[tuple[str, int]]:
-        """Name and optimizer steps of each stage that ends after a step."""
+    def lengths(self, step: int = 0) -> list[tuple[str, int]]:
+        """Name and remaining optimizer steps of each stage that ends after `step` ones."""
         left = [(stage.name, min(stage.steps, stage.start + stage.steps - step)) for stage in self._stages]
         return [(name, steps) for name, steps in left if steps > 0]
 

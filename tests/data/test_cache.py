@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dmc.data import Blend, PackedTokens, StandardLibrarySource, TextSource, build_packed
+from dmc.data import PackedTokens, StandardLibrarySource, TextSource, build_packed
 from dmc.data import train_tokenizer as train
 from dmc.data.encoding import encode_documents
 
@@ -288,18 +288,6 @@ def test_text_that_breaks_off_is_told_as_it_is(tokenize_num_proc, tmp_path, toke
                 TextSource(str(tmp_path / "a.jsonl")), tokenizer, 2, tmp_path, tokenize_num_proc=tokenize_num_proc
             )
         assert not list(tmp_path.rglob("index.json"))
-
-
-def test_several_sources_become_a_blend_in_their_weights(corpus, tmp_path, tokenizer):
-    sources = [
-        TextSource(str(corpus), files="00*.txt", weight=3),
-        TextSource(str(corpus), files=["01*.txt", "02*.txt"], weight=1),
-    ]
-    blend = build_packed(sources, tokenizer, LENGTH, tmp_path / "cache", seed=3)
-    assert isinstance(blend, Blend)
-    assert blend.seed == 3
-    assert [dataset.tokens.num_documents for dataset in blend.datasets] == [10, 20]
-    assert sum(blend[position]["source"] == 0 for position in range(40)) == 30
 
 
 def test_skipped_documents_are_counted_and_reported_once(corpus, build, caplog):

@@ -9,7 +9,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import StreamLoader, TextSource, build_packed, train_tokenizer
-from dmc.data.encoding import encode_documents
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged"] * 4
@@ -121,10 +120,3 @@ def test_tokens_cached_under_another_framing_are_not_reused(plain):
             framings |= {framing_of(tokenizer, bos=False, separator=end) for end in (None, tokenizer.eos_token)}
         digests = {tokenizer_digest(tokenizer, framing) for framing in framings}
         assert len(digests) == len(framings)
-
-
-def test_tokenizers_trained_here_pack_as_they_always_did(plain):
-    framing = framing_of(plain)
-    assert framing == Framing((), plain.eos_token_id)
-    expected = [token for ids in encode_documents(plain, TEXTS) for token in [*ids, plain.eos_token_id]]
-    assert naive(plain, TEXTS, framing) == expected

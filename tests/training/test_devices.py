@@ -52,7 +52,7 @@ def build_module(run_values, make_stock, device, **training):
     if config.has_gates:
         model = retrofit(model, config.compression)
     module = RetrofitModule(put_on_gpu(model.train(), device), config, plan, Parallelism(config))
-    module._device = torch.device(device)
+    module._device = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
     if "distillation" in training:
         module.teacher = Teacher(put_on_gpu(make_stock(), device), "somewhere", 1.0)
     return module
@@ -93,8 +93,28 @@ def variant(run_values, request):
     return request.param
 
 
-def steps_of_stages(module):
-    return {0, module.plan.total_steps - 1}
+@pytest.fixture
+def make_metrics(monkeypatch, tmp_path):
+    """Make the metrics of a run, which note when the figures of a step are read, and on which device they wait."""
+    noted = SimpleNamespace(reads=[], devices=set())
+    trainer = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
+
+    class Late:
+        def __init__(self, numbers):
+            noted.devices.add(numbers.device.type)
+            self.size = len(numbers)
+
+        def read(self):
+            noted.reads.append(trainer.global_step)
+            return [0.5] * self.size
+
+    def make(module):
+        metrics = StepMetrics(module.config.training, tmp_path, None)
+        metrics._note = lambda *_: None
+        return metrics, trainer, noted
+
+    monkeypatch.setattr(step_metrics, "LateNumbers", Late)
+    return make
 
 
 @pytest.mark.parametrize(
@@ -106,46 +126,38 @@ def steps_of_stages(module):
     indirect=["variant"],
 )
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
-    run_values, make_stock, variant, training, precision
+    run_values, make_stock, make_metrics, variant, training, precision
 ):
     run_values["trainer"]["precision"] = precision
-    with fake_gpu(), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+    with fake_gpu():
         module = build_module(run_values, make_stock, "cuda", **training)
-        for step in steps_of_stages(module):
+        metrics, trainer, noted = make_metrics(module)
+        optimizer = module.configure_optimizers()["optimizer"]
+        for step in (0, module.plan.total_steps - 1):
+            trainer.global_step = step
             module.prepare(step)
             batch = batch_of(module, "cuda")
             with StepWatch(LENGTH) as watch:
-                loss = module.loss_at(step, batch)
-            assert loss.device.type == "cuda"
-            assert {value.device.type for each in module.micro_batch_metrics for value in each.values()} == {"cuda"}
+                with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = module.loss_at(step, batch)
+                assert {value.device.type for each in module.micro_batch_metrics for value in each.values()} == {"cuda"}
+                for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                    parameter.grad = torch.empty_like(parameter)  # there is no backward on "cuda"
+                metrics.on_before_optimizer_step(trainer, module, optimizer)
+                optimizer.step()
+            assert loss.device.type == optimizer.found_inf.device.type == "cuda"
             assert watch.kernels == FUSED[precision]
             assert not watch.waits and not watch.quadratic
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        assert noted.devices == {value.device.type for value in states} == {"cuda"}
 
 
 @pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
-def test_backward_and_what_a_step_logs_stay_on_the_device(
-    run_values, make_stock, monkeypatch, tmp_path, variant, training
-):
-    reads = []
-
-    class Late:
-        """Notes the step that runs when the figures of one are read."""
-
-        def __init__(self, numbers):
-            assert numbers.device.type == "meta"
-            self.size = len(numbers)
-
-        def read(self):
-            reads.append(trainer.global_step)
-            return [0.5] * self.size
-
-    monkeypatch.setattr(step_metrics, "LateNumbers", Late)
-    trainer = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
+def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, make_metrics, variant, training):
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)
+        metrics, trainer, noted = make_metrics(module)
         optimizer = SimpleNamespace()
-        metrics = StepMetrics(module.config.training, tmp_path, None)
-        metrics._note = lambda *_: None
         for step in range(module.plan.total_steps):
             trainer.global_step = step
             module.prepare(step)
@@ -157,4 +169,5 @@ def test_backward_and_what_a_step_logs_stay_on_the_device(
             assert optimizer.found_inf.device.type == "meta"
             assert not watch.waits and not watch.quadratic
             assert {name for name, _ in watch.kernels} >= {"_scaled_dot_product_efficient_attention_backward"}
-        assert reads == list(range(1, module.plan.total_steps))  # one a step, of the step before
+        assert noted.devices == {"meta"}
+        assert noted.reads == list(range(1, module.plan.total_steps))  # one a step, of the step before

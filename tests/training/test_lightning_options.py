@@ -6,15 +6,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 from launching import logged_losses
 from lightning import Trainer
 
 from dmc.config import RunConfig, TrainerConfig, build_config
 from dmc.config.trainer import ELSEWHERE
 from dmc.training import train
-from dmc.training.module import compile_regions
-from dmc.training.run import fresh_model
 from dmc.training.text_data import TextData, build_tokenizer
 
 SHORT = {"stages": {"retrofit": {"steps": 3}}, "snapshot_ratios": [], "calibrate": False, "validate_every_steps": 100}
@@ -78,24 +75,6 @@ def test_overfitting_reads_the_same_sequences_again_and_again(run_values):
     data.setup("fit")
     read = [tuple(ids.tolist()) for batch in data.train_dataloader() for ids in batch["input_ids"]]
     assert len(read) == 12 and len({*read}) == 3 and {*read[:3]} == {*read[3:6]}
-
-
-@pytest.mark.slow
-def test_compiled_regions_compute_what_eager_ones_do(run_config):
-    model = fresh_model(run_config.model, 300, seed=0)
-    tokens = torch.arange(64).reshape(2, 32)
-    names = [*model.state_dict()]
-
-    def step():
-        model.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    eager = step()
-    compile_regions(model)
-    for one, other in zip(eager, step(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-    assert [*model.state_dict()] == names
 
 
 @pytest.mark.slow

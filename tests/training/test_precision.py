@@ -126,29 +126,23 @@ def noting_autocast(monkeypatch, module, name):
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("auto", "bf16-mixed"), ("ddp", "bf16-mixed"), ("auto", "32-true")]
 )
-def test_validation_and_sensitivity_init_compute_as_training_does(two_steps, monkeypatch, strategy, precision):
+def test_validation_and_sensitivity_init_compute_as_training_does_and_the_optimizer_is_fused(
+    two_steps, monkeypatch, strategy, precision
+):
     two_steps["trainer"] |= {"strategy": strategy, "precision": precision}
     two_steps["compression"] |= {"gate_input": "hidden", "action": "drop"}
-    two_steps["training"] |= {"sensitivity_init": {"sequences": 1}}
+    two_steps["training"] |= {"sensitivity_init": {"sequences": 1}, "gradient_clip": 0.01}
     measured = noting_autocast(monkeypatch, adapter_init, "measure_head_sensitivity")
     validated = noting_autocast(monkeypatch, validation, "score_text")
-    train(build_config(RunConfig, two_steps))
-    assert set(measured) == set(validated) == {precision == "bf16-mixed"}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_the_optimizer_is_fused_and_steps_under_autocast(two_steps, monkeypatch, precision):
-    fused = []
-    step = torch.optim.AdamW.step
+    fused, step = [], torch.optim.AdamW.step
 
     def noted(self, closure=None):
         fused.append(self.defaults["fused"])
         return step(self, closure)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    two_steps["trainer"]["precision"] = precision
-    two_steps["training"]["gradient_clip"] = 0.01
     train(build_config(RunConfig, two_steps))
+    assert set(measured) == set(validated) == {precision == "bf16-mixed"}
     assert fused == [True] * 2
 
 
@@ -180,9 +174,9 @@ def test_scored_documents_do_not_see_each_other_where_training_resets(make_compr
 
 
 @pytest.mark.parametrize("resets", [False, True])
-def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch, resets):
-    given = []
-    forward = CompressedAttentionMixin.forward
+def test_validation_resets_at_documents_as_training_does_and_an_export_is_scored_alike(two_steps, monkeypatch, resets):
+    monkeypatch.undo()
+    given, forward, write = [], CompressedAttentionMixin.forward, Exporter.write
 
     def noted(self, *arguments, documents=None, gate_mode=None, **options):
         if not self.training and gate_mode == GateMode():
@@ -191,9 +185,12 @@ def test_validation_resets_at_documents_as_training_does(two_steps, monkeypatch,
 
     for family in families().values():
         monkeypatch.setattr(family.attention_class, "forward", noted)
-    two_steps["training"]["document_masking"] = resets
-    train(build_config(RunConfig, two_steps))
-    assert set(given) == {resets}
+    monkeypatch.setattr(Exporter, "write", lambda *what, **how: given.append("export") or write(*what, **how))
+    two_steps["training"] |= {"document_masking": resets, "calibrate": False}
+    run = train(build_config(RunConfig, two_steps))
+    assert set(given[: given.index("export")]) == {resets}
+    scored = run.metrics(run.final)["validation_loss_nats_per_token"]
+    assert scored == pytest.approx(logged(run.folder, "validation/loss")[2], abs=1e-7)
 
 
 def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
@@ -205,12 +202,3 @@ def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
         two_steps["output_dir"] += f"_{clip}"
         train(build_config(RunConfig, two_steps))
         assert len(clipped) == times
-
-
-@pytest.mark.parametrize("resets", [False, True])
-def test_an_export_is_scored_as_the_last_validation_is(two_steps, monkeypatch, resets):
-    monkeypatch.undo()
-    two_steps["training"] |= {"document_masking": resets, "calibrate": False}
-    run = train(build_config(RunConfig, two_steps))
-    scored = run.metrics(run.final)["validation_loss_nats_per_token"]
-    assert scored == pytest.approx(logged(run.folder, "validation/loss")[2], abs=1e-7)

@@ -91,7 +91,7 @@ def test_snapshots_follow_the_shorter_ramp():
 
 def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
     plan = Plan(climbing(None), 4.0, FIXED)
-    assert plan.lengths == [("retrofit", 20), ("solidify", 10)]
+    assert plan.lengths() == [("retrofit", 20), ("solidify", 10)]
     assert {plan.at(step).target_ratio for step in range(30)} == {4.0}
     assert {plan.at(step).neuron_multiplier for step in range(30)} == {None}
     assert not any(plan.neuron_removed_at(step) for step in range(30))
@@ -125,7 +125,7 @@ def test_every_target_shares_one_ramp_until_it_is_reached(changes):
         assert highest.at(step - 1).target_ratio < ratio <= highest.at(step).target_ratio
         assert plan.at(step).target_ratio == ratio
         if changes["retrofit"].ramp_fraction is None:
-            assert plan.lengths == [("zero_out", 5), ("retrofit", step - 5), ("solidify", 9)]
+            assert plan.lengths() == [("zero_out", 5), ("retrofit", step - 5), ("solidify", 9)]
 
 
 def test_a_ramp_that_is_not_shared_depends_on_the_target():

@@ -126,7 +126,7 @@ def test_hsdp_divides_gradients_of_each_micro_batch_and_sums_its_copies_once_a_s
 
 CHAIN = {
     "auto": (12, (2, 0)), "ddp on 2": (3, (4, 1)), "zero1 on 2": (2, (6, 1)), "fsdp2 on 2": (6, (8, 0)),
-    "zero2 on 3": (2, (10, 1)), "fsdp2 on 3": (1, (12, 2)), "zero3 on 2": (1, (14, 4)), "hsdp on 4": (1, (16, 1)),
+    "zero2 on 3": (1, (10, 1)), "fsdp2 on 3": (2, (12, 1)), "zero3 on 2": (3, (14, 1)), "hsdp on 4": (1, (16, 1)),
     "tp on 2": (4, (18, 0)),
 }  # fmt: skip
 """For each layout the micro-batch, and where it is told to stop: whole steps, and micro-batches of the next."""

@@ -55,20 +55,16 @@ def test_heads_that_decide_as_one_train_and_serve(run_values):
     assert (slots == slots[:, :1]).all()
 
 
-def test_heads_are_pulled_to_one_decision(run_values):
-    run_values["training"] |= {"snapshot_ratios": [], "head_agreement_weight": 1.0, "head_agreement": "ratio"}
-    losses = logged(train(build_config(RunConfig, run_values)).folder, "train/head_agreement_loss")
-    assert sorted(losses) == list(range(2, 8))  # from the end of zero-out on
-    assert min(losses.values()) > 0
-
-
-def test_uniform_weights_and_an_immediate_target_train(run_values):
+def test_uniform_weights_an_immediate_target_and_heads_pulled_to_one_decision_train(run_values):
     run_values["compression"] |= {"weighting": "uniform", "window_size": None, "neuron_index": 0}
     zero_out, retrofit = (run_values["training"]["stages"][name] for name in ("zero_out", "retrofit"))
     stages = {"zero_out": zero_out, "retrofit": {**retrofit, "ramp_fraction": 0.0}}
-    run_values["training"] |= {"snapshot_ratios": [], "stages": stages}
+    agreement = {"head_agreement_weight": 1.0, "head_agreement": "ratio"}
+    run_values["training"] |= {"snapshot_ratios": [], "stages": stages, **agreement}
     run = train(build_config(RunConfig, run_values))
     assert logged(run.folder, "train/target_ratio") == dict.fromkeys(range(2, 6), 4.0)
+    losses = logged(run.folder, "train/head_agreement_loss")
+    assert sorted(losses) == list(range(2, 6)) and min(losses.values()) > 0  # from the end of zero-out on
 
 
 @pytest.fixture

@@ -30,48 +30,45 @@ class AdapterInit(Callback):
     """Initializes the adapters from held-out text, once before the first step of a new run.
 
     Args:
+        settings: which initialization, with its options and the number of `sequences`.
         open_batches: called once the text is there; returns held-out text, see `score_text`.
-        settings: number of `sequences`, and options of the initialization.
         folder: folder of the written results.
     """
 
-    def __init__(self, open_batches: Callable[[], list[dict[str, Any]]], settings: Any, folder: Path) -> None:
-        self.open_batches, self.settings, self.folder = open_batches, settings, folder
+    def __init__(
+        self,
+        settings: SensitivityInitConfig | RegressionInitConfig,
+        open_batches: Callable[[], list[dict[str, Any]]],
+        folder: Path,
+    ) -> None:
+        self.settings, self.open_batches, self.folder = settings, open_batches, folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the text on all ranks; do nothing if a run resumes."""
-        if trainer.ckpt_path is None:
-            batches = self.open_batches()
-            self.start(trainer, pl_module, batches[: max(1, self.settings.sequences // len(batches[0]["input_ids"]))])
-
-    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """Set the adapters; called by all ranks."""
-        raise NotImplementedError
-
-
-class SensitivityInit(AdapterInit):
-    """Measures each head and sets the decision biases of the adapters; writes its costs, [L][H], nats per token."""
-
-    settings: SensitivityInitConfig
-
-    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """See `AdapterInit.start`."""
-        model, settings = module.model, self.settings
-        with trainer.precision_plugin.forward_context():
-            costs = measure_head_sensitivity(model, batches, "sensitivity of each head", Ranks.all())
-        scale = model.compression.decision_scale
-        for adapter, biases in zip(
-            model.adapters(), decision_biases(costs, settings.spread, settings.floor) / scale, strict=True
-        ):
-            module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
+        """Read the text and set the adapters, on all ranks together; do nothing if a run resumes."""
+        if trainer.ckpt_path is not None:
+            return
+        batches = self.open_batches()
+        batches = batches[: max(1, self.settings.sequences // len(batches[0]["input_ids"]))]
+        if isinstance(self.settings, RegressionInitConfig):
+            _set_fitted(trainer, pl_module, batches, self.settings)
+            return
+        costs = _set_measured(trainer, pl_module, batches, self.settings)
         if trainer.is_global_zero:
             (self.folder / SENSITIVITY_NAME).write_text(json.dumps({"nats_per_token": costs.tolist()}) + "\n")
-            picture, title = (
-                self.folder / "heatmaps" / "head_sensitivity.png",
-                "sensitivity to compressing one head",
-            )
+            picture, title = self.folder / "heatmaps" / "head_sensitivity.png", "sensitivity to compressing one head"
             heads, label = range(costs.shape[1]), "nats per 1,000 tokens"
             draw_heatmap(1000 * costs, picture, title, "KV head", heads, label, lowest=0.0)
+
+
+def _set_measured(trainer: Trainer, module: Any, batches: list[Any], settings: SensitivityInitConfig) -> Tensor:
+    """Set the decision biases of the adapters by the cost of each head; return the costs, [L, H] nats per token."""
+    model = module.model
+    with trainer.precision_plugin.forward_context():
+        costs = measure_head_sensitivity(model, batches, "sensitivity of each head", Ranks.all())
+    wanted = decision_biases(costs, settings.spread, settings.floor) / model.compression.decision_scale
+    for adapter, biases in zip(model.adapters(), wanted, strict=True):
+        module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
+    return costs
 
 
 def measure_head_sensitivity(
@@ -122,25 +119,18 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
     return spread * (logs.max() - logs) / deviation if deviation > 0 else torch.zeros_like(costs)
 
 
-class RegressionInit(AdapterInit):
-    """Fits the adapters to the attention of a second pass over the text."""
-
-    settings: RegressionInitConfig
-
-    def start(self, trainer: Trainer, module: Any, batches: list[dict[str, Any]]) -> None:
-        """Fit and set, each rank some of the layers, for the sums of all are large; see `AdapterInit.start`."""
-        model, ranks = module.model, Ranks.all()
-        own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
-        with trainer.precision_plugin.forward_context():
-            fitted = fit_scores(model, batches, self.settings.ridge, own, None if ranks.rank else "second pass")
-        found = {index: fit for part in ranks.objects(fitted) for index, fit in part.items()}
-        fits = [found[index] for index in sorted(found)]
-        compression = model.compression
-        for adapter, rows in zip(model.adapters(), decision_rows(fits), strict=True):
-            rows[:, -1] += compression.decision_offset
-            rows /= compression.decision_scale
-            module.strategy.set_rows(adapter.weight, adapter.decision_rows, rows[:, :-1])
-            module.strategy.set_rows(adapter.bias, adapter.decision_rows, rows[:, -1])
+def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: RegressionInitConfig) -> None:
+    """Fit the adapters to a second pass over the text, each rank some layers, for the sums of all are large."""
+    model, ranks = module.model, Ranks.all()
+    own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
+    with trainer.precision_plugin.forward_context():
+        fitted = fit_scores(model, batches, settings.ridge, own, None if ranks.rank else "second pass")
+    found = {index: fit for part in ranks.objects(fitted) for index, fit in part.items()}
+    for adapter, rows in zip(model.adapters(), decision_rows([found[index] for index in sorted(found)]), strict=True):
+        rows[:, -1] += model.compression.decision_offset
+        rows /= model.compression.decision_scale
+        module.strategy.set_rows(adapter.weight, adapter.decision_rows, rows[:, :-1])
+        module.strategy.set_rows(adapter.bias, adapter.decision_rows, rows[:, -1])
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from dmc.config import RatioControlConfig, TrainingConfig
 from dmc.ranks import Ranks
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.checkpoints.saving import SaveLast, write_aside
+from dmc.training.checkpoints.saving import SaveLast
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
@@ -247,9 +247,10 @@ class StepMetrics(AfterStep):
         path = self.folder / file_name(step.number, trainer.global_rank)
         kept = [_kept(batch, loss) for batch, loss in zip(step.micro_batches, step.losses, strict=True)]
         try:
-            write_aside({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
             outcome = f"its batch is kept in {path}"
-        except OSError as error:  # if one rank ended here, the others would wait forever
+        except (OSError, RuntimeError) as error:  # if one rank ended here, the others would wait forever
             outcome = f"its batch could not be kept: {error}"
         logger.warning("step %d is skipped (%s); %s", step.number, shown, outcome)
 

@@ -18,8 +18,7 @@ class Throughput(AfterStep):
     """Logs tokens per second, seconds per step and for data, the share of the device's peak, and peak memory.
 
     Only steps and waits for data count, not the first step of a start, validation, snapshots or saving: so this is the
-    first callback. MFU is the model's operations over the peak; HFU adds the recomputed forward of activation
-    checkpointing, a third of forward and backward.
+    first callback. MFU is the model's operations over the peak.
 
     Args:
         config: the run.
@@ -68,8 +67,6 @@ class Throughput(AfterStep):
         if peak is not None:
             needed = flops_per_token(module.model.config, training.sequence_length) * tokens_per_second
             measured["train/mfu"] = needed / (peak * trainer.world_size)
-            if training.activation_checkpointing:
-                measured["train/hfu"] = measured["train/mfu"] * 4 / 3
         return measured
 
     def _peak_flops(self, device: torch.device) -> float | None:

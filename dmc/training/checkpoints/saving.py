@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from transformers import AutoConfig
 
@@ -41,8 +40,6 @@ FOLDER_NAME = "checkpoints"
 MILESTONES_NAME = "milestones"
 """Of those that are kept for good."""
 STEP = re.compile(r"step_(\d+)$")
-EARLIER = ("last.ckpt", "previous.ckpt")
-"""What earlier versions wrote."""
 logger = logging.getLogger(__name__)
 
 
@@ -52,21 +49,9 @@ def step_name(step: int) -> str:
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, the newest first.
-
-    Raises:
-        ValueError: an earlier version has written there.
-    """
-    if not folder.is_dir():
-        return []
-    paths = list(folder.iterdir())
-    found = {int(match[1]): path for path in paths if (match := STEP.match(path.name))}
-    if not found and any(path.name in EARLIER for path in paths):
-        raise ValueError(
-            f"{folder} holds checkpoints of an earlier version, which this one does not read: finish the run with "
-            "that version, or choose another output_dir"
-        )
-    return [found[step] for step in sorted(found, reverse=True)]
+    """List the checkpoints in a folder, the newest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if STEP.match(path.name)), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None) -> Path | None:
@@ -87,33 +72,29 @@ def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None)
         header = read_header(path) if model is None else check_fits(path, model)
         return check_whole(path) if use_previous or model is None else header
 
-    last, previous = [*saved_checkpoints(folder), None, None][:2]
+    last = next(iter(saved_checkpoints(folder)), None)
     if last is None:
         return None
     try:
         check(last)
         return last
     except ValueError as error:
-        if not use_previous:
-            raise ValueError(f"{error}{offer_previous(last, check)}") from error
-        try:
-            step = check(previous).global_step if previous is not None else None
-        except (ValueError, FileNotFoundError):
-            step = None
-        if step is None:
-            raise
-        logger.warning("%s; going on from %s at step %d", error, previous, step)
+        offer, previous = offer_previous(last, check)
+        if not use_previous or previous is None:
+            raise ValueError(f"{error}{offer}") from error
+        logger.warning("%s; going on from %s", error, previous)
         return previous
 
 
-def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) -> str:
-    """Return a hint how to take the previous checkpoint, if there is one that passes a check."""
-    before = [path for path in saved_checkpoints(folder.parent) if path.name < folder.name]
-    try:
-        step = check(before[0]).global_step
-    except (ValueError, FileNotFoundError, IndexError):
-        return ""
-    return f"; or start again with use_previous_checkpoint=true to go on from step {step}, which {before[0]} holds"
+def offer_previous(folder: Path, check: Callable[[Path], Header] = read_header) -> tuple[str, Path | None]:
+    """Return a hint how to take the previous checkpoint, and that one, if it passes a check."""
+    before = next((path for path in saved_checkpoints(folder.parent) if path.name < folder.name), None)
+    with suppress(ValueError, FileNotFoundError):
+        if before is not None:
+            step = check(before).global_step
+            hint = f"use_previous_checkpoint=true to go on from step {step}, which {before} holds"
+            return f"; or start again with {hint}", before
+    return "", None
 
 
 def load_checkpoint_model(folder: Path) -> Any:
@@ -135,38 +116,6 @@ def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, 
     return load_checkpoint_model(checkpoint), read_header(checkpoint).global_step
 
 
-class CheckpointRotation:
-    """Renames finished checkpoints and removes the ones that they replace.
-
-    The one before stays, unless this process has neither written nor read it: then it may be damaged, and a good one
-    before it stays instead, if there is one. What is whole is never replaced by the same step again: between two names
-    there would be none.
-    """
-
-    def __init__(self) -> None:
-        self._valid: set[Path] = set()
-
-    def commit(self, partial: Path, target: Path) -> None:
-        """Rename `partial`, which is complete, to `target`."""
-        if target in self._valid and target.exists():
-            remove(partial)
-            return
-        remove(target)  # of this very step, and damaged: the run went on from one before it
-        os.replace(partial, target)
-        self._valid.add(target)
-        if target.parent.name == MILESTONES_NAME:  # these are kept
-            return
-        found = [each for each in saved_checkpoints(target.parent) if each in self._valid or each.name < target.name]
-        kept = sorted(found, key=lambda path: path not in self._valid)[:2]
-        for path in target.parent.iterdir():
-            if STEP.match(path.name.removesuffix(".partial")) and path not in kept:
-                remove(path)
-
-    def mark_valid(self, folder: Path) -> None:
-        """Record that a checkpoint could be read."""
-        self._valid.add(folder)
-
-
 def remove(path: Path) -> None:
     """Delete a folder if it exists."""
     shutil.rmtree(path, ignore_errors=True)  # what cannot be removed is no error of what has been written
@@ -176,7 +125,8 @@ class CheckpointSaver:
     """Writes checkpoints in the background, one after the other; `wait` waits for the last one."""
 
     def __init__(self) -> None:
-        self.rotation = CheckpointRotation()
+        self.valid: set[Path] = set()
+        """Checkpoints that this process has written or read."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
@@ -212,15 +162,32 @@ class CheckpointSaver:
             pending.result()
 
     def _finish(self, writing: Future, target: Path, partial: Path, header: Header, ranks: Ranks) -> None:
-        def commit() -> None:
-            if ranks.rank == 0:
-                self.rotation.commit(partial, target)
-
         with _naming(target):
             on_every_rank(lambda: writing.exception() and writing.result(), ranks)
             write_header(partial, header, ranks)
-            on_every_rank(commit, ranks)
-        self.rotation.mark_valid(target)
+            on_every_rank(lambda: self.commit(partial, target) if ranks.rank == 0 else None, ranks)
+        self.valid.add(target)
+
+    def commit(self, partial: Path, target: Path) -> None:
+        """Rename `partial`, which is complete, to `target`, and remove the checkpoints that it replaces.
+
+        The one before stays, unless it is not in `valid`: then it may be damaged, and a good one before it stays
+        instead, if there is one. What is whole is never replaced by the same step again: between two names there would
+        be none.
+        """
+        if target in self.valid and target.exists():
+            remove(partial)
+            return
+        remove(target)  # of this very step, and damaged: the run went on from one before it
+        os.replace(partial, target)
+        self.valid.add(target)
+        if target.parent.name == MILESTONES_NAME:  # these are kept
+            return
+        found = [each for each in saved_checkpoints(target.parent) if each in self.valid or each.name < target.name]
+        kept = sorted(found, key=lambda path: path not in self.valid)[:2]
+        for path in target.parent.iterdir():
+            if STEP.match(path.name.removesuffix(".partial")) and path not in kept:
+                remove(path)
 
 
 @contextmanager
@@ -233,23 +200,6 @@ def _naming(target: Path) -> Iterator[None]:
             f"{target} could not be written ({reason_of(error)}): the checkpoint before it stays; make room on the "
             "disk and start the same command again"
         ) from error
-
-
-def write_aside(content: Any, path: Path) -> None:
-    """Write a file beside its place and rename it.
-
-    Raises:
-        OSError: it could not be written; an earlier file stays.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        torch.save(content, partial)
-        os.replace(partial, path)
-    except RuntimeError as error:  # what torch raises on a full disk
-        raise OSError(str(error)) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class SaveLast(AfterStep):

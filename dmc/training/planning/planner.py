@@ -151,7 +151,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     plan = Plan(training, config.target_ratio, config.compression)
     # A branch has the ramp behind it; its milestone may be yet to come.
     behind = 0 if training.branch_from is None else plan.ratio_steps([config.target_ratio])[config.target_ratio]
-    lengths = plan.lengths_after(behind)
+    lengths = plan.lengths(behind)
     device = Device.of(config, planner)
     memory = plan_memory(config, model.num_hidden_layers, num_devices // cuts, device.is_gpu)
     stored = 2 if config.model.dtype == "bfloat16" else 4

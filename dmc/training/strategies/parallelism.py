@@ -143,11 +143,11 @@ class Parallelism:
         try:
             check_whole(folder, self.writers)
         except ValueError as error:
-            raise ValueError(f"{error}{offer_previous(folder)}") from error
+            raise ValueError(f"{error}{offer_previous(folder)[0]}") from error
         planner = distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True)
         options: dict[str, Any] = {"planner": planner, "process_group": group, "no_dist": group is None}
         self.set_tensors(lambda tensors: distributed_checkpoint.load(tensors, checkpoint_id=folder, **options))
-        self.saver.rotation.mark_valid(folder)
+        self.saver.valid.add(folder)
         return torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
 
     def gather(self, model: Any) -> Any:

@@ -17,7 +17,7 @@ from dmc.models import load_model, retrofit
 from dmc.training import train
 from dmc.training.callbacks.adapter_init import (
     SENSITIVITY_NAME,
-    SensitivityInit,
+    AdapterInit,
     decision_biases,
     decision_rows,
     fit_scores,
@@ -118,29 +118,7 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
         raise AssertionError("a run that goes on read the text again")
 
     resumed = SimpleNamespace(ckpt_path=str(tmp_path / "step_0000002"))
-    SensitivityInit(unread, settings, tmp_path).on_fit_start(resumed, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"compression": {"gate_input": "neuron"}}, "compression.gate_input=hidden"),
-        ({"compression": {"gate_input": "hidden", "decisions": "per_layer"}}, "decisions=per_head"),
-        (
-            {"compression": {"gate_input": "hidden"}, "trainer": {"strategy": "fsdp2", "tensor_parallel_size": 2}},
-            "tensor_parallel_size=1",
-        ),
-        ({"training": {"sensitivity_init": {"sequences": 0}}}, "sequences=0"),
-        ({"training": {"sensitivity_init": {"spread": 0.0}}}, "spread=0.0"),
-        ({"training": {"sensitivity_init": {"floor": 1.0}}}, "floor=1.0"),
-    ],
-)
-def test_a_start_that_cannot_be_measured_is_refused(run_values, changes, told):
-    run_values["training"]["sensitivity_init"] = {}
-    for group, values in changes.items():
-        run_values[group] |= values
-    with pytest.raises(ValueError, match=told):
-        build_config(RunConfig, run_values)
+    AdapterInit(settings, unread, tmp_path).on_fit_start(resumed, None)
 
 
 @torch.no_grad()
@@ -203,20 +181,26 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     assert all(torch.allclose(again[name], weight, atol=1e-5) for name, weight in after.items())
 
 
+MEASURED, FIT = {"sensitivity_init": {}}, {"regression_init": {}}
+TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("compression", "training", "trainer", "told"),
     [
-        ({"action": "merge"}, {}, {}, "regression_init with compression.action=merge"),
-        ({"gate_input": "both"}, {}, {}, "gate_input=hidden"),
-        ({}, {}, {"strategy": "deepspeed_zero3"}, r"regression_init with trainer\.strategy=deepspeed_zero3"),
-        ({}, {"sensitivity_init": {}}, {}, r"leave out training\.sensitivity_init"),
-        ({}, {"regression_init": {"ridge": 0.0}}, {}, r"ridge=0\.0"),
-        ({}, {"regression_init": None, "stages": {}}, {}, r"stages is empty: give at least one stage, or"),
+        ({"gate_input": "neuron"}, MEASURED, {}, "compression.gate_input=hidden"),
+        ({"gate_input": "hidden", "decisions": "per_layer"}, MEASURED, {}, "decisions=per_head"),
+        ({"gate_input": "hidden"}, MEASURED, TENSOR_PARALLEL, "tensor_parallel_size=1"),
+        (FITTED | {"action": "merge"}, FIT, {}, "regression_init with compression.action=merge"),
+        (FITTED | {"gate_input": "both"}, FIT, {}, "gate_input=hidden"),
+        (FITTED, FIT, {"strategy": "deepspeed_zero3"}, r"regression_init with trainer\.strategy=deepspeed_zero3"),
+        (FITTED, FIT | MEASURED, {}, r"leave out training\.sensitivity_init"),
+        (FITTED, {"stages": {}}, {}, r"stages is empty: give at least one stage, or"),
     ],
 )
-def test_a_fit_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
+def test_a_start_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
     run_values["trainer"] |= trainer
-    run_values["compression"] = FITTED | compression
-    run_values["training"] |= {"regression_init": {}} | training
+    run_values["compression"] = compression
+    run_values["training"] |= {"snapshot_ratios": []} | training
     with pytest.raises(ValueError, match=told):
         build_config(RunConfig, run_values)

@@ -23,7 +23,6 @@ from dmc.training.checkpoints.folder import (
     read_tensors,
 )
 from dmc.training.checkpoints.saving import (
-    CheckpointRotation,
     CheckpointSaver,
     find_checkpoint,
     load_checkpoint_model,
@@ -113,14 +112,6 @@ def test_foreign_folders_are_refused(tmp_path):
         read_header(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "previous.ckpt"])
-def test_checkpoints_of_an_earlier_version_are_refused_in_one_line(run_values, tmp_path, name):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / name).touch()
-    with pytest.raises(ValueError, match=r"run/checkpoints holds checkpoints of an earlier version.*choose another"):
-        train(build_config(RunConfig, run_values))
-
-
 def test_checkpoint_of_another_model_says_what_differs(saver, tmp_path):
     folder = save(saver, tmp_path)
     assert check_fits(folder, MODEL).global_step == 1
@@ -178,7 +169,7 @@ def test_kill_while_saving_leaves_a_whole_checkpoint_that_is_found(tmp_path, sav
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     step = check_whole(saved_checkpoints(tmp_path)[0]).global_step
     assert step == (2 if when == "before the header" else 3)
-    saver.rotation.mark_valid(tmp_path / step_name(step))
+    saver.valid.add(tmp_path / step_name(step))
     save(saver, tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(step), step_name(4)]
 
@@ -212,11 +203,11 @@ def test_a_step_that_is_saved_again_replaces_no_whole_checkpoint(saver, tmp_path
 
 def test_what_a_new_process_has_not_read_stays_until_two_are_whole(saver, tmp_path):
     save(saver, tmp_path, 1)
-    rotation = CheckpointRotation()
+    fresh = CheckpointSaver()
     for step, names in ((2, [1, 2]), (3, [2, 3])):
         partial = tmp_path / f"{step_name(step)}.partial"
         shutil.copytree(tmp_path / step_name(step - 1), partial)
-        rotation.commit(partial, tmp_path / step_name(step))
+        fresh.commit(partial, tmp_path / step_name(step))
         assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(each) for each in names]
 
 
@@ -280,7 +271,7 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(saver, tmp_pat
         save(saver, tmp_path, step)
     flip_bytes(largest_file(tmp_path / step_name(8)), 1)
     resumed = CheckpointSaver()
-    resumed.rotation.mark_valid(find_checkpoint(tmp_path, use_previous=True))
+    resumed.valid.add(find_checkpoint(tmp_path, use_previous=True))
     save(resumed, tmp_path, 7)
     assert [check_whole(path).global_step for path in saved_checkpoints(tmp_path)] == [7, 6]
 
@@ -297,7 +288,7 @@ def test_flipped_bytes_of_any_file_of_a_folder_are_found(saver, tmp_path):
                 check_whole(folder)
             path.write_bytes(whole)
     check_whole(folder)
-    assert "on from step 1" in offer_previous(tmp_path / step_name(2)) and offer_previous(folder) == ""
+    assert "on from step 1" in offer_previous(tmp_path / step_name(2))[0] and offer_previous(folder) == ("", None)
 
 
 class Harmful:
@@ -363,10 +354,3 @@ def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer
     assert any(name.endswith(".exp_avg_sq") for name in one)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [path.name for path in saved_checkpoints(run.folder / "checkpoints")] == [step_name(8), step_name(7)]
-
-
-@pytest.mark.parametrize(("ratios", "message"), [([8.0], "lie above"), ([0.5], "expected a number >= 1")])
-def test_milestones_off_the_ramp_are_refused(run_values, ratios, message):
-    run_values["training"]["milestones"] = {"ratios": ratios}
-    with pytest.raises(ValueError, match=rf"milestones.ratios.*{message}"):
-        build_config(RunConfig, run_values)

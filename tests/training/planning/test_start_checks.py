@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_configs import CONFIGS, composed, names, opening
+from test_configs import CONFIGS, changed, composed, names, opening
 
 from dmc.config import PlannerConfig, RunConfig, build_config
 from dmc.training import train
@@ -48,14 +48,8 @@ def startable(run_values, monkeypatch):
     return run_values
 
 
-def changed(values, changes):
-    for path, value in changes.items():
-        *folders, last = path.split(".")
-        place = values
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = value
-    return build_config(RunConfig, values)
+def configured(values, changes):
+    return build_config(RunConfig, changed(values, changes))
 
 
 REFUSED = [
@@ -102,7 +96,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda each: next(iter(each)) if each else "")
 def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(startable, changes, message):
-    config = changed(startable, changes)
+    config = configured(startable, changes)
     said = []
     for begin in (lambda: planner.plan_training(config, PlannerConfig()), lambda: train(config)):
         with pytest.raises((ValueError, NotImplementedError), match=message) as refused:
@@ -114,7 +108,7 @@ def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(st
 
 def test_a_run_without_a_tokenizer_is_refused_as_it_is_composed(startable):
     with pytest.raises(ValueError, match=r"no tokenizer: set data\.tokenizer\.path"):
-        changed(startable, {"data.tokenizer": {}})
+        configured(startable, {"data.tokenizer": {}})
 
 
 def test_a_compressed_base_without_the_adapter_is_refused_by_plan_and_start(startable, make_compressed, tmp_path):
@@ -126,15 +120,15 @@ def test_a_compressed_base_without_the_adapter_is_refused_by_plan_and_start(star
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_told(startable, caplog):
-    check_start(changed(startable, {"training.sequence_length": 64}), 1)
+    check_start(configured(startable, {"training.sequence_length": 64}), 1)
     assert not caplog.records
-    check_start(changed(startable, {"training.sequence_length": 65}), 1)
+    check_start(configured(startable, {"training.sequence_length": 65}), 1)
     assert "sequence_length=65 is beyond the 64 positions" in caplog.text
 
 
 def test_a_vocabulary_that_only_the_tokenizer_knows_stops_no_start(startable):
     del startable["model"]["fresh"]["vocab_size"]
-    check_start(changed(startable, {"data.tokenizer": {"path": "somewhere"}}), 1)
+    check_start(configured(startable, {"data.tokenizer": {"path": "somewhere"}}), 1)
 
 
 def test_an_architecture_of_every_model_option_can_be_retrofitted():
