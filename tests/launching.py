@@ -212,86 +212,73 @@ def _add(counts, number):
     counts[-1] += number
 
 
-def expect_exact_angles(rank):
-    """Fail where RoPE's frequencies are not float32 in a forward pass."""
+def _before_each_loss(act):
+    """Call a function with the module and the step before every forward pass."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
 
     def loss_at(self, at, batch):
-        kind = self.model.model.rotary_emb.inv_freq.dtype
-        assert str(kind) == "torch.float32", f"RoPE's frequencies are {kind}"
+        act(self, at)
         return plain(self, at, batch)
 
     RetrofitModule.loss_at = loss_at
+
+
+def expect_exact_angles(rank):
+    """Fail where RoPE's frequencies are not float32 in a forward pass."""
+
+    def check(module, at):
+        kind = module.model.model.rotary_emb.inv_freq.dtype
+        assert str(kind) == "torch.float32", f"RoPE's frequencies are {kind}"
+
+    _before_each_loss(check)
 
 
 def hang_at(rank, step):
-    """Never return from the forward pass of one step."""
-    from dmc.training.module import RetrofitModule
+    """Never begin the forward pass of one step."""
 
-    plain = RetrofitModule.loss_at
-
-    def loss_at(self, at, batch):
+    def hang(module, at):
         while at == step:
             time.sleep(0.1)
-        return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at
+    _before_each_loss(hang)
 
 
 def hold_interpreter_at(rank, step):
-    """Never return from the forward pass of one step, nor let another thread of Python run."""
-    from dmc.training.module import RetrofitModule
-
-    plain = RetrofitModule.loss_at
-
-    def loss_at(self, at, batch):
-        if at == step:
-            ctypes.PyDLL(None).sleep(600)
-        return plain(self, at, batch)
-
-    RetrofitModule.loss_at = loss_at
+    """Never begin the forward pass of one step, nor let another thread of Python run."""
+    _before_each_loss(lambda module, at: ctypes.PyDLL(None).sleep(600) if at == step else None)
 
 
 def crowd_steps(rank, seconds):
     """Make every forward pass slow, and full of threads that come and go."""
-    from dmc.training.module import RetrofitModule
-
-    plain = RetrofitModule.loss_at
 
     def deep(depth):
         if depth:
             deep(depth - 1)
 
-    def loss_at(self, at, batch):
+    def crowd(module, at):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             thread = threading.Thread(target=deep, args=(30,))
             thread.start()
             deep(50)
             thread.join()
-        return plain(self, at, batch)
 
-    RetrofitModule.loss_at = loss_at
+    _before_each_loss(crowd)
 
 
 def leave_time_to_kill(rank, seconds):
     """Make micro-batches slow, and what follows the writing of a checkpoint's tensors."""
     from dmc.training.checkpoints.saving import CheckpointSaver
-    from dmc.training.module import RetrofitModule
 
-    plain_loss, plain_finish = RetrofitModule.loss_at, CheckpointSaver._finish
-
-    def loss_at(self, at, batch):
-        time.sleep(seconds)
-        return plain_loss(self, at, batch)
+    plain_finish = CheckpointSaver._finish
 
     def finish(self, *arguments):
         time.sleep(3 * seconds)
         plain_finish(self, *arguments)
 
-    RetrofitModule.loss_at = loss_at
+    _before_each_loss(lambda module, at: time.sleep(seconds))
     CheckpointSaver._finish = finish
 
 

@@ -169,16 +169,14 @@ class Blend(Dataset[dict[str, Any]]):
     Item p is a pure function of (seed, p): the schedule says which source, and the source is read in one fresh
     permutation per epoch of its own. It adds `"source": int` to the source's item. It is in random order already: read
     it through `ResumableOrder.over`, which leaves that order as it is.
+
+    Args:
+        datasets: the sources, none of them empty.
+        weights: relative number of samples drawn from each source, > 0; they need not sum to 1.
+        seed: selects the permutations.
     """
 
     def __init__(self, datasets: Sequence[PackedTokens], weights: Sequence[float], seed: int = 0) -> None:
-        """Compute the schedule.
-
-        Args:
-            datasets: the sources, none of them empty.
-            weights: relative number of samples drawn from each source, > 0; they need not sum to 1.
-            seed: selects the permutations.
-        """
         self.datasets = list(datasets)
         self.lengths = [len(each) for each in datasets]
         self.seed = seed

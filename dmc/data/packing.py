@@ -93,6 +93,9 @@ class PackedTokens(Dataset[dict[str, Any]]):
     An item is `{"input_ids": int64 [sequence_length], "index": int}`; on request with "loss_mask", whether each token
     is trained on, and "document_starts", whether each is the first of a document or of the sequence, bool
     [sequence_length].
+
+    Raises:
+        ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
     """
 
     def __init__(
@@ -103,16 +106,6 @@ class PackedTokens(Dataset[dict[str, Any]]):
         loss_mask: bool = False,
         document_starts: bool = False,
     ) -> None:
-        """Count the sequences.
-
-        Args:
-            tokens: tokens of all documents.
-            sequence_length: tokens per sequence, >= 1.
-            loss_mask: whether items have "loss_mask".
-            document_starts: whether items have "document_starts".
-        Raises:
-            ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
-        """
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length}: expected a whole number >= 1")
         if len(tokens) < sequence_length:

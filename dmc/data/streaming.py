@@ -151,6 +151,22 @@ class StreamLoader:
 
     Threads read lanes ahead: reading and encoding release the interpreter most of the time, and an open stream keeps
     its position, which it could not across processes.
+
+    Args:
+        sources: the streams, blended in their weights.
+        tokenizer: any tokenizer with an eos token, which ends each document.
+        sequence_length: tokens per sample, >= 1.
+        num_stream_shards: lanes of the stream, the same for the whole training; a multiple of `world_size`.
+        batch_size: samples of a batch, >= 1.
+        num_draws: samples drawn over the whole training by all ranks.
+        draws_per_step: samples of an optimizer step, over all ranks.
+        num_workers: threads that read ahead; 0: none.
+        rank: this process.
+        world_size: processes that share the samples.
+        framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
+        document_starts: whether batches have the starts of documents.
+    Raises:
+        ValueError: the ranks cannot share the lanes, or a source is empty.
     """
 
     def __init__(
@@ -169,24 +185,6 @@ class StreamLoader:
         framing: Framing | None = None,
         document_starts: bool = False,
     ) -> None:
-        """Check the numbers and open the streams.
-
-        Args:
-            sources: the streams, blended in their weights.
-            tokenizer: any tokenizer with an eos token, which ends each document.
-            sequence_length: tokens per sample, >= 1.
-            num_stream_shards: lanes of the stream, the same for the whole training; a multiple of `world_size`.
-            batch_size: samples of a batch, >= 1.
-            num_draws: samples drawn over the whole training by all ranks.
-            draws_per_step: samples of an optimizer step, over all ranks.
-            num_workers: threads that read ahead; 0: none.
-            rank: this process, 0 <= rank < world_size.
-            world_size: processes that share the samples.
-            framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
-            document_starts: whether batches have the starts of documents.
-        Raises:
-            ValueError: the ranks cannot share the lanes, or a source is empty.
-        """
         check_stream_shards(num_stream_shards, world_size)
         self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
         self._schedule = blend_schedule(integer_shares([source.weight for source in sources]))

@@ -83,6 +83,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
             assert -signal.SIGKILL in codes and 0 not in codes
             assert saved_step(killed) >= (max(logged_losses(killed)) + 1) // 5 * 5 - 5
         expected.append(saved_step(killed))
+        assert set(logged_losses(killed)) >= set(range(expected[-1]))
         assert expected[-1] >= expected[-2]
     assert expected[-1] < steps, "the run ended before the tenth kill"
     train_ranks(values, 2, log)

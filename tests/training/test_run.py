@@ -1,20 +1,15 @@
 import json
-import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, count_scored, logged_losses, note_positions, train_ranks
+from launching import Ranks, count_scored, logged_losses, note_positions
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
 from dmc.training import PreemptedError, export_checkpoint, train
-from dmc.training.checkpoints.folder import check_whole
-from dmc.training.checkpoints.saving import saved_checkpoints
 from dmc.training.exporter import Exporter, roomy_device
 from dmc.training.module import RetrofitModule
 from dmc.training.record import check_same_run, read_config, record_run
@@ -23,7 +18,7 @@ from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text, text_digests
 
 
-def test_run_leaves_loadable_models_and_records(run_config, monkeypatch, pictures):
+def test_run_leaves_loadable_models_and_records(run_config, run_values, monkeypatch, pictures):
     moves, places = [], []
     move, write = CompressedCausalLM.to, Exporter.write
     monkeypatch.setattr(CompressedCausalLM, "to", lambda self, *to, **how: moves.append(to) or move(self, *to, **how))
@@ -49,6 +44,9 @@ def test_run_leaves_loadable_models_and_records(run_config, monkeypatch, picture
     before = (run.final / "model.safetensors").stat().st_mtime_ns
     assert train(run_config).final == run.final  # which is finished
     assert (run.final / "model.safetensors").stat().st_mtime_ns == before
+    run_values["training"]["learning_rate"] = 5e-4
+    with pytest.raises(ValueError, match=r"training.learning_rate: 0.001 then, 0.0005 now"):
+        train(build_config(RunConfig, run_values))
 
 
 def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
@@ -67,13 +65,6 @@ def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
     metrics = run.metrics(run.final)
     assert (metrics["steps"], metrics["planned_steps"]) == (8, 8)
     assert study_run.is_finished and run.is_finished and collect(folder.parent)[1] == []
-
-
-def test_other_settings_in_the_same_folder_are_refused(run_config, run_values):
-    train(run_config)
-    run_values["training"]["learning_rate"] = 5e-4
-    with pytest.raises(ValueError, match=r"training.learning_rate: 0.001 then, 0.0005 now"):
-        train(build_config(RunConfig, run_values))
 
 
 def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config, run_values, tmp_path):
@@ -157,14 +148,6 @@ def test_a_run_of_another_version_is_refused_for_the_setting_it_lacks(run_config
         check_same_run(tmp_path, run_config)
 
 
-def test_control_trains_the_stock_model_for_as_many_steps(run_values):
-    run_values["control"] = True
-    run = train(build_config(RunConfig, run_values))
-    assert load_model(run.final).config.model_type == "llama"
-    assert sorted(logged_losses(run.folder)) == list(range(8))
-    assert run.snapshots == {}
-
-
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", "float32"), ("32-true", "bfloat16")])
 def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
     run_values["trainer"]["precision"] = precision
@@ -212,34 +195,6 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     module.train()
     split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
     torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_run_killed_at_a_random_step_goes_on_bit_identically(run_values, tmp_path):
-    run_values["training"]["stages"] = {"zero_out": {"steps": 4}, "retrofit": {"steps": 20}, "solidify": {"steps": 6}}
-    run_values["training"]["checkpoint_every_steps"] = 3
-    torch.set_num_threads(1)
-    uninterrupted = dict(run_values, output_dir=str(tmp_path / "whole"))
-    whole = train(build_config(RunConfig, uninterrupted))
-
-    values, log = dict(run_values, output_dir=str(tmp_path / "killed")), tmp_path / "log"
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    for target in sorted(random.Random(0).sample(range(4, 24), 2)):
-        with Ranks(values, 1, log) as ranks:
-            deadline = time.monotonic() + 120
-            while not any(int(path.name.removeprefix("step_")) >= target for path in saved_checkpoints(checkpoints)):
-                assert ranks.alive and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.01)
-            ranks.send(signal.SIGKILL, 0)
-            assert ranks.join() == [-signal.SIGKILL]
-        check_whole(saved_checkpoints(checkpoints)[0])  # whenever the kill came
-        logged = logged_losses(tmp_path / "killed")
-        assert set(logged) >= set(range(int(saved_checkpoints(checkpoints)[0].name.removeprefix("step_"))))
-    train_ranks(values, 1, log)
-    assert logged_losses(tmp_path / "killed") == logged_losses(whole.folder)
-    one, other = load_model(whole.final), load_model(tmp_path / "killed" / "final")
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
 
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):

@@ -85,7 +85,7 @@ def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, ba
     assert plans[1].num_weights - plans[0].num_weights == weights
     assert plans[0].steps == plans[1].steps
     run = train(config)
-    assert sorted(logged_losses(run.folder)) == list(range(8))
+    assert sorted(logged_losses(run.folder)) == list(range(8)) and run.snapshots == {}
     model = load_model(run.final)
     assert (model.config.model_type, model.config.num_key_value_heads) == ("llama", 1)
     assert "with 1 KV heads" in (run.final / "README.md").read_text()

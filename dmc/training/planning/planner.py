@@ -69,10 +69,6 @@ class TrainingPlan:
     num_devices: int
     data_parallel_size: int
     tensor_parallel_size: int
-    is_checkpointing: bool
-    """Whether layers are recomputed in backward."""
-    accumulates_locally: bool
-    """Whether each rank sums whole gradients over a step."""
     device: Device
     memory: Memory
     """Memory of each rank."""
@@ -84,55 +80,46 @@ class TrainingPlan:
     micro_batch_size: int
     tokens_per_step: int
     stages: list[StagePlan]
+    steps: int
+    """Optimizer steps of the run."""
     utilization: float
     """Share of the device's peak that is assumed to be reached."""
     gpu_hours: float | None
     """FLOPs of all tokens / (peak * utilization); None: the device's peak is not known."""
+    days: float | None
+    """Days on all devices."""
     checkpoint_bytes: int
     """Bytes on disk of weights and both states of Adam; the previous checkpoint, which is kept, takes as many."""
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the run."""
-        return sum(stage.steps for stage in self.stages)
-
-    @property
-    def days(self) -> float | None:
-        """Days on all devices."""
-        return None if self.gpu_hours is None else self.gpu_hours / self.num_devices / 24
-
-    def refuse_what_does_not_fit(self) -> None:
+    def refuse_what_does_not_fit(self, config: RunConfig) -> None:
         """Raise ValueError, with the largest component and advice, if a device has not enough memory."""
         if self.memory.total <= self.device.memory_gib * GIB:
             return
         name, size = max(self.memory.components.items(), key=lambda item: item[1])
         raise ValueError(
             f"a rank needs {self.memory.total / GIB:.1f} GiB, {self.device.name} has {self.device.memory_gib:.1f} GiB "
-            f"({self.device.source}); the largest part is {name}, {size / GIB:.1f} GiB: try {self._advice(name)}"
+            f"({self.device.source}); the largest part is {name}, {size / GIB:.1f} GiB: try {_advice(name, config)}"
         )
-
-    def _advice(self, largest: str) -> str:
-        if largest in ("weights", "gradients", "optimizer states", "teacher"):
-            if self.strategy in ("fsdp2", "hsdp", "deepspeed_zero3"):
-                return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
-            return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
-        if largest in ("gradients on their way", "sums and temporaries") and self.accumulates_locally:
-            return "trainer.accumulate_locally=false, by which gradients are divided after each micro-batch"
-        if largest in ("gathered weights", "gradients on their way", "buckets"):
-            return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
-        if largest in ("activations", "sums and temporaries") and not self.is_checkpointing:
-            return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
-        return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with memory as components in bytes."""
-        memory = {
-            **self.memory.components,
-            "total": self.memory.total,
-            "in CPU memory": self.memory.cpu,
-            "by formula": self.memory.formulas,
-        }
-        return {**dataclasses.asdict(self), "memory": memory, "steps": self.steps, "days": self.days}
+        memory = self.memory
+        sums = {"total": memory.total, "in CPU memory": memory.cpu, "by formula": memory.formulas}
+        return {**dataclasses.asdict(self), "memory": {**memory.components, **sums}}
+
+
+def _advice(largest: str, config: RunConfig) -> str:
+    if largest in ("weights", "gradients", "optimizer states", "teacher"):
+        if config.trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3"):
+            return "more nodes (trainer.num_nodes), or trainer=deepspeed_zero3_offload"
+        return "a strategy that divides all states among the ranks: trainer=fsdp2 on more than one device"
+    if largest in ("gradients on their way", "sums and temporaries") and config.trainer.accumulate_locally:
+        return "trainer.accumulate_locally=false, by which gradients are divided after each micro-batch"
+    if largest in ("gathered weights", "gradients on their way", "buckets"):
+        return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
+    if largest in ("activations", "sums and temporaries") and not config.training.activation_checkpointing:
+        return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
+    return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
 
 
 def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
@@ -162,6 +149,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
     if config.distillation is not None:
         flops *= 4 / 3  # the teacher's forward is a third of forward and backward
+    gpu_hours = None if peak is None else flops / (peak * planner.utilization) / 3600
     return TrainingPlan(
         model=config.model.path or f"fresh {model.model_type}",
         num_weights=memory.num_weights,
@@ -169,8 +157,6 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         num_devices=num_devices,
         data_parallel_size=num_devices // cuts,
         tensor_parallel_size=cuts,
-        is_checkpointing=training.activation_checkpointing,
-        accumulates_locally=trainer.accumulate_locally,
         device=device,
         memory=memory,
         host_bytes=num_local * memory.cpu + copies * stored * memory.num_weights,
@@ -178,8 +164,10 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         micro_batch_size=training.micro_batch_size,
         tokens_per_step=training.tokens_per_step,
         stages=stages,
+        steps=sum(stage.steps for stage in stages),
         utilization=planner.utilization,
-        gpu_hours=None if peak is None else flops / (peak * planner.utilization) / 3600,
+        gpu_hours=gpu_hours,
+        days=None if gpu_hours is None else gpu_hours / num_devices / 24,
         checkpoint_bytes=3 * stored * memory.num_weights,
     )
 
@@ -192,7 +180,7 @@ def print_plan(config: RunConfig, planner: PlannerConfig, as_json: bool = False)
     """
     plan = plan_training(config, planner)
     print(json.dumps(plan.to_dict(), indent=2) if as_json else plan_table(plan), flush=True)
-    plan.refuse_what_does_not_fit()
+    plan.refuse_what_does_not_fit(config)
 
 
 def plan_table(plan: TrainingPlan) -> str:

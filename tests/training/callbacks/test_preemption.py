@@ -3,7 +3,6 @@ import os
 import signal
 import stat
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,40 +33,29 @@ def fake_scontrol(tmp_path, monkeypatch):
     return lambda: calls.read_text().split("\n")[:-1] if calls.exists() else []
 
 
-@pytest.fixture
-def signal_at(monkeypatch):
-    """Send this process a signal in the middle of a step: when its validation runs."""
-
-    def arrange(number):
-        plain = Validation.log_score
-
-        def log_score(self, trainer, score):
-            if trainer.global_step < trainer.max_steps:
-                os.kill(os.getpid(), number)
-            plain(self, trainer, score)
-
-        monkeypatch.setattr(Validation, "log_score", log_score)
-
-    return arrange
-
-
-@pytest.mark.parametrize("number", sorted(SIGNALS))
-def test_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(
-    number, run_values, tmp_path, signal_at, monkeypatch
-):
+def test_each_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(run_values, tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    plain, coming = Validation.log_score, []
+
+    def log_score(self, trainer, score):
+        if coming:
+            os.kill(os.getpid(), coming.pop())  # in the middle of a step
+        plain(self, trainer, score)
+
+    monkeypatch.setattr(Validation, "log_score", log_score)
     whole = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole"))))
     run_values["training"]["checkpoint_every_steps"] = 100
-    config = build_config(RunConfig, run_values)
     handlers = {item: signal.getsignal(item) for item in SIGNALS}
-    signal_at(number)
-    with pytest.raises(PreemptedError, match="after step 4 of 8"):
-        train(config)
-    assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
-    assert read_header(Path(config.output_dir) / "checkpoints" / step_name(4)).global_step == 4
-    run = train(config)
-    assert logged_losses(run.folder) == logged_losses(whole.folder)
-    assert [json.loads(line)["step"] for line in (run.folder / "starts.jsonl").read_text().splitlines()] == [0, 4]
+    for number in sorted(SIGNALS):
+        folder = tmp_path / number.name
+        config = build_config(RunConfig, dict(run_values, output_dir=str(folder)))
+        coming.append(number)
+        with pytest.raises(PreemptedError, match="after step 4 of 8"):
+            train(config)
+        assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
+        assert read_header(folder / "checkpoints" / step_name(4)).global_step == 4
+        assert logged_losses(train(config).folder) == logged_losses(whole.folder)
+        assert [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()] == [0, 4]
 
 
 class FakeTrainer(SimpleNamespace):

@@ -82,13 +82,6 @@ def test_model_comes_back_from_a_checkpoint_alone(run_folder):
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-def test_weights_alone_are_read_and_tied_ones_are_stored_once(saver, tmp_path):
-    weights = read_tensors(save(saver, tmp_path), "model.")
-    assert set(weights) == {"norm.weight", "head.weight"}
-    for name in ("norm.weight", "head.weight"):
-        torch.testing.assert_close(weights[name], WEIGHTS[name], rtol=0, atol=0)
-
-
 def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
     weights = {name: value.clone() for name, value in WEIGHTS.items()}
 
@@ -335,14 +328,6 @@ def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver
     (tmp_path / step_name(1) / "header.json").write_bytes(b"damaged as well")
     with pytest.raises(ValueError, match=r"step_0000002 does not fit the model: .* has shape"):
         find_checkpoint(tmp_path, True, MODEL)
-
-
-def test_run_killed_before_its_export_exports_what_it_has_saved(run_config, run_folder):
-    weights, record = (run_folder / "final" / name for name in ("model.safetensors", "retrofit.json"))
-    before = weights.read_bytes()
-    record.unlink()
-    train(run_config)
-    assert weights.read_bytes() == before
 
 
 def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer(run_values):

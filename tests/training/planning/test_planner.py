@@ -277,11 +277,12 @@ def test_folder_says_its_own_shape(tmp_path):
     ],
 )
 def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(changes, part, advice):
-    found = plan(gpus(**changes), device_memory_gib=0.5)
+    config = gpus(**changes)
+    found = plan(config, device_memory_gib=0.5)
     with pytest.raises(ValueError, match=f"has 0.5 GiB .* the largest part is {part}.*{advice}"):
-        found.refuse_what_does_not_fit()
-    needed = found.memory.total / GIB
-    plan(gpus(**changes), device_memory_gib=needed + 0.01).refuse_what_does_not_fit()
+        found.refuse_what_does_not_fit(config)
+    device = dataclasses.replace(found.device, memory_gib=found.memory.total / GIB + 0.01)
+    dataclasses.replace(found, device=device).refuse_what_does_not_fit(config)
 
 
 def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
@@ -310,5 +311,5 @@ def test_command_refuses_what_does_not_fit_in_one_line(tmp_path, monkeypatch, ca
 def test_every_llama_experiment_fits(name):
     config = composed(f"experiment={name}", "trainer.devices=8")
     found = plan(config, device="H100", device_memory_gib=80)
-    found.refuse_what_does_not_fit()
+    found.refuse_what_does_not_fit(config)
     assert "GPU-hours" in plan_table(found)
