@@ -1,4 +1,4 @@
-"""Print what settings lead to, a list one item a line: python slurm/setting.py output_dir experiment=llama2_7b_cr4."""
+"""Print what settings lead to, a line each: python slurm/setting.py output_dir,seed experiment=llama2_7b_cr4."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dmc.command_line import plain_settings
 CONFIGS = Path("configs").resolve()
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-    value = OmegaConf.select(compose("train", overrides=plain_settings("train", sys.argv[2:], CONFIGS)), sys.argv[1])
-for item in [value] if isinstance(value, str) else value:
-    print(f"{item:g}" if isinstance(item, float) else item)
+    settings = compose("train", overrides=plain_settings("train", sys.argv[2:], CONFIGS))
+for value in (OmegaConf.select(settings, name) for name in sys.argv[1].split(",")):
+    items = value if OmegaConf.is_list(value) else [value]
+    print(*(f"{item:g}" if isinstance(item, float) else item for item in items))
