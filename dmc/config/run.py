@@ -23,7 +23,7 @@ class ModelConfig:
     path: str | None = None
     """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3."""
     fresh: dict[str, Any] | None = None
-    """Hugging Face configuration values of a randomly initialised model, `model_type` included."""
+    """Hugging Face configuration values of a randomly initialized model, `model_type` included."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
     revision: str | None = None

@@ -164,7 +164,7 @@ inline float sum_of(Vec values) {
 
 // Lane i: a[i] + a[i ^ STEP] where i & STEP is 0, the same of b elsewhere.
 template <int STEP, int... I>
-inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
+inline Vec add_neighbors(Vec a, Vec b, std::integer_sequence<int, I...>) {
     return SHUFFLE(a, b, (I & STEP ? LANES + I : I)...) +
            SHUFFLE(a, b, (I & STEP ? LANES + (I ^ STEP) : (I ^ STEP))...);
 }
@@ -177,7 +177,7 @@ inline Vec sums_of(const Vec* values) {
     } else {
         Vec halved[LANES / STEP / 2];
         for (int i = 0; i < LANES / STEP / 2; i++)
-            halved[i] = add_neighbours<STEP>(values[2 * i], values[2 * i + 1], std::make_integer_sequence<int, LANES>());
+            halved[i] = add_neighbors<STEP>(values[2 * i], values[2 * i + 1], std::make_integer_sequence<int, LANES>());
         return sums_of<2 * STEP>(halved);
     }
 }
@@ -1150,7 +1150,7 @@ namespace {
 constexpr int WIDTH = ROWS * LANES;  // queries that share a pass over the keys, one to a lane
 constexpr int KEY_TILE = 32;         // keys whose sums a task holds
 
-// Two passes over Q K^T: the first finds each query's normalisation, its tasks are blocks of queries; in the second each
+// Two passes over Q K^T: the first finds each query's normalization, its tasks are blocks of queries; in the second each
 // task owns some keys, so that sums need no locks and do not depend on the number of threads.
 template <class T, class P>
 class Receiver {
@@ -1158,7 +1158,7 @@ class Receiver {
     explicit Receiver(const Received& v)
         : v_(v), a_(v.heads), dim_(int(v.dim)), num_heads_(a_.sequences * a_.heads),
           blocks_((v.most + WIDTH - 1) / WIDTH), packed_(new float[num_heads_ * v.group * blocks_ * dim_ * WIDTH]),
-          normalisation_(num_heads_ * v.group * blocks_ * WIDTH), limits_(num_heads_ * blocks_ * WIDTH),
+          normalization_(num_heads_ * v.group * blocks_ * WIDTH), limits_(num_heads_ * blocks_ * WIDTH),
           last_(num_heads_ * blocks_) {}
 
     void run() {
@@ -1170,7 +1170,7 @@ class Receiver {
             }
         const int64_t cost = v_.starts[a_.sequences] * v_.entries * dim_ * a_.heads * v_.group;
         for_each(blocks_ * num_heads_ * v_.group, cost, a_.threads, [&](int64_t i) {
-            normalise(i % (num_heads_ * v_.group), blocks_ - 1 - i / (num_heads_ * v_.group));
+            normalize(i % (num_heads_ * v_.group), blocks_ - 1 - i / (num_heads_ * v_.group));
         });
         const int64_t tiles = (v_.entries + KEY_TILE - 1) / KEY_TILE;
         for_each(tiles * num_heads_, cost, a_.threads,
@@ -1223,7 +1223,7 @@ class Receiver {
         return wide;
     }
 
-    void normalise(int64_t query_head, int64_t block) {
+    void normalize(int64_t query_head, int64_t block) {
         const int64_t head = query_head / v_.group;
         if (block * WIDTH >= v_.queries(head)) return;  // a sequence of fewer queries
         pack_queries(query_head, block);
@@ -1244,10 +1244,10 @@ class Receiver {
                 maximum[r] = highest;
             }
         }
-        float* normalisation = &normalisation_[(query_head * blocks_ + block) * WIDTH];
+        float* normalization = &normalization_[(query_head * blocks_ + block) * WIDTH];
         for (int lane = 0; lane < WIDTH; lane++) {
             const float total = sum[lane / LANES][lane % LANES];
-            normalisation[lane] = total > 0 ? maximum[lane / LANES][lane % LANES] + std::log2(total) : 0;
+            normalization[lane] = total > 0 ? maximum[lane / LANES][lane % LANES] + std::log2(total) : 0;
         }
     }
 
@@ -1265,14 +1265,14 @@ class Receiver {
                 Vec mean[KEYS][ROWS] = {};
                 for (int64_t member = 0; member < v_.group; member++) {
                     const int64_t query_head = head * v_.group + member;
-                    const float* normalisation = &normalisation_[(query_head * blocks_ + block) * WIDTH];
+                    const float* normalization = &normalization_[(query_head * blocks_ + block) * WIDTH];
                     Vec scores[KEYS][ROWS];
                     score(packed(query_head, block), limits(head, block), int32_t(first) + tile, keys + tile, scores);
                     for (int j = 0; j < KEYS; j++) {
                         float* column = &columns[(member * KEY_TILE + tile + j) * LANES];
                         Vec sum = load(column);
                         for (int r = 0; r < ROWS; r++) {
-                            const Vec weight = exp2_of(scores[j][r] - load(normalisation + r * LANES));
+                            const Vec weight = exp2_of(scores[j][r] - load(normalization + r * LANES));
                             mean[j][r] += share * weight;
                             sum += weight;
                         }
@@ -1299,7 +1299,7 @@ class Receiver {
     const int dim_;
     const int64_t num_heads_, blocks_;
     std::unique_ptr<float[]> packed_;      // queries, [S, H_q, blocks, D, WIDTH]
-    std::vector<float> normalisation_;     // log2 of the sum of a query's 2^scores, [S, H_q, blocks, WIDTH]
+    std::vector<float> normalization_;     // log2 of the sum of a query's 2^scores, [S, H_q, blocks, WIDTH]
     std::vector<int32_t> limits_, last_;   // slots seen, 0 where there is no query, [S, H, blocks, WIDTH]; most of a block
 };
 

@@ -1,4 +1,4 @@
-"""Every plot of results: figures over tables, as SVG for the page, whose colours follow light and dark, and as PNG.
+"""Every plot of results: figures over tables, as SVG for the page, whose colors follow light and dark, and as PNG.
 
 Results are lines of `statistics.summarize`, named by `name_methods`. Blue is what no other point beats, orange a model
 with gates of its own, green the full cache.
@@ -31,7 +31,7 @@ from dmc.results.statistics import pareto_front
 INK, MUTED, LINE, DIM = "#1c2433", "#5a6577", "#dfe3ea", "#aab3c1"
 FRONT, GATES, FULL = "#0067b4", "#c4500c", "#16805f"
 COLORS = {"ink": INK, "muted": MUTED, "line": LINE, "dim": DIM, "front": FRONT, "gates": GATES, "full": FULL}
-"""CSS variables of `page.css` and their values in a PNG; the hues stay apart for colour-blind readers."""
+"""CSS variables of `page.css` and their values in a PNG; the hues stay apart for color-blind readers."""
 SETTINGS: dict[str, Any] = {
     **{"svg.fonttype": "none", "font.size": 9, "text.color": INK, "grid.color": LINE, "grid.linewidth": 0.7},
     "text.parse_math": False,  # names come from users and may hold dollars
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 }
 WIDTH = 5.0
 """Inches of a panel; two drawings stand side by side on a wide page."""
-FAR = 3.0
+OUTLIER = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
 MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES, MOST_PLACES = 8, 3, 8, 700, 64
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels; points of a course."""
@@ -55,29 +55,29 @@ Heatmap = tuple[str, str, pandas.DataFrame]
 
 @dataclass
 class Plot:
-    """A figure, with what its marks say when they are pointed at."""
+    """A figure with a tooltip for each mark."""
 
     title: str
     caption: str
     figure: Figure
     panels: list[Axes]
     tips: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By mark: the method, so that all marks of one method light up together, and the words."""
+    """Method and tooltip by mark; the marks of one method are highlighted together."""
 
     def tip(self, artist: Artist, method: str, text: str = "") -> None:
-        """Let a mark say something."""
+        """Give a mark a method and a tooltip."""
         artist.set_gid(f"mark{len(self.tips)}")
         self.tips[f"mark{len(self.tips)}"] = method, text
 
     def png(self) -> bytes:
-        """Return it as a PNG."""
+        """Return the figure as a PNG."""
         file = io.BytesIO()
         with matplotlib.rc_context(SETTINGS):
             self.figure.savefig(file, format="png", dpi=160, facecolor="white")
         return file.getvalue()
 
     def svg(self, number: int) -> str:
-        """Return it for a page; `number` keeps what the page's drawings define apart."""
+        """Return the figure as SVG for a page; `number` makes its definitions unique within the page."""
         file = io.StringIO()
         with matplotlib.rc_context(SETTINGS | {"svg.hashsalt": f"dmc{number}"}):
             self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -122,7 +122,7 @@ def _plot(
 
 
 def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
-    """Add `name`, the method as labels say it, with its model where there are several, and `label`, with its budget.
+    """Add `name`, the method with its model if there are several, and `label`, the same with its budget.
 
     Args:
         lines: of a summary, or of a frame of measurements with the column `asked`.
@@ -178,9 +178,9 @@ def _draw_quality(
     cost = lines[over] if over == "bytes_per_token" else 1 / lines[over]
     higher, front = bool(lines["higher_is_better"].iloc[0]), pareto_front(lines.assign(bytes_per_token=cost))
     worse = -lines["value"] if higher else lines["value"]
-    limit = worse.quantile(0.75) + FAR * (worse.quantile(0.75) - worse.quantile(0.25))
-    far = (worse > limit) & (len(lines) > 3) & (limit > worse.min())
-    low, high = lines["value"][~far].min(), lines["value"][~far].max()
+    limit = worse.quantile(0.75) + OUTLIER * (worse.quantile(0.75) - worse.quantile(0.25))
+    outlier = (worse > limit) & (len(lines) > 3) & (limit > worse.min())
+    low, high = lines["value"][~outlier].min(), lines["value"][~outlier].max()
     room = 0.09 * (high - low) or max(abs(high) * 0.1, 0.1)
     edge = low - room if higher else high + room
     axes.set(
@@ -189,37 +189,39 @@ def _draw_quality(
     )
     _log_axis(axes, lines[over], 0.12, 0.08)
     axes.grid(True)
-    shown = lines.assign(x=lines[over], y=lines["value"].where(~far, edge), front=lines.index.isin(front), far=far)
-    for _, own in shown[~far].groupby("name", sort=False):
+    shown = lines.assign(
+        x=lines[over], y=lines["value"].where(~outlier, edge), front=lines.index.isin(front), outlier=outlier
+    )
+    for _, own in shown[~outlier].groupby("name", sort=False):
         if len(own) > 1:
             (line,) = axes.plot(*own.sort_values("x")[["x", "y"]].to_numpy().T, color=DIM, linewidth=0.8, alpha=0.6)
             plot.tip(line, own["method"].iloc[0])
-    spots = [(shown["x"][label], shown["y"][label]) for label in front if not far[label]]
+    spots = [(shown["x"][label], shown["y"][label]) for label in front if not outlier[label]]
     axes.plot(*zip(*spots, strict=True), color=FRONT, linewidth=1.6)
     points, labels = [*zip(shown["x"], shown["y"], strict=True), *_along(spots)], []
     for each in shown.sort_values(["front", "learned", "is_full"]).itertuples():
-        marker = ("v" if higher else "^") if each.far else "s" if each.is_full else "D" if each.learned else "o"
+        marker = ("v" if higher else "^") if each.outlier else "s" if each.is_full else "D" if each.learned else "o"
         color = _color(each, FRONT if each.front else DIM)
         (mark,) = axes.plot(
             each.x, each.y, marker, color=color, markersize=5.5, markeredgewidth=0, clip_on=False, zorder=3
         )
         plot.tip(mark, each.method, describe(each))
-        if each.is_full and not each.far:
+        if each.is_full and not each.outlier:
             axes.axhline(each.value, color=FULL, linewidth=0.9, linestyle=(0, (1, 2.5)))
             points += _along([(x, each.value) for x in axes.get_xlim()])
-        if color != DIM and not each.far:
+        if color != DIM and not each.outlier:
             labels.append((each.x, each.y, each.label, color))
-    for name, own in shown[~far].groupby("name", sort=False):
+    for name, own in shown[~outlier].groupby("name", sort=False):
         if not {text for *_, text, _ in labels} & {*own["label"]}:  # a method without a name yet, at its largest cache
             labels.append((*own.sort_values("x")[["x", "y"]].iloc[-1], str(name), DIM))
-    if far.any():
-        cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[far].itertuples())
+    if outlier.any():
+        cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[outlier].itertuples())
         plot.caption += f" Far outside, triangles at the edge: {cut}."
     return labels, points
 
 
 def describe(line: Any) -> str:
-    """Write a line of a summary as a point says it."""
+    """Write a line of a summary as its point's tooltip."""
     error = "" if pandas.isna(line.value_error) else f" ± {line.value_error:.2g}"
     text = f"{line.label}: {line.metric} {line.value:.4g}{error}, achieved CR {line.achieved_ratio:.2f}"
     return f"{text}, {line.bytes_per_token:,.0f} bytes/token"
@@ -350,7 +352,7 @@ def _draw_curves(places: pandas.DataFrame, title: str) -> Plot:
 
 def _draw_layers(places: pandas.DataFrame, title: str) -> Plot:
     """Draw a thin line for each layer and a thick one for all, in at most `MOST_PLACES` points."""
-    first, caption = places.iloc[0], "Orange: all layers. Grey: each layer. Point at a line to see which it is."
+    first, caption = places.iloc[0], "Orange: all layers. Gray: each layer. Point at a line to see which it is."
     axis, is_ratio = first["by"].split()[0], first["metric"] == "compression_ratio"
     table = places.pivot_table(index=axis, columns="layer", values="value")
     width = max(1, len(table) // MOST_PLACES)
@@ -450,7 +452,7 @@ def _along(spots: Sequence[Spot], steps: int = 24) -> list[Spot]:
 
 
 def _place_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], points: Sequence[Spot]) -> None:
-    """Label points (x, y, text, colour) of axes that are laid out, where they cover least, from left to right.
+    """Label points (x, y, text, color) of axes that are laid out, where they cover least, from left to right.
 
     Dim ones come last, and only where they touch no other.
     """

@@ -203,13 +203,15 @@ class Engine:
         progress: bool | None = None,
         after: Collection[list[int]] | None = None,
     ) -> list[Generation]:
-        """Continue prompts; each as if it ran alone.
+        """Continue prompts together; each gets what it would get alone.
 
         Args:
             prompts: texts or token ids, not empty.
-            params: for all prompts, or one each.
+            params: sampling parameters of all prompts, or a list of one for each.
             progress: whether to show a bar on stderr; None: if that is a terminal and it takes more than a few seconds.
-            after: fed behind each prompt as a session's next turn, when the prompt has been compressed; maybe nothing.
+            after: tokens fed after each prompt has been compressed, as a session's next turn; may be empty.
+        Returns:
+            A generation for each prompt, in their order.
         Raises:
             ValueError: see `submit`; nothing has run.
             ArithmeticError: see `run`.
@@ -237,13 +239,13 @@ class Engine:
         session: Session | None = None,
         after: list[int] | None = None,
     ) -> Request:
-        """Queue a request; `step` brings its tokens.
+        """Queue a request; `step` generates its tokens.
 
         Args:
             prompt: text or token ids, not empty.
-            params: how to continue it.
-            session: whose next turn this is; None: nobody's.
-            after: fed behind the prompt as a session's next turn, when it has been compressed; None: nothing.
+            params: sampling parameters; None: the defaults.
+            session: session whose next turn the prompt is; None: a request without a session.
+            after: tokens fed after the prompt has been compressed, as a session's next turn; None: nothing.
         Raises:
             ValueError: the prompt is empty, names unknown tokens or can never fit the memory; text or stop strings are
                 given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
@@ -257,13 +259,13 @@ class Engine:
         """Run one forward pass.
 
         Returns:
-            The new tokens of all requests; empty where the pass only fed parts of prompts, or nothing is to be done.
-            A request that cannot go on (its logits are no numbers, its processor fails, it outgrows the memory, a pass
-            with nobody else in it fails) ends with its `error`, and no event tells of it. Where a pass of several
-            fails, each is computed again, once alone.
+            The new tokens of all requests; empty if the pass fed only parts of prompts, or no request is pending. A
+            request that cannot continue (its logits are not finite, its logits processor raises, it outgrows the
+            memory, a pass of it alone fails) ends with its `error` set and without an event. If a pass of several
+            requests fails, each of them is computed again alone.
         Raises:
-            BaseException: what is no `Exception`, such as Ctrl-C, or does not come from a pass. Every request has then
-                been aborted and all blocks are free; sessions keep their tokens and are computed again.
+            BaseException: an error that is no `Exception`, such as Ctrl-C, or one outside of a pass. All requests have
+                then been aborted and all blocks are free; sessions keep their tokens and are computed again.
         """
         try:
             chunks = self._scheduler.next_chunks()
@@ -286,10 +288,10 @@ class Engine:
         """Step until these requests have finished; an exception or Ctrl-C aborts them.
 
         Raises:
-            ArithmeticError: the model's logits for one of them were no numbers; the others have finished.
-            OutOfBlocksError: one of them has outgrown the memory, as alone as it was; the others have finished.
-            Exception: what the model raises for one of them; the others have finished.
-            ValueError: one of them is another engine's.
+            ArithmeticError: the model's logits for one of them were not finite; the others have finished.
+            OutOfBlocksError: one of them alone does not fit the memory; the others have finished.
+            Exception: an error that the model raised for one of them; the others have finished.
+            ValueError: one of them was submitted to another engine.
         """
         requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
         requests = [each.root or each for each in requests]  # continuations of one prompt end together
@@ -312,10 +314,10 @@ class Engine:
             raise _renamed(error, f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
 
     def abort(self, request: Request) -> None:
-        """Take a request off; its blocks return. What it has generated becomes its generation; no event tells of it.
+        """Abort a request and free its blocks; the tokens so far become its generation, and there is no event.
 
         Raises:
-            ValueError: it is another engine's.
+            ValueError: it was submitted to another engine.
         """
         self._check_is_mine(of_kind("request", request, Request, "what `submit` returned"))
         self._abort_all([request])
@@ -323,18 +325,18 @@ class Engine:
     def stream(
         self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
     ) -> Iterator[TokenEvent]:
-        """Continue one prompt, token by token; other requests go on beside it.
+        """Continue one prompt, token by token, while other requests are computed too.
 
         The request starts with the first `next()`. Closing the iterator aborts it.
 
         Raises:
             ValueError: see `submit`.
-            ArithmeticError: the model's logits were no numbers.
+            ArithmeticError: the model's logits were not finite.
         """
         return self._events(self._request(prompt, params, session, streams_text=True))
 
     def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
-        """Take a prompt into a session's cache and generate nothing; `Session.feed` calls it.
+        """Compute a prompt into a session's cache without generating; `Session.feed` calls it.
 
         Raises:
             ValueError: see `submit`; nothing has run.
@@ -352,11 +354,11 @@ class Engine:
         return forced.stats
 
     def session(self) -> Session:
-        """Start a conversation whose cache stays between turns."""
+        """Start a session, whose cache stays between turns."""
         return Session(self)
 
     def fork(self, session: Session) -> Session:
-        """Start a conversation that has a session's turns behind it; `Session.fork` calls it.
+        """Start a session that continues from another one's turns; `Session.fork` calls it.
 
         Raises:
             ValueError: see `submit`.
@@ -370,10 +372,10 @@ class Engine:
         return other
 
     def end_session(self, session: Session) -> None:
-        """Abort what a session runs and take its blocks back; `Session.close` calls it.
+        """Abort a session's request and free its blocks; `Session.close` calls it.
 
         Raises:
-            ValueError: it is another engine's.
+            ValueError: it is another engine's session.
         """
         self._check_is_own(session)
         session.is_closed, session.sequence.kept = True, False
@@ -384,7 +386,7 @@ class Engine:
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
         """Teacher-force continuations through the compressed cache, many at once.
 
-        Feeds prompt + continuation[:-1]; the cache acts exactly as while generating.
+        Feeds prompt + continuation[:-1]; the cache compresses exactly as while generating.
 
         Returns:
             For each prompt the float32 log-probabilities [len(continuation), vocab].
@@ -400,14 +402,17 @@ class Engine:
         keep: Keep = of_all_tokens,
         after: Collection[list[int]] | None = None,
     ) -> list[Scoring]:
-        """Do the same as `score`, and measure the memory that each sequence took at its last step.
+        """Score as `score` does, and measure the memory of each sequence at its last step.
 
-        `keep` says what is held of the log-probabilities; a long continuation's of whole vocabularies are gigabytes.
-        `after` is fed between the two, as a session's next turn: behind a prompt that has been compressed. A session in
-        place of a prompt goes on from what it holds; it can then only be closed.
-
+        Args:
+            prompts: texts, token ids, or sessions, which continue from their cache and can then only be closed.
+            continuations: texts or token ids, one for each prompt.
+            keep: reduces the log-probabilities, [n, vocab], to what is returned: those of whole vocabularies are
+                gigabytes for a long continuation.
+            after: tokens fed between each prompt and its continuation, as a session's next turn, once the prompt has
+                been compressed; None: nothing.
         Raises:
-            ValueError: see `score`; or the three have different lengths.
+            ValueError: see `score`; or there are not as many of each.
         """
         prompts = listed("prompts", prompts, "texts or lists of token ids")
         continuations = listed("continuations", continuations, "texts or lists of token ids")
@@ -432,7 +437,7 @@ class Engine:
         return [each.scoring() for each in forced.values()]
 
     def _run_forced(self, forced: dict[Sequence, Forced]) -> None:
-        """Feed sequences along what they are forced to."""
+        """Feed sequences with the continuations that are given."""
         self._forced |= forced
         try:
             for sequence in forced:

@@ -94,8 +94,8 @@ class Tally:
         """Make the index of `count_last` before the pass, since a copy after it would wait; None: no rows."""
         if not rows:
             return None
-        are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
-        return slice(rows[0], rows[0] + len(rows)) if are_neighbours else torch.tensor(rows, device=self._device)
+        are_adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        return slice(rows[0], rows[0] + len(rows)) if are_adjacent else torch.tensor(rows, device=self._device)
 
     def count_last(self, where: SlotIndex, lengths: Tensor, adds: bool) -> None:
         """Count the entries of rows after a pass.
