@@ -53,7 +53,7 @@ class AdaKV(SnapKV):
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
-        """Choose over all heads."""
+        """Choose over all heads; see `EvictionPolicy.keep`."""
         assert entries.observed is not None
         if not self.official_blend:
             return self.keep_over_heads(entries, budget, self.alpha_f)

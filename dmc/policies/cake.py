@@ -80,7 +80,7 @@ class CAKE(EvictionPolicy):
         return [window + share for share in spread_evenly(shares, total, tokens_seen - window)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Scores by the window; while generating, the newest query's attention."""
+        """Scores by the window; while generating, the newest query's attention; see `EvictionPolicy.scores`."""
         if entries.observed is not None:
             return entries.observed
         assert entries.row is not None

@@ -39,7 +39,7 @@ class CaM(H2O):
             raise ValueError(f"m={self.m}: expected a number of entries >= 1")
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Spread the values of evicted entries."""
+        """Spread the values of evicted entries; see `EvictionPolicy.merge`."""
         if not leaving.any():
             return None
         followers = Followers(entries.exists & ~leaving, entries.positions, self.m)

@@ -26,7 +26,7 @@ class Random(EvictionPolicy):
     grows: ClassVar[bool] = False
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Uniform on [0, 1)."""
+        """Uniform on [0, 1); see `EvictionPolicy.scores`."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + entries.layer_index) % 2**63)
         lots = torch.rand(int(entries.tokens_seen[0]), entries.shape[1], generator=generator).T
         return lots.to(entries.lengths.device)[None].gather(-1, entries.positions.clamp_min(0).long())
@@ -69,7 +69,7 @@ class Marked(EvictionPolicy):
         return marks
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Positions, with those of marked tokens above all others."""
+        """Positions, with those of marked tokens above all others; see `EvictionPolicy.scores`."""
         tokens = entries.read_tokens()
         marks = self.marked(tokens)[entries.positions.clamp_min(0).long()]
         return entries.positions.float() + len(tokens) * marks

@@ -106,7 +106,7 @@ class D2O(EvictionPolicy):
         return [max(1, whole(share * tokens_seen)) for share in clamped_shares(weights, average)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Accumulated attention; +inf for sinks and recent entries."""
+        """Accumulated attention; +inf for sinks and recent entries; see `EvictionPolicy.scores`."""
         budget = torch.as_tensor(budget, device=entries.lengths.device).view(-1)
         sinks = (budget - 2).clamp(0, self.sinks)
         if int(sinks.min()) < self.sinks:

@@ -138,7 +138,7 @@ class EvictionPolicy(CachePolicy):
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
     def keep_over_heads(self, entries: Entries, budget: int, share: float) -> Tensor:
-        """Choose by `observed` over all heads; each keeps its entries at +inf, and `share` of its other budget."""
+        """Choose by `observed` over all heads, bool [S, H, N]; each keeps its +inf, and `share` of its other budget."""
         assert entries.observed is not None
         window = int((entries.observed[0, 0] == torch.inf).sum())
         scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))

@@ -79,7 +79,7 @@ class ExpectedAttention(EvictionPolicy):
         return Moments(total, before.mean + shift * (count / total), before.deviations + new.deviations + between)
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
-        """The score above; +inf for the sinks."""
+        """The score above; +inf for the sinks; see `EvictionPolicy.observe`."""
         keys, heads = entries.read_keys().float()[0], entries.shape[1]  # [H, N, D]
         sinks = entries.among_first(min(self.sinks, limit))
         logits = keys.new_zeros(heads, 1, entries.num_entries)
@@ -97,5 +97,5 @@ class ExpectedAttention(EvictionPolicy):
         return scores[None].masked_fill(sinks, torch.inf)
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
-        """Choose over all heads."""
+        """Choose over all heads; see `EvictionPolicy.keep`."""
         return self.keep_over_heads(entries, budget, self.alpha_f)

@@ -45,7 +45,7 @@ class H2O(EvictionPolicy):
         return self.evict_decoding
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Accumulated attention; +inf for the recent ones."""
+        """Accumulated attention; +inf for the recent ones; see `EvictionPolicy.scores`."""
         return torch.where(entries.among_last(self.num_recent(budget)), torch.inf, self.base_scores(entries))
 
     def num_recent(self, budget: int | Tensor) -> int | Tensor:

@@ -61,7 +61,7 @@ class LAVa(SnapKV):
         return self.adapts_layers
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
-        """The score above, the maximum over the group; +inf for the window itself."""
+        """The score above, the maximum over the group; +inf for the window itself; see `EvictionPolicy.observe`."""
         assert entries.rows is not None
         window = effective_window(self.window, limit)
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
@@ -91,7 +91,7 @@ class LAVa(SnapKV):
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
-        """Choose over all heads, or in each."""
+        """Choose over all heads, or in each; see `EvictionPolicy.keep`."""
         if self.head_budget == "equal":
             return super().keep(entries, budget)
         return self.keep_over_heads(entries, budget, self.floor)

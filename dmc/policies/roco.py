@@ -44,7 +44,7 @@ class RoCo(EvictionPolicy):
             )
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Mean attention; +inf for the safe ones."""
+        """Mean attention; +inf for the safe ones; see `EvictionPolicy.scores`."""
         mean = entries.sums["mass"] / entries.num_queries
         deviation = (entries.sums["squares"] / entries.num_queries - mean.square()).clamp_min(0).sqrt()
         budgets = [budget] if isinstance(budget, int) else budget.tolist()

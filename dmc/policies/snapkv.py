@@ -48,6 +48,6 @@ class SnapKV(EvictionPolicy):
         return pool_before(entries, attention, window, self.kernel_size, self.pooling)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """The result of `observe`."""
+        """The result of `observe`; see `EvictionPolicy.scores`."""
         assert entries.observed is not None
         return entries.observed

@@ -30,7 +30,7 @@ class TOVA(EvictionPolicy):
     needs_row: ClassVar[bool] = True
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Attention of the newest query."""
+        """Attention of the newest query; see `EvictionPolicy.scores`."""
         assert entries.row is not None
         scores = entries.row if self.per_head else entries.row.mean(1, keepdim=True).expand_as(entries.row)
         return scores.masked_fill(entries.among_last(1), torch.inf) if self.protect_last else scores

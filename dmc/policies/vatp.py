@@ -38,7 +38,7 @@ class VATP(H2O):
         return super().base_scores(entries) * entries.sums["value_norm"]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """H2O's; +inf for the sinks."""
+        """H2O's; +inf for the sinks; see `EvictionPolicy.scores`."""
         heavy = torch.as_tensor(budget - self.num_recent(budget), device=entries.lengths.device)
         if isinstance(budget, int) and budget - self.num_recent(budget) < self.sinks:
             kept = budget - self.num_recent(budget)

@@ -20,7 +20,7 @@ class LocalWindow(EvictionPolicy):
     budget: Budget
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Positions: the youngest entry has the highest score."""
+        """Positions: the youngest entry has the highest score; see `EvictionPolicy.scores`."""
         return entries.positions.float()
 
 
@@ -54,7 +54,7 @@ class StreamingLLM(LocalWindow):
         return self.sinks * num_kv_heads * head_dim if self.rerotate else 0
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Positions; +inf for the sinks."""
+        """Positions; +inf for the sinks; see `EvictionPolicy.scores`."""
         if isinstance(budget, int) and budget - 1 < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
         sinks = torch.as_tensor(budget - 1, device=entries.lengths.device).clamp_max(self.sinks)
