@@ -220,7 +220,7 @@ class StreamLoader:
         """
         if state.get("num_stream_shards") != len(self.lanes):
             raise ValueError(
-                f"the checkpoint holds the places of {state.get('num_stream_shards')} lanes of the stream, "
+                f"the checkpoint holds the places of {state.get('num_stream_shards')} shards of the stream, "
                 f"data.stream_shards is {len(self.lanes)}: it cannot change within a run"
             )
         if state["num_drawn"] % self.world_size:
@@ -272,7 +272,7 @@ class StreamLoader:
                 item = self._item(position, next(lanes[lane][self._schedule[turn % len(self._schedule)]]))
             except StopIteration:
                 raise ValueError(
-                    f"lane {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
+                    f"shard {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
                 ) from None
             return item, {"sources": [reader.state for reader in lanes[lane]]}
 

@@ -189,7 +189,7 @@ def test_errors_name_the_value_and_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=r"data\.stream_shards=12 cannot be shared out evenly to 5 ranks"):
         make_loader(world_size=5)
-    with pytest.raises(ValueError, match=r"12 lanes of the stream, data\.stream_shards is 6"):
+    with pytest.raises(ValueError, match=r"12 shards of the stream, data\.stream_shards is 6"):
         make_loader(num_stream_shards=6).load_state_dict(make_loader().state_dict())
     with pytest.raises(ValueError, match=r"14 samples are drawn, no multiple of world_size=4"):
         make_loader(world_size=4).load_state_dict({"num_drawn": 14, "num_stream_shards": NUM_LANES, "lanes": {}})
@@ -198,7 +198,7 @@ def test_errors_name_the_value_and_the_remedy(
     with pytest.raises(ValueError, match="is empty: no document is text"):
         open_stream_shards([source], 1)
     (tmp_path / "a.txt").write_bytes(b"one document")
-    with pytest.raises(ValueError, match=r"lane 1 of 2 has no text of a source; lower data\.stream_shards"):
+    with pytest.raises(ValueError, match=r"shard 1 of 2 has no text of a source; lower data\.stream_shards"):
         list(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4))
     (tmp_path / "a.jsonl").write_text('{"text": 1}')
     with pytest.raises(TypeError, match="holds int, expected text"):

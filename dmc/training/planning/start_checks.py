@@ -26,8 +26,8 @@ def check_start(config: RunConfig, num_local: int) -> None:
     Checks that depend on the machine are left to the start: its GPUs, installed libraries, a login, the text.
 
     Raises:
-        ValueError, NotImplementedError: batch, lanes, heads or devices cannot be divided so, the model is not known or
-            cannot have these gates, a source is none, or the stages contradict each other.
+        ValueError, NotImplementedError: batch, stream shards, heads or devices cannot be divided so, the model is not
+            known or cannot have these gates, a source is none, or the stages contradict each other.
     """
     trainer, training, data = config.trainer, config.training, config.data
     num_copies, shard_size, tensor_size = trainer.mesh(num_local)
