@@ -188,21 +188,21 @@ class RetrofitModule(LightningModule):
             taught=None if self.teacher is None else self.teacher.read(input_ids),
         )
         loss = sequence_means(losses.cross_entropy, targets, mask).mean()
-        micro_batch_metrics = {"train/loss": loss.detach()}
+        metrics = {"train/loss": loss.detach()}
         if losses.divergence is not None and self.config.training.distillation is not None:
             taught = sequence_means(losses.divergence, targets, mask).mean()
             share = self.config.training.distillation.weight
-            micro_batch_metrics |= {"train/distillation_loss": taught.detach()}
+            metrics |= {"train/distillation_loss": taught.detach()}
             loss = (1 - share) * loss + share * taught
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
-            micro_batch_metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
+            metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
             loss = loss + torch.as_tensor(self.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
                 agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
-                micro_batch_metrics["train/head_agreement_loss"] = agreement_loss.detach()
+                metrics["train/head_agreement_loss"] = agreement_loss.detach()
                 loss = loss + self.config.training.head_agreement_weight * agreement_loss
-        self.micro_batch_metrics.append(micro_batch_metrics)
+        self.micro_batch_metrics.append(metrics)
         return loss
 
     def settings_at(self, step: int) -> dict[str, float]:

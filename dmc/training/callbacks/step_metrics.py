@@ -95,7 +95,7 @@ class _Step(NamedTuple):
 
 
 class StepMetrics(AfterStep):
-    """Logs each step's figures, which the module has micro_batch_metrics for each micro-batch, and skips bad steps.
+    """Logs the metrics of each step, means over its micro-batches, and skips steps that are not finite.
 
     The metrics are averaged over ranks in one small all-reduce: before the optimizer's step, or after it where the
     strategy itself clips gradients. Everything that depends on them runs on the device; the host reads those of a step
