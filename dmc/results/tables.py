@@ -187,7 +187,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         if each is None or not line["learned"] or not pandas.isna(line["budget"]):
             return ""
         more = f" in {each['baseline_bytes'] - 1:.0%} more bytes" if each["baseline_bytes"] > SAME_BYTES else ""
-        ahead = "worse than" if each["gap"] < 0 else "better than" if each["gap"] > 0 else "beside"
+        ahead = "worse than" if each["gap"] < 0 else "better than" if each["gap"] > 0 else "from"
         told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} {each['baseline']}{more}"
         open_ = "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else "not significant"
         return ", ".join(filter(None, [told, open_, _seeds(each, "seeds_ahead", "better")]))
