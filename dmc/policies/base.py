@@ -55,11 +55,11 @@ class Entries:
     """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
     nominal: Tensor
     """Budget at the end of the last prompt, entries per head, int64 [S]."""
-    row: Tensor | None = None
+    last_attention: Tensor | None = None
     """Attention of the newest query, mean over the group, float32 [S, H, N]."""
-    rows: Tensor | None = None
+    window_attention: Tensor | None = None
     """At the end of a prompt: attention of its last w queries, float32 [S, H, group, w, N]."""
-    columns: Tensor | None = None
+    prompt_attention: Tensor | None = None
     """At the end of a prompt: attention received from all of its queries, float32 [S, H, group, N]."""
     gathered: Any = None
     """At the end of a prompt: what the policy's `gather` returned for its queries."""

@@ -44,7 +44,7 @@ class CAKE(EvictionPolicy):
     """Whether each layer is compressed as soon as it is prefilled, and again as later layers follow."""
 
     grows: ClassVar[bool] = False
-    needs_row: ClassVar[bool] = True
+    needs_last_attention: ClassVar[bool] = True
     adapts_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -83,16 +83,16 @@ class CAKE(EvictionPolicy):
         """Scores by the window; while generating, the newest query's attention; see `EvictionPolicy.scores`."""
         if entries.observed is not None:
             return entries.observed
-        assert entries.row is not None
+        assert entries.last_attention is not None
         window = (entries.nominal // 2).clamp(1, self.window)
-        return pool_before(entries, entries.row, window, self.kernel_size, "avg")
+        return pool_before(entries, entries.last_attention, window, self.kernel_size, "avg")
 
     def _before_window(self, entries: Entries, limit: int) -> tuple[Tensor, int]:
         """Attention of the window's queries, 0 at the window's own tokens, [S, H, group, w, N]; and w."""
-        assert entries.rows is not None
+        assert entries.window_attention is not None
         window = effective_window(self.window, limit)
         before = entries.exists & ~entries.among_last(window)
-        return entries.rows[..., -window:, :] * before[:, :, None, None], window
+        return entries.window_attention[..., -window:, :] * before[:, :, None, None], window
 
 
 def variance(rows: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class D2O(EvictionPolicy):
     """Ratio N : M of heavy hitters to recent entries."""
 
     grows: ClassVar[bool] = False
-    needs_row: ClassVar[bool] = True
-    needs_columns: ClassVar[bool] = True
+    needs_last_attention: ClassVar[bool] = True
+    needs_prompt_attention: ClassVar[bool] = True
     adapts_layers: ClassVar[bool] = True
     merges: ClassVar[bool] = True  # type: ignore[misc]
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
@@ -91,8 +91,8 @@ class D2O(EvictionPolicy):
             return 1.0
         if self.allocation == "exponential":
             return math.exp(-entries.layer_index / entries.num_layers)
-        assert entries.columns is not None
-        variance = torch.stack([heads.flatten(0, 1).var(-1) for heads in entries.columns.double()])
+        assert entries.prompt_attention is not None
+        variance = torch.stack([heads.flatten(0, 1).var(-1) for heads in entries.prompt_attention.double()])
         if self.scaled:
             variance = (variance - variance.min()) / (variance.max() - variance.min() + 1e-6)
         spread = float(variance.mean())

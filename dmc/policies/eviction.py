@@ -39,9 +39,9 @@ class EvictionPolicy(CachePolicy):
     count all tokens seen in all turns of a session, not the entries that earlier turns have left."""
     window: int = 0
     """Number of last queries of a prompt whose attention it needs."""
-    needs_columns: ClassVar[bool] = False
+    needs_prompt_attention: ClassVar[bool] = False
     """Whether it needs, when a prompt ends, the attention of each query head to every entry, summed over queries."""
-    needs_row: ClassVar[bool] = False
+    needs_last_attention: ClassVar[bool] = False
     """Whether it needs the attention of every generated token's query."""
     merges: bool = False
     """Whether `merge` changes entries that stay."""
@@ -97,7 +97,7 @@ class EvictionPolicy(CachePolicy):
         raise NotImplementedError
 
     def observe(self, entries: Entries, limit: int) -> Tensor | None:
-        """Score `entries.rows` when a prompt of more than `limit` tokens ends; the result becomes `Entries.observed`.
+        """Score `window_attention` when a prompt of more than `limit` tokens ends; the result is `Entries.observed`.
 
         Returns:
             Float32 [S, H, N], or None.
@@ -245,7 +245,7 @@ class Eviction(CacheAttention):
         place = places(layer.block_tables[batch.row_index], every, layer.block_size)
         for name in self._powers:  # 0 beyond the length, wherever that leads
             layer.entry_metadata[name].view(-1).index_put_((place,), received[name], accumulate=True)
-        if policy.needs_columns:
+        if policy.needs_prompt_attention:
             for row, own in zip(batch.rows, columns, strict=True):
                 before = self._columns.get((layer_index, row), own[..., :0])
                 self._columns[layer_index, row] = own + pad(before, (0, own.shape[-1] - before.shape[-1]))
@@ -256,12 +256,12 @@ class Eviction(CacheAttention):
         if layer_index == 0:
             self._longest = int(self.cache.lengths[:, rows].max()) + 1  # later layers have not appended yet
             self._limits = self._limits_of(batch)
-        wanted = {"return_scores": policy.needs_row, "num_scores": self.whole_pages(self._longest)}
+        wanted = {"return_scores": policy.needs_last_attention, "num_scores": self.whole_pages(self._longest)}
         attended = self.attend_once(layer_index, batch, query, scaling, **wanted)
         entries = self._entries(layer_index, rows, batch.tokens_seen, self._longest)
-        if policy.needs_row:
+        if policy.needs_last_attention:
             attended, scores = attended
-            entries.row = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
+            entries.last_attention = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
         limits = self._limits[layer_index]
         scores = policy.scores(entries, limits)
         slots = self.backend.eviction_candidate(scores, entries.positions, entries.lengths, limits)
@@ -291,11 +291,11 @@ class Eviction(CacheAttention):
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
         if window is not None:
             slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
-            (entries.rows,) = attention_probabilities(window[None], layer, rows, slots, scaling)
-            entries.row = entries.rows[..., -1, :].mean(2)
+            (entries.window_attention,) = attention_probabilities(window[None], layer, rows, slots, scaling)
+            entries.last_attention = entries.window_attention[..., -1, :].mean(2)
         seen = self._seen[row]
         if (columns := self._columns.pop((layer_index, row), None)) is not None:
-            entries.columns = columns[None, ..., :length]  # as wide as the pass's longest prompt
+            entries.prompt_attention = columns[None, ..., :length]  # as wide as the pass's longest prompt
         entries.gathered = self._gathered.pop((layer_index, row), None)
         entries.observed = policy.observe(entries, limit)
         seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))

@@ -33,7 +33,7 @@ class H2O(EvictionPolicy):
     """Whether entries are evicted while generating; else the cache grows after the prompt."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
-    needs_row: ClassVar[bool] = True
+    needs_last_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:

@@ -62,10 +62,10 @@ class LAVa(SnapKV):
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
         """The score above, the maximum over the group; +inf for the window itself; see `EvictionPolicy.observe`."""
-        assert entries.rows is not None
+        assert entries.window_attention is not None
         window = effective_window(self.window, limit)
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
-        scores = entries.rows[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
+        scores = entries.window_attention[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
         pooled = [pool_before(entries, each, window, self.kernel_size, self.pooling) for each in scores.unbind(2)]
         return torch.stack(pooled).amax(0)
 

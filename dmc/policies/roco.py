@@ -35,7 +35,7 @@ class RoCo(EvictionPolicy):
     """Share of the budget that is chosen by deviation."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "squares")
-    needs_row: ClassVar[bool] = True
+    needs_last_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent_ratio < 1:

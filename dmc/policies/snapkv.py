@@ -42,9 +42,9 @@ class SnapKV(EvictionPolicy):
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
         """Mean attention of the window, pooled over neighbors; +inf for the window itself."""
-        assert entries.rows is not None
+        assert entries.window_attention is not None
         window = effective_window(self.window, limit)
-        attention = entries.rows[..., -window:, :].mean((2, 3))
+        attention = entries.window_attention[..., -window:, :].mean((2, 3))
         return pool_before(entries, attention, window, self.kernel_size, self.pooling)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

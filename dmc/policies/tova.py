@@ -27,10 +27,14 @@ class TOVA(EvictionPolicy):
     """Whether the newest entry always stays."""
 
     window: ClassVar[int] = 1  # type: ignore[misc]
-    needs_row: ClassVar[bool] = True
+    needs_last_attention: ClassVar[bool] = True
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Attention of the newest query; see `EvictionPolicy.scores`."""
-        assert entries.row is not None
-        scores = entries.row if self.per_head else entries.row.mean(1, keepdim=True).expand_as(entries.row)
+        assert entries.last_attention is not None
+        scores = (
+            entries.last_attention
+            if self.per_head
+            else entries.last_attention.mean(1, keepdim=True).expand_as(entries.last_attention)
+        )
         return scores.masked_fill(entries.among_last(1), torch.inf) if self.protect_last else scores

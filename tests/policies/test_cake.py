@@ -33,7 +33,7 @@ def test_a_layers_weight_is_entropy_times_variance(make_entries, tau1, tau2):
     rows = torch.rand(2, 2, 3, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)  # [H, group, w, N]
     entropy, variance = entropy_and_variance(rows[..., :5].flatten(0, 1).double())
     weight = CAKE(budget=Budget(tokens=6), window=3, tau1=tau1, tau2=tau2).layer_weight(
-        make_entries(2, 8, rows=rows), 6
+        make_entries(2, 8, window_attention=rows), 6
     )
     assert weight == pytest.approx(entropy ** (1 / tau1) * variance ** (1 / tau2), rel=1e-5)
 
@@ -49,6 +49,6 @@ def test_layers_share_what_is_beside_the_window_in_proportion():
 
 def test_constant_attention_ranks_by_its_mean_alone(make_entries):
     row = torch.tensor([0.1, 0.4, 0.2, 0.3, 0.0, 0.0])
-    entries = make_entries(1, 6, rows=row.expand(1, 1, 2, 6))
+    entries = make_entries(1, 6, window_attention=row.expand(1, 1, 2, 6))
     observed = CAKE(budget=Budget(tokens=4), window=2, kernel_size=1).observe(entries, 4)
     assert observed.flatten().tolist() == pytest.approx([0.1, 0.4, 0.2, 0.3, torch.inf, torch.inf])

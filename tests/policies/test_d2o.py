@@ -40,10 +40,10 @@ def columns_of(*variances):
 def test_variances_as_in_equation_4_tell_layers_apart_that_scaling_makes_alike(make_entries, offset, shares):
     columns = columns_of(offset + 0.5, offset + 2.5, offset + 9)
     eq4, scaled = (D2O(budget=Budget(tokens=30), scaled=each) for each in (False, True))
-    plain = [eq4.layer_weight(make_entries(1, 2, columns=each), 30) for each in columns]
+    plain = [eq4.layer_weight(make_entries(1, 2, prompt_attention=each), 30) for each in columns]
     assert plain == pytest.approx([-(offset + each) for each in (0.5, 2.5, 9)], abs=1e-2)
     assert tuple(eq4.layer_budgets(plain, 30, 3, 100)) == pytest.approx(shares, abs=1)
-    alike = [scaled.layer_weight(make_entries(1, 2, columns=each), 30) for each in columns]
+    alike = [scaled.layer_weight(make_entries(1, 2, prompt_attention=each), 30) for each in columns]
     assert scaled.layer_budgets(alike, 30, 3, 100) == [30, 30, 30]
 
 

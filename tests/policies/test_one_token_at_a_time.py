@@ -95,13 +95,13 @@ def test_what_varies_most_is_safe(make_entries):
     [([[0.30, 0.10, 0.20, 0.15, 0.25]], [1]), ([[0.1, 0.2, 0.7], [0.5, 0.1, 0.4]], [1, 1]), ([[0.5, 0.4, 0.1]], [2])],
 )
 def test_what_all_heads_attend_to_least_goes(make_entries, evicted, rows, expected):
-    entries = make_entries(len(rows), len(rows[0]), row=rows)
+    entries = make_entries(len(rows), len(rows[0]), last_attention=rows)
     assert evicted(TOVA(budget=Budget(tokens=1)), entries, len(rows[0]) - 1) == expected
     assert evicted(TOVA(budget=Budget(tokens=1)), entries, len(rows[0])) == [-1] * len(rows)
 
 
 def test_heads_may_choose_for_themselves_and_spare_the_newest(make_entries, evicted):
-    entries = make_entries(2, 3, row=[[0.1, 0.2, 0.7], [0.5, 0.4, 0.1]])
+    entries = make_entries(2, 3, last_attention=[[0.1, 0.2, 0.7], [0.5, 0.4, 0.1]])
     policy = TOVA(budget=Budget(tokens=2), per_head=True, protect_last=True)
     assert evicted(policy, entries, 2) == [0, 1]
 

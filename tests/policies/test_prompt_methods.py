@@ -98,7 +98,7 @@ def worked(make_entries):
     rows = torch.tensor([[*head, 0.0] for head in ATTENTION])[:, None, None]  # [H, group, w, N]
     values = torch.zeros(2, 5, 2)
     values[0, 1], values[1, 4] = torch.tensor([-1.5, 0.5]), torch.tensor([0.0, 1.0])
-    return make_entries(2, 5, rows=rows, values=values.tolist())
+    return make_entries(2, 5, window_attention=rows, values=values.tolist())
 
 
 def test_attention_counts_times_the_largest_value_of_the_head(worked):
