@@ -20,7 +20,8 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 @script("serve")
 def main(settings: DictConfig) -> None:
     try:
-        from dmc.serving.server import read_config, serve
+        from dmc.serving.config import read_config
+        from dmc.serving.server import serve
     except ImportError as error:
         raise ImportError(f"serving needs more packages ({error}): pip install 'dmc-retrofit[serve]'") from error
     values: Any = OmegaConf.to_container(settings, resolve=True)

@@ -86,7 +86,7 @@ class Engine:
         block_size: entries per page.
         memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
             what is free beside the activations of the largest pass, no more than `max_batch_size` sequences of the
-            model's full length); None: grow as needed.
+            model's full length), "auto/2" as one of two engines that share it; None: grow as needed.
         kernels: backend name, "auto" picks.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.

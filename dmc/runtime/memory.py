@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,8 @@ def pool_bytes(
     """Turn a `memory=` setting into bytes.
 
     Args:
-        memory: bytes as a whole number, a fraction of the device's free memory as a float, "auto", or None.
+        memory: bytes as a whole number, a fraction of the device's free memory as a float, "auto", "auto/3" as one of
+            three engines that share it, or None.
         device: device of the pages, which already holds the weights.
         most: upper limit of "auto" in bytes.
         activations: memory that "auto" leaves for passes.
@@ -93,11 +95,13 @@ def pool_bytes(
     """
     if memory is None:
         return None
-    if memory == "auto":
+    if isinstance(memory, str) and (auto := re.fullmatch(r"auto(?:/([1-9]\d*))?", memory)):
         free = free_bytes(device)
-        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free)
+        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // int(auto[1] or 1)
         chosen = min(activations.room(usable), most)
-        logger.info("memory=auto: %d bytes for the cache's pages, of %d that are free on %s", chosen, free, device)
+        logger.info(
+            "memory=%s: %d bytes for the cache's pages, of %d that are free on %s", memory, chosen, free, device
+        )
         return chosen
     if isinstance(memory, float) and 0 < memory <= 1:
         return int(memory * free_bytes(device))

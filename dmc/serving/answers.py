@@ -42,12 +42,8 @@ class Answer:
         self._num_generated = 0
         self._held: dict[int, GenerationStats] = {}
         self._ends: dict[int, Generation] = {}
-        name = "chatcmpl" if self._is_chat else "cmpl"
-        self._same: dict[str, Any] = {
-            "id": f"{name}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+        name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._same: dict[str, Any] = {"id": name, "created": int(time.time()), "model": asked.model}
 
     async def whole(self) -> str:
         """Wait for all continuations and return the whole response.
@@ -70,28 +66,27 @@ class Answer:
         """
         options = self._asked.stream_options
         async for news in self._news():
-            usage = self._usage(live=True) if options.continuous_usage_stats else None
-            yield self._write([news], usage, is_piece=True)
+            yield self._write([news], self._usage() if options.continuous_usage_stats else None, is_piece=True)
         if options.include_usage:
-            yield self._write([], self._usage(live=options.continuous_usage_stats), is_piece=True)
+            yield self._write([], self._usage(), is_piece=True)
 
     async def _news(self) -> AsyncIterator[News]:
         begun: set[int] = set()
         while len(self._ends) < len(self._jobs):
             job, each = await self._events.get()
             if isinstance(each, TokenEvent):
+                first = job.index * self._asked.n
                 if job.index not in begun and (self._is_chat or self._echoes):
                     begun.add(job.index)
                     opening = await asyncio.to_thread(self._prompt, job) if self._echoes else ("", [])
                     for number in range(self._asked.n):
-                        yield job.index * self._asked.n + number, *opening, None
-                index = job.index * self._asked.n + each.number
+                        yield first + number, *opening, None
                 if self._asked.max_tokens == 0:  # the engine generates at least one token
-                    yield index, "", [], "length"
+                    yield first + each.number, "", [], "length"
                 else:
                     self._num_generated += 1
-                    tokens: list[Told] = [(each.token_id, each.logprob, each.top_logprobs or {})]
-                    yield index, each.text, tokens, each.finish_reason
+                    token: Told = each.token_id, each.logprob, each.top_logprobs or {}
+                    yield first + each.number, each.text, [token], each.finish_reason
             elif isinstance(each, GenerationStats):
                 self._held[job.index] = each
             elif isinstance(each, ValueError):
@@ -117,8 +112,8 @@ class Answer:
         said = {"role": "assistant" if opens else None, "content": text}
         return choice | {"delta" if is_piece else "message": said}
 
-    def _usage(self, live: bool = False) -> dict[str, Any]:
-        """Count tokens and cache entries; `live`: also before the end, for every layer and KV head."""
+    def _usage(self) -> dict[str, Any]:
+        """Count tokens and cache entries; of every layer and KV head where the client watches them."""
         ends = [each.stats for _, end in sorted(self._ends.items()) for each in (end, *end.alternatives)]
         stats = [*self._held.values()] if len(self._ends) < len(self._jobs) else ends
         entries = sum(int(each.slots.sum()) for each in stats)
@@ -129,7 +124,7 @@ class Answer:
             "bytes_used": sum(each.bytes_used for each in stats),
             "bytes_allocated": sum(each.bytes_allocated for each in stats),
         }
-        if live and stats:
+        if self._asked.stream_options.continuous_usage_stats and stats:
             told |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
         prompt = sum(len(job.prompt) for job in self._jobs)
         reused = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
@@ -144,31 +139,24 @@ class Answer:
     def _prompt(self, job: Job) -> tuple[str, list[Told]]:
         """Return a prompt's text as the tokenizer decodes it, and its tokens' log-probabilities if requested."""
         text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
-        assert request is not None
         if self._asked.num_logprobs is None:
             return text, []
         likely = zip(job.prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True)
         return text, [(job.prompt[0], None, {}), *likely]
 
     def _logprobs(self, index: int, tokens: list[Told]) -> dict[str, Any]:
-        named = [
-            (self._named(token, logprob), [self._named(*each) for each in top.items()])
-            for token, logprob, top in tokens
-        ]
+        named = [(self._named(token, own), [self._named(*one) for one in top.items()]) for token, own, top in tokens]
         if self._is_chat:
             return {"content": [one | {"top_logprobs": top} for one, top in named], "refusal": None}
         ends = [*itertools.accumulate((len(one["token"]) for one, _ in named), initial=self._offsets.get(index, 0))]
         self._offsets[index] = ends[-1]
-        likely: list[Any] = [
-            None
-            if one["logprob"] is None  # of tokens with the same text the most likely one remains
-            else {each["token"]: each["logprob"] for each in sorted([one, *top], key=lambda each: each["logprob"])}
-            for one, top in named
-        ]
-        values = {name: [one[name] for one, _ in named] for name in ("token", "logprob")}
+        likely: list[Any] = []
+        for one, top in named:  # of tokens with the same text the most likely one remains
+            ranked = sorted([one, *top], key=lambda each: each["logprob"]) if one["logprob"] is not None else None
+            likely.append(ranked and {each["token"]: each["logprob"] for each in ranked})
         return {
-            "tokens": values["token"],
-            "token_logprobs": values["logprob"],
+            "tokens": [one["token"] for one, _ in named],
+            "token_logprobs": [one["logprob"] for one, _ in named],
             "top_logprobs": likely,
             "text_offset": ends[:-1],
         }

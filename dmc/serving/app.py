@@ -24,7 +24,8 @@ from dmc.policies.from_config import budget_name
 from dmc.runtime import Engine
 from dmc.serving import requests
 from dmc.serving.answers import Answer
-from dmc.serving.requests import APIError, ChatAsked, CompletionAsked, ToDetokenize, ToTokenize
+from dmc.serving.metrics import written
+from dmc.serving.requests import APIError
 from dmc.serving.worker import Job, Worker
 
 logger = logging.getLogger(__name__)
@@ -77,14 +78,9 @@ def bare_app(keys: tuple[str, ...]) -> FastAPI:
             error = APIError(500, f"the server has failed: {type(error).__name__}")
         return JSONResponse(error.body, error.status, error.headers)
 
-    return FastAPI(
-        title="dmc",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        dependencies=[Depends(check_key)],
-        exception_handlers=dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), tell),
-    )
+    options: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    options["exception_handlers"] = dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), tell)
+    return FastAPI(dependencies=[Depends(check_key)], **options)
 
 
 def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None = None) -> FastAPI:
@@ -104,33 +100,30 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
             raise APIError(404, message, "model", "model_not_found")
         return engine
 
-    async def read(request: Request, kind: type[requests.Kind]) -> requests.Kind:
-        return await asyncio.to_thread(requests.read, await read_body(request, bounds), kind)
+    async def read(request: Request, kind: type[requests.Kind]) -> tuple[requests.Kind, Engine]:
+        asked: Any = await asyncio.to_thread(requests.read, await read_body(request, bounds), kind)
+        return asked, engine_of(asked.model)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def complete(request: Request, end: End) -> Response:
         is_chat = request.scope["path"].endswith("/chat/completions")
-        asked = await read(request, ChatAsked if is_chat else CompletionAsked)
-        engine = engine_of(asked.model)
+        asked, engine = await read(request, requests.ChatAsked if is_chat else requests.CompletionAsked)
         prompts = await asyncio.to_thread(requests.prompts_of, asked, engine)
         if bounds.log_prompts:
-            logger.info("%s: %s", asked.model, asked.model_dump_json(include={"prompt", "messages"}))
-        longest, loop = worker.longest[asked.model], asyncio.get_running_loop()
-        params = [requests.sampling_of(asked, len(prompt), engine, longest) for prompt in prompts]
+            logger.warning("%s: %s", asked.model, asked.model_dump_json(include={"prompt", "messages"}))
+        params = [requests.sampling_of(asked, len(each), engine, worker.longest[asked.model]) for each in prompts]
         events: asyncio.Queue[tuple[Job, Any]] = asyncio.Queue()
         watched = asked.stream and asked.stream_options.continuous_usage_stats
-        jobs = [
-            Job(asked.model, prompt, each, index, events, loop, asked.question_tokens, watched)
-            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-        ]
+        own: Any = (events, asyncio.get_running_loop(), asked.question_tokens, watched)
+        jobs = [Job(asked.model, prompts[index], each, index, *own) for index, each in enumerate(params)]
         end.callback(worker.abort, jobs)
         worker.submit(jobs)
         answer = Answer(asked, jobs, engine, events)
         if not asked.stream:
             return Response(await while_connected(request, answer.whole()), media_type="application/json")
-        pieces = answer.pieces()  # what is refused has a status of its own
-        first = await while_connected(request, anext(pieces))  # type: ignore[arg-type]
+        pieces: Any = answer.pieces()
+        first = await while_connected(request, anext(pieces))  # what is refused has a status of its own
         return StreamingResponse(_sent(first, pieces), media_type="text/event-stream")
 
     def about(name: str) -> dict[str, Any]:
@@ -143,37 +136,35 @@ def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None =
         return Model(id=name, object="model", created=began, owned_by="dmc").model_dump() | more
 
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": [about(name) for name in worker.engines]})
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [about(name) for name in worker.engines]}
 
     @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> Response:
-        return JSONResponse(about(name))
+    async def show_model(name: str) -> dict[str, Any]:
+        return about(name)
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        asked = await read(request, ToTokenize)
-        engine = engine_of(asked.model)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        asked, engine = await read(request, requests.ToTokenize)
         tokens = await asyncio.to_thread(requests.encoded, asked.prompt, engine, "prompt", asked.add_special_tokens)
         longest = worker.longest[asked.model or next(iter(worker.engines))]
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        asked = await read(request, ToDetokenize)
-        engine = engine_of(asked.model)
+    async def detokenize(request: Request) -> dict[str, str]:
+        asked, engine = await read(request, requests.ToDetokenize)
         tokens = asked.tokens and await asyncio.to_thread(requests.encoded, asked.tokens, engine, "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
+        return {"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)}
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health() -> dict[str, str]:
         if worker.failure is not None:
             raise APIError(503, "the engines have stopped", None, "engine_stopped")
-        return JSONResponse({"status": "ok"})
+        return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        return written(worker.metrics.collect())
 
     @app.get("/")
     async def page() -> Response:
@@ -213,15 +204,15 @@ async def while_connected(request: Request, work: Awaitable[Value]) -> Value:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    tasks = task, _ = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        leaving.cancel()
-        task.cancel()
+        for each in tasks:
+            each.cancel()
 
 
 def event(body: dict[str, Any]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from fastapi import Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 RATIOS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -30,31 +32,45 @@ TABLE: tuple[tuple[str, Any, str, str, Callable[[Any], float], tuple[float, ...]
     ("end", Histogram, "dmc_request_bytes", "Bytes of cache at its end.", lambda each: each.bytes_used, BYTES),
 )
 """Moment of the update, kind, name, help, value as a function of what is given, and buckets."""
-WRITE: dict[Any, Any] = {Gauge: Gauge.set, Counter: Counter.inc, Histogram: Histogram.observe}
+UPDATE: dict[Any, Any] = {Gauge: Gauge.set, Counter: Counter.inc, Histogram: Histogram.observe}
 
 
 class Metrics:
     """Metrics by served name; tokens per second are the rate of `dmc_generated_tokens_total`."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self._tasks = Gauge("dmc_tasks", "Tasks of the event loop.", registry=self.registry)
-        own: dict[str, Any] = {"labelnames": ["model"], "registry": self.registry}
-        self.ended = Counter(
-            "dmc_requests", "Prompts that have ended.", **own | {"labelnames": ["model", "finish_reason"]}
-        )
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._tasks = Gauge("dmc_tasks", "Tasks of the event loop.", registry=self._registry)
+        labels = ["model", "finish_reason"]
+        self.ended = Counter("dmc_requests", "Prompts that have ended.", labels, registry=self._registry)
         self._of: Any = collections.defaultdict(list)
         for moment, kind, name, text, read, buckets in TABLE:
-            metric = kind(name, text, **own, **({"buckets": buckets} if buckets else {}))
-            self._of[moment].append((metric, WRITE[kind], read))
+            metric = kind(name, text, labels[:1], registry=self._registry, **({"buckets": buckets} if buckets else {}))
+            self._of[moment].append((metric, UPDATE[kind], read))
 
     def count(self, model: str, moment: str, given: Any) -> None:
         """Update the metrics of a moment from an engine, a token's seconds, a sequence or its stats."""
-        for metric, write, read in self._of[moment]:
-            write(metric.labels(model), read(given))
+        for metric, update, read in self._of[moment]:
+            update(metric.labels(model), read(given))
 
-    def text(self) -> bytes:
-        """Return all metrics as text; call it in the event loop."""
+    def collect(self) -> list[Metric]:
+        """Return all metrics; call it in the event loop."""
         self._tasks.set(len(asyncio.all_tasks()))
-        return generate_latest(self.registry)
+        return [*self._registry.collect()]
+
+
+def of_replicas(collected: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """Join the metrics of several processes, each sample labelled with its replica: sums would fall when one ends."""
+    found: dict[str, Metric] = {}
+    for replica, metrics in collected.items():
+        for each in metrics:
+            joined = found.setdefault(each.name, Metric(each.name, each.documentation, each.type))
+            joined.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in each.samples]
+    return [*found.values()]
+
+
+def written(metrics: Iterable[Metric]) -> Response:
+    """Write metrics as Prometheus reads them."""
+    source: Any = SimpleNamespace(collect=lambda: metrics)
+    return Response(generate_latest(source), media_type="text/plain; version=0.0.4")

@@ -3,106 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import json
 import logging
 import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from prometheus_client import Metric
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from dmc.serving.app import End, Limits, bare_app, event, make_app, read_body, while_connected
+from dmc.serving.config import ServeConfig, make_worker
+from dmc.serving.metrics import of_replicas, written
 from dmc.serving.requests import APIError
-from dmc.serving.server import ServeConfig, make_worker
 
-MOST_PREFIXES = 65536
 MOST_AHEAD = 4
-"""Requests that a replica may have more than the idlest one, and still gets those whose beginning it knows."""
+"""Requests that a replica may have more than the idlest one, and still gets those of its conversations."""
+BEGINNING = 128
+"""Characters or tokens of a prompt by which later ones are recognized as the same conversation."""
 JOIN_SECONDS = 60.0
 """Machines of a cluster may join it so much later than its first."""
 
 
-@dataclass(frozen=True)
-class Forwarded:
-    """A request on its way to a replica."""
+class ConversationRouter(RequestRouter):
+    """Sends all of a conversation to one replica, found by rendezvous hashing, unless others are much idler.
 
-    method: str
-    path: str
-    body: bytes = b""
-
-    def beginnings(self) -> list[int]:
-        """Name the beginnings of what is to be continued, the longest first; a conversation's next turn shares most."""
-        try:
-            body = json.loads(self.body or b"{}")
-            asked = json.dumps([body.get("model"), body.get("messages") or body.get("prompt")])
-        except (ValueError, AttributeError, RecursionError):  # the replica says what is wrong
-            return []
-        return [hash(asked[: 2**power]) for power in range(21, 5, -1) if 2**power <= len(asked)]
-
-
-class PrefixRouter(RequestRouter):
-    """Sends a request where its beginning has been computed, unless others are much idler there.
-
-    Ray's own routers of this kind need vLLM and ask an actor before each request, or heed no queue.
+    Of Ray's own routers the one for prefixes needs vLLM, and the one for sessions heeds no queue.
     """
-
-    def initialize_state(self, **kwargs: Any) -> None:
-        """See Ray."""
-        self._homes: collections.OrderedDict[int, ReplicaID] = collections.OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Rank the replicas."""
         loads = {each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
-        known = [self._homes.get(each) for each in pending_request.args[0].beginnings()] if pending_request else []
-        home = next((each for each in known if each in loads), None)
-        if home is not None and loads[home] <= min(loads.values()) + MOST_AHEAD:
-            loads[home] = -1
+        if candidate_replicas and pending_request is not None and (session := pending_request.metadata.session_id):
+            home = max(loads, key=lambda each: hash((session, each)))
+            loads[home] = -1 if loads[home] <= min(loads.values()) + MOST_AHEAD else loads[home]
         return [[each] for each in sorted(candidate_replicas, key=lambda each: loads[each.replica_id])]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note whose cache begins so."""
-        for beginning in pending_request.args[0].beginnings():
-            self._homes[beginning] = replica_id
-            self._homes.move_to_end(beginning)
-        while len(self._homes) > MOST_PREFIXES:
-            self._homes.popitem(last=False)
+
+def conversation_of(body: bytes) -> str:
+    """Name the conversation of a request: all up to its user's first words, or the beginning of a prompt."""
+    try:
+        asked = json.loads(body)
+        said = (asked.get("messages") or asked["prompt"])[:BEGINNING]
+        users = (index for index, each in enumerate(said) if isinstance(each, dict) and each.get("role") == "user")
+        return str(hash(json.dumps([asked.get("model"), said[: next(users, BEGINNING) + 1]])))
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # the replica says what is wrong
+        return ""
 
 
 class Replica:
     """The application of one process, without its socket."""
 
-    def __init__(self, config: ServeConfig, policies: Path) -> None:
-        self._worker = make_worker(config, policies)
+    def __init__(self, config: ServeConfig, policies: Path, neighbours: int) -> None:
+        self._worker = make_worker(config, policies, neighbours)
         self._worker.start()
         self._app = make_app(self._worker, limits=config.limits)
 
-    async def answer(self, asked: Forwarded) -> AsyncIterator[Any]:
+    async def answer(self, method: str, path: str, body: bytes) -> AsyncIterator[Any]:
         """Yield status and headers, then the body as it comes."""
         sent: asyncio.Queue[Any] = asyncio.Queue()
-        body = [{"type": "http.request", "body": asked.body}]
+        given = [{"type": "http.request", "body": body}]
 
         async def receive() -> dict[str, Any]:
-            return body.pop() if body else await asyncio.Future()  # who leaves cancels this
+            return given.pop() if given else await asyncio.Future()  # who leaves cancels this
 
-        scope = {
-            **{"type": "http", "method": asked.method, "path": asked.path, "query_string": b"", "root_path": ""},
-            "headers": [(b"content-type", b"application/json"), (b"host", b"replica")],
-        }
-        task = asyncio.ensure_future(self._app(scope, receive, sent.put))
+        headers = [(b"content-type", b"application/json"), (b"host", b"replica")]
+        place: dict[str, Any] = {"method": method, "path": path, "query_string": b"", "root_path": ""}
+        task = asyncio.ensure_future(self._app({"type": "http", "headers": headers, **place}, receive, sent.put))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         try:
             while (message := await sent.get()) is not None:
@@ -113,9 +92,9 @@ class Replica:
         finally:
             task.cancel()
 
-    async def metrics(self) -> str:
-        """See `Metrics`."""
-        return self._worker.metrics.text().decode()
+    async def metrics(self) -> tuple[str, list[Metric]]:
+        """Return the replica's name and what it counts."""
+        return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.collect()
 
     def check_health(self) -> bool:
         """Let Ray start another replica in place of one whose engines have stopped."""
@@ -135,34 +114,35 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     Raises:
         ValueError: there are not as many devices, or no replica can start.
     """
-    assert config.replicas is not None
     joins = "RAY_ADDRESS" in os.environ
-    options: dict[str, Any] = {} if joins else {"address": "local", "include_dashboard": False}
-    ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    end = time.monotonic() + (JOIN_SECONDS if joins else 0)
+    local: dict[str, Any] = {} if joins else {"address": "local", "include_dashboard": False}
+    ray.init(**local, log_to_driver=False, logging_level=logging.ERROR)
+    least, end = config.replicas or 1, time.monotonic() + (JOIN_SECONDS if joins else 0)
+    most, neighbours = config.max_replicas or least, 1
     while True:
         found = ray.cluster_resources()
         kind = "GPU" if found.get("GPU") else "CPU"
-        if (number := int(found.get(kind, 0))) >= config.replicas:
+        if (number := int(found.get(kind, 0))) >= least:
             break
         if time.monotonic() > end:
-            raise ValueError(f"replicas={config.replicas}: the cluster has {number} {kind}s, and each needs one")
+            raise ValueError(f"replicas={least}: the cluster has {number} {kind}s, and each needs one")
         time.sleep(1)
-    most = config.max_replicas or config.replicas
-    scale = {"min_replicas": config.replicas, "max_replicas": most}
-    make: Any = serve.deployment  # whose types say less than it takes
-    router: Any = PrefixRouter
-    deployment = make(
-        Replica,
-        autoscaling_config={**scale, "target_ongoing_requests": config.target_ongoing_requests},
-        ray_actor_options={"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)},
-        max_ongoing_requests=config.engine.get("max_batch_size", 32) * len(config.models),  # more would wait behind
-        max_queued_requests=config.max_waiting,
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=config.grace_seconds,
-        max_constructor_retry_count=2,
-        request_router_config=RequestRouterConfig(request_router_class=router),
-    )
+    needs = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)}
+    if kind == "CPU":
+        cpus = max(int(each["Resources"].get("CPU", 0)) for each in ray.nodes())  # of one machine
+        neighbours = max(1, cpus // needs["num_cpus"])
+    router: Any = ConversationRouter
+    scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": config.target_ongoing_requests}
+    options: dict[str, Any] = {
+        "autoscaling_config": scale,
+        "ray_actor_options": needs,
+        "max_ongoing_requests": config.engine.get("max_batch_size", 32) * len(config.models),  # more would wait behind
+        "max_queued_requests": config.max_waiting,
+        "health_check_period_s": 2,
+        "graceful_shutdown_timeout_s": config.grace_seconds,
+        "max_constructor_retry_count": 1,
+        "request_router_config": RequestRouterConfig(request_router_class=router),
+    }
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     name = f"dmc-{uuid.uuid4().hex[:8]}"  # others may serve on this cluster
@@ -172,7 +152,8 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
         ray.shutdown()
 
     try:
-        handle = serve.run(deployment.bind(config, policies), name=name, route_prefix=None)
+        replicas: Any = serve.deployment(Replica, **options)
+        handle = serve.run(replicas.bind(config, policies, neighbours), name=name, route_prefix=None)
     except RuntimeError as error:
         told = serve.status().applications[name].deployments["Replica"].message or str(error)
         stop()
@@ -194,36 +175,35 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
     app = bare_app(keys)
 
     async def ask_all(method: str) -> list[Any]:
-        """Ask every replica that answers, beside the queue."""
+        """Ask every replica, beside the queue; return what those say that answer."""
         try:
             told = await handle.broadcast(method).results_async(timeout_s=10, return_exceptions=True)
-        except (RayServeException, TimeoutError) as error:
-            raise APIError(503, "no replica runs, or one hangs", None, "engine_stopped", Retry_After="1") from error
-        return [each for each in told if not isinstance(each, BaseException)]
+        except (RayServeException, TimeoutError):
+            told = []
+        if found := [each for each in told if not isinstance(each, BaseException)]:
+            return found
+        raise APIError(503, "no replica runs, or all of them hang", None, "engine_stopped", Retry_After="1")
 
     @app.get("/health")
-    async def health() -> Response:
-        if not (found := await ask_all("check_health")):
-            raise APIError(503, "no replica runs", None, "engine_stopped", Retry_After="1")
-        return JSONResponse({"status": "ok", "replicas": len(found)})
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "replicas": len(await ask_all("check_health"))}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(added(await ask_all("metrics")), media_type="text/plain; version=0.0.4")
+        return written(of_replicas(dict(await ask_all("metrics"))))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request, end: End) -> Response:
         body = await read_body(request, limits) if request.method == "POST" else b""
-        asked = Forwarded(request.method, request.scope["path"], body)
-        pieces: Any = handle.options(method_name="answer", stream=True).remote(asked)
+        options = {"method_name": "answer", "stream": True, "session_id": conversation_of(body)}
+        pieces: Any = handle.options(**options).remote(request.method, request.scope["path"], body)
         end.callback(pieces.cancel)
         try:
-            status, headers = await while_connected(request, anext(pieces))
+            return await while_connected(request, passed_on(pieces))
         except BackPressureError as error:
             raise APIError(429, "all replicas are busy", None, "rate_limit_exceeded", Retry_After="1") from error
         except (RayError, RayServeException) as error:
             raise lost() from error
-        return StreamingResponse(relay(pieces, headers), status, headers)
 
     return app
 
@@ -234,24 +214,18 @@ def lost() -> APIError:
     return APIError(503, message, None, "replica_lost", Retry_After="1")
 
 
-async def relay(pieces: Any, headers: dict[str, str]) -> AsyncIterator[bytes | str]:
-    """Pass a body on; if its replica dies a stream ends with an error, and all else before its length."""
+async def passed_on(pieces: Any) -> Response:
+    """Wait for a replica's answer, of a stream for its beginning."""
+    status, headers = await anext(pieces)
+    if headers["content-type"].startswith("text/event-stream"):
+        return StreamingResponse(streamed(pieces), status, headers)
+    return Response(b"".join([each async for each in pieces]), status, headers)
+
+
+async def streamed(pieces: Any) -> AsyncIterator[bytes | str]:
+    """Pass a stream on; if its replica dies it ends with an error."""
     try:
         async for piece in pieces:
             yield piece
     except (RayError, RayServeException):
-        if not headers["content-type"].startswith("text/event-stream"):
-            raise
         yield event(lost().body)
-
-
-def added(texts: list[str]) -> str:
-    """Add up what several processes count, in Prometheus' form."""
-    totals: dict[str, float | None] = {}
-    for line in "".join(texts).splitlines():
-        name, _, value = line.rpartition(" ")
-        if line.startswith("#"):
-            totals[line] = None
-        else:
-            totals[name] = (totals.get(name) or 0.0) + float(value)
-    return "".join(name + ("\n" if value is None else f" {value!r}\n") for name, value in totals.items())

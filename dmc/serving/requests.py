@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from dmc.runtime import Engine, SamplingParams
@@ -16,7 +15,7 @@ from dmc.runtime.prompt import encode
 
 MOST_FIELDS = 1024
 """Maximum number of fields of a mapping: validating 80,000 wrong ones would take seconds and gigabytes."""
-METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "include_obfuscation"}
 """Fields of a request that do not affect its answer."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -26,31 +25,19 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),
     "reasoning_effort": ("none",),
-    "include_obfuscation": (True, False),
 }
 """Fields of OpenAI's API that are not served, and the values that are accepted because they change nothing."""
-SAME_NAMES = {
-    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty", "repetition_penalty", "ignore_eos"),
-}
-"""Fields with the same names as in `SamplingParams`."""
+SAME_NAMES = {each.name for each in dataclasses.fields(SamplingParams)}
+"""Fields that the engine reads as they are, unless `sampling_of` replaces them."""
 
 
 class APIError(Exception):
-    """An error response in OpenAI's format.
-
-    Args:
-        status: HTTP status.
-        message: what was given and what was expected.
-        param: name of the wrong field.
-        code: machine-readable reason.
-        headers: headers of the response.
-    """
+    """An error response in OpenAI's format: status, message, name of the wrong field, reason for programs, headers."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
@@ -71,8 +58,9 @@ def _listed(given: Any) -> Any:
     return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
 
 
-def _parts(given: Any) -> Any:
-    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+def _changes(name: str, value: Any) -> bool:
+    usual = NOT_SERVED.get(name, ())
+    return name not in METADATA and not any(type(value) is type(each) and value == each for each in (None, *usual))
 
 
 class Body(BaseModel):
@@ -83,25 +71,21 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_changes_nothing(cls, values: Any) -> Any:
-        def changes(name: str, value: Any) -> bool:
-            usual = NOT_SERVED.get(name, ())
-            return name not in METADATA and not any(type(value) is type(each) and value == each for each in usual)
-
         if not isinstance(_few(values), dict):
             return values
-        return {name: value for name, value in values.items() if value is not None and changes(name, value)}
+        return {name: value for name, value in values.items() if _changes(name, value)}
 
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Bias = dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]]
 
 
 class StreamOptions(Body):
-    """Options of a streamed response."""
+    """Options of a streamed response; `continuous_usage_stats` is vLLM's: usage and the cache with every piece."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Send usage and the cache's contents with every piece, as vLLM does."""
 
 
 class Asked(Body):
@@ -118,10 +102,7 @@ class Asked(Body):
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = 0.0
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[
-        dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]],
-        BeforeValidator(_few),
-    ] = {}
+    logit_bias: Annotated[Bias, BeforeValidator(_few)] = {}
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -152,16 +133,16 @@ class Part(Body):
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """A message of a conversation, as chat templates expect it: its content becomes one text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_parts)]
+    content: Annotated[
+        list[Part],
+        Field(fail_fast=True),
+        BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+        AfterValidator(lambda parts: "".join(part.text for part in parts)),
+    ]
     name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates expect it."""
-        content = "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatAsked(Asked):
@@ -212,7 +193,7 @@ def read(body: bytes, kind: type[Kind]) -> Kind:
         raise APIError(400, f"{name or 'the body'}{shown}: {reason}", name or None) from error
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Adjustment:
     """A logits processor for `logit_bias` and `frequency_penalty`; picklable, because it is sent to other ranks."""
 
@@ -225,9 +206,8 @@ class Adjustment:
         scores = scores.clone()
         for token, bias in self.bias.items():
             scores[:, token] += bias
-        generated = tokens[:, self.num_prompt_tokens :]
-        penalties = torch.full(generated.shape, -self.frequency_penalty, dtype=scores.dtype, device=scores.device)
-        return scores.scatter_add(1, generated.to(scores.device), penalties)
+        generated = tokens[:, self.num_prompt_tokens :].to(scores.device)
+        return scores.scatter_add(1, generated, scores.new_full(generated.shape, -self.frequency_penalty))
 
 
 @contextlib.contextmanager
@@ -235,25 +215,19 @@ def blamed_on(param: str) -> Iterator[None]:
     """Turn any error into an APIError about a field: chat templates may raise errors of any type."""
     try:
         yield
-    except APIError:
-        raise
     except Exception as error:
         raise APIError(400, " ".join(str(error).split())[:500] or type(error).__name__, param) from error
+
+
+def encoded(given: str | list[int], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
+    """Turn a text into token ids of the model's vocabulary, or raise an APIError about a field."""
+    with blamed_on(param):
+        return encode(given, engine.tokenizer, vocab_size_of(engine), begins_text)
 
 
 def vocab_size_of(engine: Engine) -> int:
     """Return the size of the model's vocabulary."""
     return engine.model.get_input_embeddings().num_embeddings
-
-
-def encoded(given: str | list[int], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
-    """Turn a text into token ids of the model's vocabulary.
-
-    Raises:
-        APIError: the tokenizer or the model refuses the text.
-    """
-    with blamed_on(param):
-        return encode(given, engine.tokenizer, vocab_size_of(engine), begins_text)
 
 
 def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
@@ -268,45 +242,39 @@ def prompts_of(asked: Asked, engine: Engine) -> list[list[int]]:
     if not getattr(engine.tokenizer, "chat_template", None):
         raise APIError(400, f"{asked.model!r} has no chat template: use /v1/completions", "messages")
     with blamed_on("messages"):
-        messages = [message.plain() for message in asked.messages]
+        messages = [each.model_dump(exclude_none=True, warnings=False) for each in asked.messages]
         tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return [encoded(tokens, engine, "messages")]
 
 
 def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: int) -> SamplingParams:
-    """Return the sampling parameters of one prompt.
+    """Return the sampling parameters of one prompt; `longest`: tokens that model and memory allow.
 
-    Args:
-        asked: body of the request.
-        num_prompt_tokens: tokens of this prompt.
-        engine: engine that serves the model.
-        longest: tokens of the longest sequence that the model and the memory allow.
     Raises:
         APIError: a value is out of range, or the prompt and its continuation are too long.
     """
-    is_chat, wanted = isinstance(asked, ChatAsked), asked.max_tokens
-    if isinstance(asked, ChatAsked) and wanted is None:
-        wanted = asked.max_completion_tokens
+    wanted, place = asked.max_tokens, "prompt"
+    if isinstance(asked, ChatAsked):
+        wanted, place = asked.max_completion_tokens if wanted is None else wanted, "messages"
     room, least = longest - num_prompt_tokens, wanted or 1
     if room < least:
         told = f"a prompt of {num_prompt_tokens} tokens and {least} generated ones make {num_prompt_tokens + least}"
-        place = "messages" if is_chat else "prompt"
         raise APIError(400, f"{told}: at most {longest} are served", place, "context_length_exceeded")
     if asked.logit_bias and max(asked.logit_bias) >= vocab_size_of(engine):
         raise APIError(400, f"logit_bias: expected token ids below {vocab_size_of(engine)}", "logit_bias")
     tokenizer = engine.tokenizer  # special tokens are not part of the text, so they stop by id
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in asked.stop if text in tokenizer.all_special_tokens}
-    adjustment = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
+    changed: dict[str, Any] = {
+        "max_new_tokens": room if wanted is None else least,
+        "stop": tuple(text for text in asked.stop if text not in ends),
+        "stop_token_ids": (*asked.stop_token_ids, *ends.values()),
+        "top_logprobs": asked.num_logprobs or 0,
+        "prompt_logprobs": asked.num_logprobs if getattr(asked, "echo", False) else None,
+    }
+    if asked.logit_bias or asked.frequency_penalty:
+        changed["logits_processor"] = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
     try:
-        return SamplingParams(
-            max_new_tokens=room if wanted is None else least,
-            **asked.model_dump(include=SAME_NAMES),
-            stop=tuple(text for text in asked.stop if text not in ends),
-            stop_token_ids=(*asked.stop_token_ids, *ends.values()),
-            top_logprobs=asked.num_logprobs or 0,
-            prompt_logprobs=asked.num_logprobs if getattr(asked, "echo", False) else None,
-            logits_processor=adjustment if asked.logit_bias or asked.frequency_penalty else None,
-        )
+        return SamplingParams(**asked.model_dump(include=SAME_NAMES) | changed)
     except ValueError as error:
         raise out_of_range(error) from error
 

@@ -1,157 +1,20 @@
-"""A server from its settings: models, engines, the worker, and the address."""
+"""The process of a server: its address, and its end."""
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import logging
 import os
 import secrets
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import uvicorn
 
-from dmc.bounds import Bounds, Count
-from dmc.config import build_config
-from dmc.loading import load_tokenizer, load_with_tokenizer
-from dmc.models.tensor_parallel import load_shard
-from dmc.policies.from_config import policy_from_config
-from dmc.ranks import Ranks
-from dmc.results.grid import named_settings
-from dmc.runtime import Engine
-from dmc.serving.app import Limits, make_app
-from dmc.serving.worker import Worker
-
-AUTO_FRACTION = 0.5
-"""Of the free memory, what "auto" shares among several names."""
-Whole = Annotated[int, Bounds(least=0, whole=True)]
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A name that clients may ask for."""
-
-    path: str
-    dtype: str = "auto"
-    revision: str | None = None
-    policy: Any = "full"
-    """A file of `configs/policy`, or a mapping with `_target_`, or with `like` and options."""
-    budget: Any = None
-    memory: int | float | str | None = None
-    """Of its cache; None: an equal share of the server's."""
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """What to serve, and to whom.
-
-    Raises:
-        ValueError: a value is out of range, or others could reach the server without a key.
-    """
-
-    models: dict[str, ServedModel]
-    memory: int | float | str | None = "auto"
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of `Engine`."""
-    limits: Limits = field(default_factory=Limits)
-    host: str = "127.0.0.1"
-    port: Annotated[int, Bounds(least=0, most=65535, whole=True)] = 8000
-    api_key_file: str | None = None
-    max_waiting: Whole = 256
-    grace_seconds: Whole = 30
-    replicas: Count | None = None
-    """Processes of Ray Serve, each with engines of its own; None: this process."""
-    max_replicas: Count | None = None
-    """As many are started when requests wait; None: no more than `replicas`."""
-    target_ongoing_requests: Annotated[float, Bounds(above=0)] = 32.0
-    """Requests under way for each replica, beyond which one more is started."""
-
-    def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("nothing to serve: give model=DIR, or models={name: DIR}")
-        number, most = self.replicas, self.max_replicas
-        if most is not None and (number is None or number > most):
-            raise ValueError(f"replicas={number} max_replicas={most}: expected 1 <= replicas <= max_replicas")
-        if number is not None and self.max_waiting < 1:
-            raise ValueError(f"max_waiting={self.max_waiting}: replicas= needs at least 1")
-        if number is not None and torch.distributed.is_torchelastic_launched():
-            raise ValueError("replicas= starts processes itself, each with a whole model: leave torchrun out")
-        if self.api_key_file is None and not is_loopback(self.host):
-            raise ValueError(f"host={self.host}: others can reach it, and anybody could use it; give api_key_file=")
-
-    def keys(self) -> tuple[str, ...]:
-        """Read the keys, one a line.
-
-        Raises:
-            OSError, ValueError: there is no such file, or nothing in it.
-        """
-        if self.api_key_file is None:
-            return ()
-        found = tuple(filter(None, map(str.strip, Path(self.api_key_file).read_text().splitlines())))
-        if not found:
-            raise ValueError(f"api_key_file={self.api_key_file} has no key: write one a line")
-        return found
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def read_config(values: dict[str, Any]) -> ServeConfig:
-    """Build the configuration from settings, in which `model`, `policy` and `budget` are those of one name."""
-    values = dict(values)
-    model, policy, budget, name = (values.pop(each, None) for each in ("model", "policy", "budget", "name"))
-    models = {key: {"path": each} if isinstance(each, str) else each for key, each in (values["models"] or {}).items()}
-    if model and model.get("path"):
-        name = name or "-".join(part for part in Path(model["path"]).parts[-2:] if part != "/")
-        models = {name: model | {"policy": policy or "full", "budget": budget}, **models}
-    elif budget is not None or policy:
-        raise ValueError("policy= and budget= are those of model=DIR: give it, or write them into models=")
-    return build_config(ServeConfig, values | {"models": models})
-
-
-def make_worker(config: ServeConfig, policies: Path) -> Worker:
-    """Load the models, each once, and build an engine for every name.
-
-    Args:
-        config: what to serve.
-        policies: folder of their settings.
-    Raises:
-        ValueError, OSError: see `load_model`, `policy_from_config` and `Engine`; a model has no tokenizer.
-    """
-    built = {}  # before anything is loaded
-    for name, each in config.models.items():
-        own = {"like": each.policy} if isinstance(each.policy, str) else each.policy
-        (settings,) = named_settings([{"name": name, **own}], policies, f"models.{name}.policy").values()
-        built[name] = policy_from_config(settings, each.budget)
-    load, engines, number = functools.cache(_load), {}, len(built)
-    share = AUTO_FRACTION if config.memory == "auto" and number > 1 else config.memory
-    if number > 1 and isinstance(share, (int, float)):
-        share = share // number if isinstance(share, int) else share / number
-    for name, each in config.models.items():
-        model, tokenizer = load(each.path, each.dtype, each.revision)
-        if tokenizer is None:
-            raise ValueError(f"{each.path} has no tokenizer, and clients send text: add tokenizer.json")
-        memory = share if each.memory is None else each.memory
-        engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)
-    return Worker(engines, config.max_waiting, Ranks.on_hosts())
-
-
-def _load(path: str, dtype: str, revision: str | None) -> tuple[Any, Any]:
-    if not torch.distributed.is_torchelastic_launched():
-        return load_with_tokenizer(path, dtype, revision)
-    model = load_shard(path, None if dtype == "auto" else getattr(torch, dtype))
-    return model, load_tokenizer(path, revision, model.config.vocab_size)
+from dmc.serving.app import make_app
+from dmc.serving.config import ServeConfig, make_worker
 
 
 def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = lambda port: None) -> None:

@@ -34,6 +34,7 @@ def test_bytes_fractions_and_no_limit_are_what_they_say(free):
 def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(free, caplog):
     with caplog.at_level(logging.INFO, logger="dmc"):
         assert pool_bytes("auto", CPU, most=10**9, activations=NONE) == free // 2
+        assert pool_bytes("auto/5", CPU, most=10**9, activations=NONE) == free // 10
     assert "memory=auto: 500000 bytes for the cache's pages, of 1000000 that are free on cpu" in caplog.text
     assert pool_bytes("auto", CPU, most=777, activations=NONE) == 777
     assert pool_bytes("auto", torch.device("cuda"), most=10**9, activations=NONE) == 850_000

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import chat, completion_create_params
 
-from dmc.serving.requests import APIError, ChatAsked, CompletionAsked, read
+from dmc.serving.requests import METADATA, APIError, ChatAsked, CompletionAsked, read
 
 COMPLETION = {"model": "own", "prompt": "line 1", "max_tokens": 2}
 CHAT = {"model": "own", "messages": [{"role": "user", "content": "line 1"}], "max_tokens": 2}
@@ -99,6 +100,22 @@ def test_a_wrong_field_is_named(served: Any, route: str, body: dict, name: str, 
         assert (error["param"] or "").split(".")[0] in (name[:100], "prompt" if name == "max_tokens" else name[:100])
         streamed = check(web.post(f"/v1/{route}", json={**body, "stream": True, name: value}), status)
     assert streamed["message"] == error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "published"),
+    [(COMPLETION, CompletionAsked, completion_create_params), (CHAT, ChatAsked, chat.completion_create_params)],
+    ids=["completion", "chat"],
+)
+def test_every_published_field_is_served_or_refused_by_name(body: dict, kind: Any, published: Any) -> None:
+    known = {*published.CompletionCreateParamsBase.__annotations__, "stream"}
+    served = known & {*kind.model_fields}
+    assert len(served) >= 15
+    for name in sorted(known - served - METADATA):
+        read(json.dumps({**body, name: None}).encode(), kind)
+        with pytest.raises(APIError, match=f"{name}=.* is not served here") as caught:
+            read(json.dumps({**body, name: {"x": 1}}).encode(), kind)
+        assert (caught.value.status, caught.value.body["error"]["param"]) == (422, name)
 
 
 BODIES = {

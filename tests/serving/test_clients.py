@@ -378,6 +378,14 @@ def test_keys_are_asked_for(make_server: Any, served: Any) -> None:
     assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
+def test_prompts_are_logged_only_when_that_is_asked_for(make_server: Any, served: Any, caplog: Any) -> None:
+    asked = {"model": "own", "prompt": "line of a secret", "max_tokens": 1}
+    for limits, told in (({}, False), ({"log_prompts": True}, True)):
+        server = make_server({"own": served.worker.engines["own"]}, **limits)
+        server.client().completions.create(**asked)
+        assert ("line of a secret" in caplog.text) == told
+
+
 def test_events_are_json(served: Any) -> None:
     asked = {"model": "own", "prompt": "line", "max_tokens": 3, "stream": True}
     lines = httpx.post(f"{served.url}/v1/completions", json=asked).text.split("\n\n")

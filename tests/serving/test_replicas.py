@@ -24,9 +24,14 @@ from dmc import Engine, SamplingParams, retrofit
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
-from dmc.serving.ray_app import Forwarded, added  # noqa: E402
+from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
+
+from dmc.serving.metrics import of_replicas, written  # noqa: E402
+from dmc.serving.ray_app import conversation_of  # noqa: E402
 
 STREAMS = 8
+NUM_CPUS = 3
+"""One more than the replicas take."""
 
 
 def replicas_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -51,6 +56,7 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
     models = f"models={{own: {folder}/own, full: {folder}/full}}"
     command = [sys.executable, str(SCRIPTS / "serve.py"), models, "port=0", "memory=20000000", "replicas=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": NUM_CPUS})
     environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)
     timer = threading.Timer(600, process.kill)
@@ -74,11 +80,11 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
                 each.kill()
 
 
-def test_a_folder_that_no_replica_finds_is_told_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0", "replicas=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: no replica could start: FileNotFoundError: there is no folder" in done.stderr
+def counted(url: str, name: str) -> dict[str, float]:
+    """Read a metric of each replica."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    found = [re.fullmatch(rf'{re.escape(name)},replica="(\w+)"}} (\S+)', line) for line in lines]
+    return {each[1]: float(each[2]) for each in found if each}
 
 
 def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) -> None:
@@ -98,20 +104,21 @@ def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) ->
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (422, "nonsense")
         assert web.get("/v1/nothing").status_code == 404
         assert "text/html" in web.get("/").headers["content-type"]
-        told = web.get("/metrics").text.splitlines()
-        assert any(line.startswith('dmc_generated_tokens_total{model="own"} 72') for line in told)
+    assert sum(counted(cluster[1], 'dmc_generated_tokens_total{model="own"').values()) == 72
 
 
 def test_a_conversation_comes_back_to_the_replica_that_holds_it(cluster: Any) -> None:
     with httpx.Client(base_url=cluster[1], timeout=60) as web:
         for index in range(6):  # at random each of them would be found with a probability of one half
-            prompt = f"{index}" * 200
+            prompt, messages = f"{index}" * 200, [{"role": "user", "content": f"{index}{index + 1}" * 100}]
             for turn in range(2):
-                asked = {"model": "full", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-                answer = web.post("/v1/completions", json=asked).json()
-                reused = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-                assert (reused > 0) == (turn > 0)
+                asked = {"model": "full", "max_tokens": 4, "temperature": 0}
+                answer = web.post("/v1/completions", json={**asked, "prompt": prompt}).json()
+                said = web.post("/v1/chat/completions", json={**asked, "messages": messages}).json()
+                for each in (answer, said):
+                    assert (each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
                 prompt += answer["choices"][0]["text"] + "and"
+                messages += [said["choices"][0]["message"], {"role": "user", "content": "and"}]
 
 
 def test_a_client_that_goes_away_takes_its_request_off(cluster: Any) -> None:
@@ -120,9 +127,25 @@ def test_a_client_that_goes_away_takes_its_request_off(cluster: Any) -> None:
         with web.stream("POST", "/v1/completions", json=asked) as answer:
             next(answer.iter_lines())
         end = time.monotonic() + 30
-        while 'dmc_requests_total{finish_reason="abort",model="full"} 1' not in web.get("/metrics").text:
+        while sum(counted(cluster[1], 'dmc_requests_total{finish_reason="abort",model="full"').values()) != 1:
             assert time.monotonic() < end
             time.sleep(0.2)
+
+
+def test_a_second_server_on_the_cluster_tells_why_it_cannot_start_and_leaves_the_first_alone(
+    cluster: Any, tmp_path: Path
+) -> None:
+    process, url = cluster
+    arguments = [each for child in psutil.Process(process.pid).children(recursive=True) for each in child.cmdline()]
+    address = next(each.partition("=")[2] for each in arguments if each.startswith("--gcs-address="))
+    environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
+    environment |= {name: value for name, value in replicas_of(process)[0].environ().items() if "RAY_AUTH" in name}
+    command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0"]
+    command += ["replicas=1", f"max_replicas={NUM_CPUS}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: no replica could start: FileNotFoundError: there is no folder" in done.stderr
+    assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "ok", "replicas": 2}
 
 
 def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) -> None:
@@ -146,6 +169,7 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
     for thread in threads:
         thread.start()
     begun.wait(60)
+    before = counted(url, 'dmc_generated_tokens_total{model="own"')
     killed = replicas_of(process)[0]
     killed.kill()
     begin = time.monotonic()
@@ -161,11 +185,22 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
         if each.status_code == 503:
             assert each.headers["retry-after"] == "1" and each.json()["error"]["code"] == "replica_lost"
     assert httpx.post(f"{url}/v1/completions", json={**asked, "prompt": "x", "max_tokens": 3}, timeout=60).is_success
-    while httpx.get(f"{url}/health", timeout=30).json()["replicas"] < 2:
+    after = counted(url, 'dmc_generated_tokens_total{model="own"')
+    (stayed,) = before.keys() & after.keys()
+    assert after[stayed] > before[stayed]
+    while every := [each for each in replicas_of(process) if each.pid != killed.pid]:
+        every[0].kill()
+        every[0].wait(30)
+        if httpx.get(f"{url}/health", timeout=30).status_code != 200:
+            break
+    for route in ("health", "metrics"):
+        answer = httpx.get(f"{url}/{route}", timeout=30)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "engine_stopped"
+    while httpx.get(f"{url}/health", timeout=30).json().get("replicas") != 2:
         assert time.monotonic() - begin < 180
         time.sleep(0.2)
-    print(f"a killed replica was replaced after {time.monotonic() - begin:.1f} s")
-    assert killed.pid not in [each.pid for each in replicas_of(process)]
+    print(f"killed replicas were replaced after {time.monotonic() - begin:.1f} s")
 
 
 def test_it_ends_when_told(cluster: Any) -> None:
@@ -177,20 +212,29 @@ def test_it_ends_when_told(cluster: Any) -> None:
     assert not [each for each in every if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_beginnings_are_those_that_the_next_turn_has_too() -> None:
-    def beginnings(*said: str) -> list[int]:
-        messages = [{"role": "user", "content": each} for each in said]
-        return Forwarded("POST", "/", json.dumps({"model": "m", "messages": messages}).encode()).beginnings()
+def test_a_conversation_is_known_by_its_users_first_words() -> None:
+    def conversation(*said: str) -> str:
+        roles = ("system", "user", "assistant", "user")
+        messages = [{"role": role, "content": each} for role, each in zip(roles, said, strict=False)]
+        return conversation_of(json.dumps({"model": "m", "messages": messages}).encode())
 
-    first, second, other = beginnings("a" * 300), beginnings("a" * 300, "b" * 300), beginnings("b" * 300)
-    assert set(first) < set(second)
-    assert second[-len(first) :] == first  # the longest comes first
-    assert not set(first) & set(other)
-    for body in (b"", b"[]", b"{", b"\xff", b'{"prompt": 3}', b"[" * 100000):
-        assert Forwarded("POST", "/", body).beginnings() == []
+    first = conversation("rules", "a")
+    assert first == conversation("rules", "a", "b", "c") != conversation("rules", "b", "b", "c")
+    long = conversation_of(json.dumps({"prompt": [1] * 200}).encode())
+    assert long == conversation_of(json.dumps({"prompt": [1] * 200 + [2]}).encode()) != ""
+    for body in (b"", b"[]", b"{", b"\xff", b'{"prompt": 3}', b'{"messages": {"a": 1}}', b"[" * 100000):
+        assert conversation_of(body) == ""
 
 
-def test_counts_of_processes_add_up() -> None:
-    one = '# HELP a Some.\n# TYPE a counter\na{model="m n"} 1.0\nb 2.0\n'
-    two = '# HELP a Some.\n# TYPE a counter\na{model="m n"} 0.5\nb 1e3\nc +Inf\n'
-    assert added([one, two]) == '# HELP a Some.\n# TYPE a counter\na{model="m n"} 1.5\nb 1002.0\nc inf\n'
+def test_counts_of_processes_stand_side_by_side() -> None:
+    def count(number: int) -> Any:
+        registry = CollectorRegistry()
+        Counter("a", "Some.", ["model"], registry=registry).labels("m n").inc(number)
+        Histogram("b", "More.", registry=registry, buckets=(1, 2)).observe(number)
+        return registry.collect()
+
+    lines = bytes(written(of_replicas({"x": count(1), "y": count(2)})).body).decode().splitlines()
+    assert lines.count("# TYPE a_total counter") == 1
+    at = lines.index('a_total{model="m n",replica="x"} 1.0')
+    assert lines[at + 1] == 'a_total{model="m n",replica="y"} 2.0'
+    assert 'b_bucket{le="1.0",replica="y"} 0.0' in lines and 'b_sum{replica="x"} 1.0' in lines

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from scripts_here import SCRIPTS, run_script
 
-from dmc.serving.server import is_loopback, read_config, serve
+from dmc.serving.config import is_loopback, make_worker, read_config
+from dmc.serving.server import serve
 
 REFUSED = [
     ("", "nothing to serve: give model=DIR, or models="),
@@ -69,6 +70,22 @@ def test_a_name_is_the_end_of_its_path() -> None:
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
 
 
+def test_names_and_neighbours_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmc.runtime.memory.free_bytes", lambda device: 2**24)
+
+    def num_blocks(count: int, neighbours: int, **settings: Any) -> list[int]:
+        models = {f"{index}": str(folders.stock) for index in range(count)}
+        config = read_config({"models": models, **settings})
+        engines = make_worker(config, SCRIPTS.parent / "configs" / "policy", neighbours).engines
+        return [engine.cache.allocator.num_blocks for engine in engines.values()]
+
+    for settings in ({"memory": "auto"}, {"memory": 0.5}):
+        (alone,) = num_blocks(1, 1, **settings)
+        for count, neighbours in ((1, 4), (2, 1), (2, 2)):
+            shares = num_blocks(count, neighbours, **settings)
+            assert shares == [pytest.approx(alone / count / neighbours, rel=0.1)] * count
+
+
 def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
     config = read_config({"model": {"path": str(folders.stock)}, "models": None, "port": 0, "memory": 2**22})
     before, ports = signal.getsignal(signal.SIGTERM), []
@@ -81,6 +98,37 @@ def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{ports[0]}/health")
+
+
+def test_what_outlives_the_grace_period_is_broken_off(folders: Any) -> None:
+    models = {"own": str(folders.compressed)}
+    config = read_config({"models": models, "port": 0, "memory": 2**22, "grace_seconds": 0})
+    handlers, lines = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}, []
+
+    def ask(port: int) -> None:
+        asked = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60) as answer:
+            try:
+                for line in answer.iter_lines():
+                    if not lines:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    lines.append(line)
+            except httpx.RemoteProtocolError:
+                lines.append("broken off")
+
+    threads: list[threading.Thread] = []
+
+    def started(port: int) -> None:
+        threads.append(threading.Thread(target=ask, args=(port,)))
+        threads[0].start()
+
+    try:
+        serve(config, SCRIPTS.parent / "configs" / "policy", started)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    threads[0].join(20)
+    assert lines[-1] == "broken off" and "data: [DONE]" not in lines
 
 
 def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -> None:
