@@ -79,8 +79,8 @@ def imports_of(path):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             found.add(module)
-            if module == "dmc":  # `from dmc import budget` names a part, `from dmc import Engine` the whole
-                found |= {f"dmc.{alias.name}" for alias in node.names}
+            if module.split(".")[0] == "dmc":  # what is imported may be a module: `from dmc import budget`
+                found |= {f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
             "import_module",
             "__import__",
@@ -124,6 +124,18 @@ def test_arrows_never_turn_back():
         ready = [part for part, imported in ALLOWED.items() if part not in order and imported <= set(order)]
         assert ready, f"a circle among {sorted(set(ALLOWED) - set(order))}"
         order += ready
+
+
+def test_no_modules_import_each_other():
+    """Nor in a circle, nor inside functions."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    waiting = {name: imports_of(path) & names.keys() for name, path in names.items()}
+    for name, imported in waiting.items():  # a package is there before its modules
+        imported -= {name, *(str(each).replace("/", ".") for each in Path(name.replace(".", "/")).parents)}
+    while waiting:
+        ready = [name for name, imported in waiting.items() if not imported & waiting.keys()]
+        assert ready, f"a circle among {sorted(waiting)}"
+        waiting = {name: imported for name, imported in waiting.items() if name not in ready}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from dmc.results.load import LoadConfig, headers_of, percentile
+from dmc.results.load_config import LoadConfig, headers_of, percentile
 from dmc.results.measurement import Row, new_row
 
 NONSENSE = (b"{", b"[]", b"\xff", b'{"model": 3}', b'{"model": "m", "prompt": ""}', b'{"prompt": [1.5]}')

@@ -6,74 +6,23 @@ import asyncio
 import json
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import pandas
 
-from dmc.bounds import Bounds, Count, check_fields
+from dmc.results.crowd import run_crowd
+from dmc.results.load_config import LoadConfig, headers_of, percentile
 from dmc.results.measurement import Row, new_row
 from dmc.results.plots import draw_load
 from dmc.results.store import Store
 from dmc.results.tables import replace_file
 
 POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """Settings of a load test.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    server: str
-    """Address of the server, with or without /v1."""
-    model: str | None = None
-    """Name of the model on the server; None: its first, and all of them for a crowd."""
-    rates: list[float | None] = field(default_factory=lambda: [None])
-    """Rates of requests per second, as a Poisson process; None: all at once, up to `concurrency`."""
-    num_requests: Count = 64
-    """Number of requests at each rate."""
-    concurrency: Count = 256
-    """Maximum number of concurrent requests."""
-    prompt_tokens: tuple[int, int] = (64, 256)
-    """Minimum and maximum tokens of a prompt, all lengths equally likely."""
-    new_tokens: tuple[int, int] = (32, 128)
-    vocab_size: Count = 1000
-    """Prompts are tokens below it."""
-    first_seconds: float = 2.0
-    """A request is in time if its first token takes at most this many seconds, and the others on average at most:"""
-    token_seconds: float = 0.2
-    api_key: str = "none"
-    fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
-    """Further fields of a request's body; `ignore_eos` is an extension of this server and vLLM."""
-    seed: int = 0
-    crowd_seconds: Annotated[float, Bounds(above=0)] | None = None
-    """`concurrency` clients that also break off, drop and send nonsense, for so long; None: requests at `rates`."""
-    output: str = "outputs/load"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("prompt_tokens", "new_tokens"):
-            least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise ValueError(f"{name}={[least, most]}: expected the least and the most, whole numbers >= 1")
-        if not self.rates or any(rate is not None and not 0 < rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates={self.rates}: expected requests a second > 0, or null for all at once")
-        if not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:8000")
-
-    @property
-    def root(self) -> str:
-        """Return the address without /v1."""
-        return self.server.rstrip("/").removesuffix("/v1")
 
 
 @dataclass
@@ -118,8 +67,6 @@ def run_load(config: LoadConfig, on_row: Callable[[Row], None]) -> list[Row]:
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise OSError(f"{config.root}/v1/models lists no models ({error}): check server=, or set model=") from error
     if config.crowd_seconds is not None:
-        from dmc.results.crowd import run_crowd  # which builds on this module
-
         rows.append(run_crowd(config, known))
         on_row(rows[0])
         return rows
@@ -193,19 +140,9 @@ def loads_of(rows: list[Row]) -> pandas.DataFrame:
     return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"])
 
 
-def percentile(values: list[float], percent: int) -> float:
-    """Return a percentile of the values."""
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else sum(values)
-
-
 def _names(config: LoadConfig) -> list[str]:
     answer = httpx.get(f"{config.root}/v1/models", headers=headers_of(config))
     return [each["id"] for each in answer.json()["data"]]
-
-
-def headers_of(config: LoadConfig) -> dict[str, str]:
-    """Write the key as servers read it."""
-    return {"Authorization": f"Bearer {config.api_key}"}
 
 
 async def _load(config: LoadConfig, name: str, rate: float | None) -> tuple[list[Visit], dict[str, float]]:
@@ -259,9 +196,12 @@ async def _watch(web: httpx.AsyncClient, name: str, held: dict[str, float]) -> N
             begin = time.monotonic()
             await web.get("/health")
             held["health_seconds_max"] = max(held.get("health_seconds_max", 0.0), time.monotonic() - begin)
-            for line in (await web.get("/metrics")).text.splitlines():
-                if line.startswith(f'dmc_requests_running{{model="{name}"}}'):
-                    held["held_at_once"] = max(held.get("held_at_once", 0.0), float(line.split()[-1]))
+            lines = (await web.get("/metrics")).text.splitlines()
+            running = [
+                float(line.split()[-1]) for line in lines if line.startswith(f'dmc_requests_running{{model="{name}"')
+            ]
+            if running:  # one number, or one of each replica
+                held["held_at_once"] = max(held.get("held_at_once", 0.0), sum(running))
         except httpx.HTTPError:
             pass
         await asyncio.sleep(POLL_SECONDS)

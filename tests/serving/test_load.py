@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dmc.results.load import LoadConfig, run_load
+from dmc.results.load import run_load
+from dmc.results.load_config import LoadConfig
 
 SECONDS = 60
 

@@ -9,7 +9,8 @@ import numpy
 import pytest
 from scripts_here import run_script
 
-from dmc.results.load import LoadConfig, Visit, loads_of, percentile, run_load, summarize
+from dmc.results.load import Visit, loads_of, run_load, summarize
+from dmc.results.load_config import LoadConfig, percentile
 from dmc.results.plots import draw_load
 from dmc.results.store import Store
 
