@@ -685,7 +685,7 @@ class Engine:
         return events
 
     def _fail(self, sequence: Sequence, error: Exception, sound: bool = False) -> None:
-        """End what cannot go on, with what it has come to; `sound`: others may go on from what it holds."""
+        """End a sequence that cannot continue, with its error; `sound`: its cache is intact and may be shared."""
         if (forced := self._forced.get(sequence)) is not None:
             forced.error = error
             self._scheduler.finish(sequence)

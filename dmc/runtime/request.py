@@ -45,7 +45,7 @@ class Request:
     generator: torch.Generator | None
     """Source of its draws; None: it is greedy."""
     text_stream: TextStream | None
-    """None: nobody asks for text before the end."""
+    """Decodes new tokens to text as they come; None: text is made at the end."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)

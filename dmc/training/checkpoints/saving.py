@@ -1,7 +1,7 @@
 """The checkpoints that a run keeps: how and when they are written, which ones stay, and which one it goes on from.
 
 A checkpoint is written beside its place, in the background. A finished one gets its name by one rename, and the oldest
-is removed after that: whoever looks finds a whole one.
+is removed after that, so that at every moment there is a complete one.
 """
 
 from __future__ import annotations
