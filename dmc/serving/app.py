@@ -33,18 +33,20 @@ PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 """What the page may load: nothing from elsewhere."""
 OPEN = ("/", "/health")
-"""What needs no key."""
+"""Paths that need no key."""
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask for."""
+    """Limits of what a client may send."""
 
     max_body_bytes: Count = 4 * 2**20
+    """Most bytes of a request's body."""
     body_seconds: Annotated[float, Bounds(above=0)] = 30.0
-    """A body that has not come by then never comes."""
+    """Seconds until the whole body of a request must have come; else it is refused."""
     log_prompts: bool = False
+    """Whether prompts are written to the log."""
 
 
 async def _end() -> AsyncIterator[contextlib.ExitStack]:
@@ -53,14 +55,16 @@ async def _end() -> AsyncIterator[contextlib.ExitStack]:
 
 
 End = Annotated[contextlib.ExitStack, Depends(_end)]
-"""What is done when an answer has been sent, or nobody waits for it any more."""
+"""Callbacks that run when an answer has been sent, or its client has gone."""
 
 
 def bare_app(keys: tuple[str, ...]) -> FastAPI:
     """Build an application without routes, which tells errors in OpenAI's form.
 
     Args:
-        keys: one of which every request must bear; none: nobody is asked.
+        keys: keys, one of which every request must carry; empty: no key is asked for.
+    Returns:
+        An application that answers an `APIError` with its status, and any other error with status 500.
     """
 
     def check_key(request: Request) -> None:
@@ -84,12 +88,14 @@ def bare_app(keys: tuple[str, ...]) -> FastAPI:
 
 
 def make_app(worker: Worker, keys: tuple[str, ...] = (), limits: Limits | None = None) -> FastAPI:
-    """Build the application around a worker that runs.
+    """Build the application around a running worker: the routes of OpenAI's API and the page.
 
     Args:
-        worker: steps the engines.
+        worker: thread that steps the engines.
         keys: see `bare_app`.
-        limits: on bodies, and whether prompts are logged.
+        limits: limits of bodies, and whether prompts are logged; None: the defaults.
+    Returns:
+        An application that answers wrong requests with an `APIError`'s status.
     """
     app, bounds, began = bare_app(keys), limits or Limits(), int(time.time())
 
@@ -198,7 +204,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def while_connected(request: Request, work: Awaitable[Value]) -> Value:
-    """Wait for work, unless the client goes away."""
+    """Wait for a result while the client is connected.
+
+    Raises:
+        ClientDisconnect: the client has gone; the work is canceled.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

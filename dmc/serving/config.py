@@ -26,21 +26,24 @@ Whole = Annotated[int, Bounds(least=0, whole=True)]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A name that clients may ask for."""
+    """A model, with its method and memory, that clients ask for by a name."""
 
     path: str
+    """Folder or hub name."""
     dtype: str = "auto"
     revision: str | None = None
+    """Hub revision."""
     policy: Any = "full"
     """A file of `configs/policy`, or a mapping with `_target_`, or with `like` and options."""
     budget: Any = None
+    """Budget of the policy: a ratio, or tokens:N."""
     memory: int | float | str | None = None
-    """Of its cache; None: an equal share of the server's."""
+    """Memory of its cache, see `Engine`; None: an equal share of the server's."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What to serve, and to whom.
+    """Configuration of a server: its models, address, keys, limits and replicas.
 
     Raises:
         ValueError: a value is out of range, or others could reach the server without a key.
@@ -77,7 +80,7 @@ class ServeConfig:
             raise ValueError(f"host={self.host}: others can reach it, and anybody could use it; give api_key_file=")
 
     def keys(self) -> tuple[str, ...]:
-        """Read the keys, one a line.
+        """Read the keys from `api_key_file`, one in each line.
 
         Raises:
             OSError, ValueError: there is no such file, or nothing in it.
@@ -99,7 +102,11 @@ def is_loopback(host: str) -> bool:
 
 
 def read_config(values: dict[str, Any]) -> ServeConfig:
-    """Build the configuration from settings, in which `model`, `policy` and `budget` are those of one name."""
+    """Build the configuration from settings of which `model`, `policy` and `budget` describe one model.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or describes no model.
+    """
     values = dict(values)
     model, policy, budget, name = (values.pop(each, None) for each in ("model", "policy", "budget", "name"))
     models = {key: {"path": each} if isinstance(each, str) else each for key, each in (values["models"] or {}).items()}
@@ -111,13 +118,13 @@ def read_config(values: dict[str, Any]) -> ServeConfig:
     return build_config(ServeConfig, values | {"models": models})
 
 
-def make_worker(config: ServeConfig, policies: Path, neighbours: int = 1) -> Worker:
+def make_worker(config: ServeConfig, policies: Path, num_sharing: int = 1) -> Worker:
     """Load the models, each once, and build an engine for every name.
 
     Args:
-        config: what to serve.
-        policies: folder of their settings.
-        neighbours: number of processes that share this machine's memory, each with such engines.
+        config: configuration of the server.
+        policies: folder of the policies' settings.
+        num_sharing: number of processes that share this machine's memory, each with such engines.
     Raises:
         ValueError, OSError: see `load_with_tokenizer`, `policy_from_config` and `Engine`; a model has no tokenizer.
     """
@@ -132,10 +139,10 @@ def make_worker(config: ServeConfig, policies: Path, neighbours: int = 1) -> Wor
         if tokenizer is None:
             raise ValueError(f"{each.path} has no tokenizer, and clients send text: add tokenizer.json")
         memory, sharing = (config.memory, len(built)) if each.memory is None else (each.memory, 1)
-        if memory == "auto" and sharing * neighbours > 1:
-            memory = f"auto/{sharing * neighbours}"
+        if memory == "auto" and sharing * num_sharing > 1:
+            memory = f"auto/{sharing * num_sharing}"
         elif isinstance(memory, float):
-            memory /= sharing * neighbours
+            memory /= sharing * num_sharing
         elif isinstance(memory, int) and sharing > 1:
             memory //= sharing
         engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)

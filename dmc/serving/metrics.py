@@ -71,6 +71,6 @@ def of_replicas(collected: Mapping[str, Iterable[Metric]]) -> list[Metric]:
 
 
 def written(metrics: Iterable[Metric]) -> Response:
-    """Write metrics as Prometheus reads them."""
+    """Write metrics in the text format of Prometheus."""
     source: Any = SimpleNamespace(collect=lambda: metrics)
     return Response(generate_latest(source), media_type="text/plain; version=0.0.4")

@@ -44,7 +44,7 @@ class ConversationRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas."""
+        """Rank the replicas, the best for the request first; see Ray's `RequestRouter`."""
         loads = {each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
         if candidate_replicas and pending_request is not None and (session := pending_request.metadata.session_id):
             home = max(loads, key=lambda each: hash((session, each)))
@@ -53,7 +53,7 @@ class ConversationRouter(RequestRouter):
 
 
 def conversation_of(body: bytes) -> str:
-    """Name the conversation of a request: all up to its user's first words, or the beginning of a prompt."""
+    """Return a conversation's name: a hash of the messages up to the user's first, or of a prompt's beginning."""
     try:
         asked = json.loads(body)
         said = (asked.get("messages") or asked["prompt"])[:BEGINNING]
@@ -64,15 +64,15 @@ def conversation_of(body: bytes) -> str:
 
 
 class Replica:
-    """The application of one process, without its socket."""
+    """The application of one process; requests reach it through Ray, not through a socket."""
 
-    def __init__(self, config: ServeConfig, policies: Path, neighbours: int) -> None:
-        self._worker = make_worker(config, policies, neighbours)
+    def __init__(self, config: ServeConfig, policies: Path, num_sharing: int) -> None:
+        self._worker = make_worker(config, policies, num_sharing)
         self._worker.start()
         self._app = make_app(self._worker, limits=config.limits)
 
     async def answer(self, method: str, path: str, body: bytes) -> AsyncIterator[Any]:
-        """Yield status and headers, then the body as it comes."""
+        """Yield status and headers of the answer, then its body piece by piece."""
         sent: asyncio.Queue[Any] = asyncio.Queue()
         given = [{"type": "http.request", "body": body}]
 
@@ -93,11 +93,15 @@ class Replica:
             task.cancel()
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Return the replica's name and what it counts."""
+        """Return the replica's name and its metrics."""
         return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.collect()
 
     def check_health(self) -> bool:
-        """Let Ray start another replica in place of one whose engines have stopped."""
+        """Tell Ray that the replica works; it replaces one that raises.
+
+        Raises:
+            RuntimeError: the engines have stopped.
+        """
         if self._worker.failure is not None:
             raise RuntimeError(f"the engines have stopped: {self._worker.failure}")
         return True
@@ -118,7 +122,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     local: dict[str, Any] = {} if joins else {"address": "local", "include_dashboard": False}
     ray.init(**local, log_to_driver=False, logging_level=logging.ERROR)
     least, end = config.replicas or 1, time.monotonic() + (JOIN_SECONDS if joins else 0)
-    most, neighbours = config.max_replicas or least, 1
+    most, num_sharing = config.max_replicas or least, 1
     while True:
         found = ray.cluster_resources()
         kind = "GPU" if found.get("GPU") else "CPU"
@@ -130,7 +134,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     needs = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)}
     if kind == "CPU":
         cpus = max(int(each["Resources"].get("CPU", 0)) for each in ray.nodes())  # of one machine
-        neighbours = max(1, cpus // needs["num_cpus"])
+        num_sharing = max(1, cpus // needs["num_cpus"])
     router: Any = ConversationRouter
     scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": config.target_ongoing_requests}
     options: dict[str, Any] = {
@@ -153,7 +157,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
 
     try:
         replicas: Any = serve.deployment(Replica, **options)
-        handle = serve.run(replicas.bind(config, policies, neighbours), name=name, route_prefix=None)
+        handle = serve.run(replicas.bind(config, policies, num_sharing), name=name, route_prefix=None)
     except RuntimeError as error:
         told = serve.status().applications[name].deployments["Replica"].message or str(error)
         stop()
@@ -168,14 +172,16 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
     """Build the application that hands requests out to replicas.
 
     Args:
-        handle: of the replicas.
+        handle: Ray Serve's handle of the replicas.
         keys: see `bare_app`.
-        limits: on bodies.
+        limits: limits of bodies.
+    Returns:
+        An application that answers with a replica's answer, or with status 503 where no replica lives.
     """
     app = bare_app(keys)
 
     async def ask_all(method: str) -> list[Any]:
-        """Ask every replica, beside the queue; return what those say that answer."""
+        """Call a method of every replica, past the queue; return the results of those that answer."""
         try:
             told = await handle.broadcast(method).results_async(timeout_s=10, return_exceptions=True)
         except (RayServeException, TimeoutError):
@@ -209,13 +215,13 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
 
 
 def lost() -> APIError:
-    """Tell that a replica has died, and what it was doing with it."""
+    """Return the error of a request whose replica has died."""
     message = "the replica that had this request has died: send it again"
     return APIError(503, message, None, "replica_lost", Retry_After="1")
 
 
 async def passed_on(pieces: Any) -> Response:
-    """Wait for a replica's answer, of a stream for its beginning."""
+    """Wait for a replica's answer, or for the beginning of a stream."""
     status, headers = await anext(pieces)
     if headers["content-type"].startswith("text/event-stream"):
         return StreamingResponse(streamed(pieces), status, headers)
@@ -223,7 +229,7 @@ async def passed_on(pieces: Any) -> Response:
 
 
 async def streamed(pieces: Any) -> AsyncIterator[bytes | str]:
-    """Pass a stream on; if its replica dies it ends with an error."""
+    """Forward a stream; if its replica dies, the stream ends with an error."""
     try:
         async for piece in pieces:
             yield piece

@@ -18,12 +18,15 @@ from dmc.serving.config import ServeConfig, make_worker
 
 
 def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = lambda port: None) -> None:
-    """Serve until a signal; what runs then ends within the grace period.
+    """Serve until SIGTERM or SIGINT; requests that are under way then have `grace_seconds` to end.
 
     Args:
-        config: what to serve.
-        policies: folder of their settings.
-        started: is told the port when it listens.
+        config: configuration of the server.
+        policies: folder of the policies' settings.
+        started: called with the port once the server listens.
+    Raises:
+        ValueError, OSError: see `make_worker`; the address is taken.
+        ImportError: `replicas` is given, and Ray is not installed.
     """
     keys, is_first = config.keys(), os.environ.get("RANK", "0") == "0"
     place = _bound(config.host, config.port) if is_first else None  # before models are loaded

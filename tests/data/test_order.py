@@ -35,7 +35,7 @@ def test_every_element_is_equally_likely_at_every_offset(num_samples):
         assert chi_square < 3 * (num_samples - 1) + 12
 
 
-def test_neighbours_land_apart():
+def test_neighbors_land_apart():
     num_samples = 10_000
     indices = np.array([shuffled_index(offset, num_samples, 1, 0) for offset in range(num_samples)])
     correlation = np.corrcoef(indices[:-1], indices[1:])[0, 1]

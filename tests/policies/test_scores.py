@@ -18,7 +18,7 @@ def naive_pool(scores, kernel_size, pooling):
     return pooled
 
 
-def test_a_peak_spreads_to_its_neighbours():
+def test_a_peak_spreads_to_its_neighbors():
     scores = torch.tensor([0, 0, 1, 0, 0, 0, 0.8, 0])
     assert pool(scores, 3, "max").tolist() == pytest.approx([0, 1, 1, 1, 0, 0.8, 0.8, 0.8])
     expected = [0, 1 / 3, 1 / 3, 1 / 3, 0, 0.8 / 3, 0.8 / 3, 0.8 / 3]

@@ -71,7 +71,7 @@ def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(f
     with torch.no_grad():
         logits = theirs.model.double()(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
     exact = float(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None]).sum())
-    assert len(answer) > 400 and exact < -3000  # float32's neighbours lie 2.4e-4 apart
+    assert len(answer) > 400 and exact < -3000  # float32's neighbors lie 2.4e-4 apart
     assert ours == pytest.approx(exact, abs=1e-4)
     assert ours == close(expected)  # not to 1e-4: theirs is a sum in float32
 

@@ -70,20 +70,20 @@ def test_a_name_is_the_end_of_its_path() -> None:
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
 
 
-def test_names_and_neighbours_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_processes_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmc.runtime.memory.free_bytes", lambda device: 2**24)
 
-    def num_blocks(count: int, neighbours: int, **settings: Any) -> list[int]:
+    def num_blocks(count: int, num_sharing: int, **settings: Any) -> list[int]:
         models = {f"{index}": str(folders.stock) for index in range(count)}
         config = read_config({"models": models, **settings})
-        engines = make_worker(config, SCRIPTS.parent / "configs" / "policy", neighbours).engines
+        engines = make_worker(config, SCRIPTS.parent / "configs" / "policy", num_sharing).engines
         return [engine.cache.allocator.num_blocks for engine in engines.values()]
 
     for settings in ({"memory": "auto"}, {"memory": 0.5}):
         (alone,) = num_blocks(1, 1, **settings)
-        for count, neighbours in ((1, 4), (2, 1), (2, 2)):
-            shares = num_blocks(count, neighbours, **settings)
-            assert shares == [pytest.approx(alone / count / neighbours, rel=0.1)] * count
+        for count, num_sharing in ((1, 4), (2, 1), (2, 2)):
+            shares = num_blocks(count, num_sharing, **settings)
+            assert shares == [pytest.approx(alone / count / num_sharing, rel=0.1)] * count
 
 
 def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
