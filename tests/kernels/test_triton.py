@@ -25,6 +25,7 @@ from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
+from dmc.kernels.triton import attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -152,13 +153,44 @@ def test_decode_reads_the_rows_it_is_given(place: tuple[str, torch.dtype]) -> No
         torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_decode_adds_up_the_splits_of_long_heads(place: tuple[str, torch.dtype], delay: int) -> None:
-    tensors, recent = decode_case(place, [[517, 130]], group=4, head_dim=16, delay=delay, block_size=16)
-    options = {"recent": recent, "return_scores": True, "num_scores": 519}
+def runs_of(lengths: list[int], num_programs: int) -> list[list[int]]:
+    """Deal the queue of the heads' chunks out; give the head of each chunk of each program's run."""
+    queue = [head for head, length in enumerate(lengths) for _ in range(max(1, -(-length // attention.CHUNK)))]
+    busy = min(num_programs, len(queue))
+    return [queue[i * len(queue) // busy : (i + 1) * len(queue) // busy] for i in range(busy)]
+
+
+@pytest.mark.parametrize(("num_programs", "delay"), [(1, 0), (5, 3), (16, 3)])
+def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
+    place: tuple[str, torch.dtype], num_programs: int, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty heads, lengths at the edges of chunks, random ones, and one head a hundred times as long as most."""
+    monkeypatch.setattr(attention, "_multiprocessors", lambda _: num_programs)
+    monkeypatch.setattr(attention, "PROGRAMS", 1)
+    monkeypatch.setattr(attention, "COUNTED_TOGETHER", 8)  # not all heads at once
+    merge, cuts = attention._merge_kernel, []
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *given, **constants: (cuts.extend(given[2].tolist()), merge[grid](*given, **constants))
+
+    monkeypatch.setattr(attention, "_merge_kernel", Spy())
+    generator = torch.Generator().manual_seed(num_programs)
+    edges = [0, 1, 127, 128, 129, 256, 0, 1300, 13]
+    lengths = [*edges, *torch.randint(0, 40, (9,), generator=generator).tolist()]
+    tensors, recent = decode_case(
+        place, [lengths[i : i + 2] for i in range(0, 18, 2)], group=3, head_dim=16, delay=delay, block_size=16
+    )
+    options = {"recent": recent, "return_scores": True, "num_scores": 1301}
     actual = kernels.paged_attention(*tensors, 0.2, **options)
     wanted = reference.paged_attention(*tensors, 0.2, **options)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
+    runs = runs_of(lengths, num_programs)
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+    for i, (run, (head, num_parts)) in enumerate(zip(runs, cuts, strict=True)):
+        begins_here = run[-1] not in (head for before in runs[:i] for head in before)
+        parts = sum(run[-1] in each for each in runs) if begins_here else 1
+        assert (head, num_parts) == (run[-1], parts if parts > 1 else 0)
 
 
 def test_decode_never_reads_beyond_the_length(place: tuple[str, torch.dtype]) -> None:

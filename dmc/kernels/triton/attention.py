@@ -1,4 +1,9 @@
-"""Decode attention: every head's slots in equal pieces, one program each, then a reduction over the pieces."""
+"""Decode attention: the chunks of all heads in one queue, of which every program takes an equal run.
+
+A program finds its run by a prefix sum over the heads' lengths, on the device: heads of very different lengths share
+the work evenly, the number of programs follows from shapes alone (for CUDA graphs), and no plan is kept. A head that
+lies within one run is written at once; the others are cut where runs end, and their parts are merged afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import Recent
-from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, places, tile_keys
+from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, places, tile_keys, tile_warps
 
-SHORTEST_SPLIT = 128
-"""Slots below which a head is not split further."""
-MOST_SPLITS = 64
+CHUNK = 128
+"""Slots of a chunk, a multiple of every tile; heads are cut between chunks."""
+PROGRAMS = 2
+"""Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
+TILE_BYTES = 8192
+"""Size of a tile's keys."""
+STAGES = 5
+"""Of the loop over tiles: two for a table's entries, two for what they point to, so that two tiles have a buffer each,
+and one to compute."""
+COUNTED_TOGETHER = 1024
+"""Heads whose chunks a program counts at once."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -33,29 +46,26 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.paged_attention`.
-
-    There is no host sync: the number of splits follows from the tables' capacity, and each head cuts its own length
-    into that many pieces.
-    """
+    """See `dmc.kernels.reference.paged_attention`; there is no host sync."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
     batch, query_heads, head_dim = query.shape
     kv_heads, num_blocks = block_tables.shape[1:]
-    block_size = key_pages.shape[1]
-    group, num_recent = query_heads // kv_heads, 0 if recent is None else len(recent.exists) // batch
-    num_splits = split_count(batch * kv_heads, num_blocks * block_size, query.device)
-    num_parts = num_splits + (num_recent > 0)
+    block_size, pairs, group = key_pages.shape[1], batch * kv_heads, query_heads // kv_heads
+    num_programs = min(PROGRAMS * _multiprocessors(query.device), pairs * triton.cdiv(num_blocks * block_size, CHUNK))
     lengths = lengths.contiguous()
     query = query if query.stride(-1) == 1 else query.contiguous()
-    partial = query.new_empty(batch * kv_heads, num_parts, group, head_dim, dtype=torch.float32)
+    partial = query.new_empty(num_programs, 2, group, head_dim, dtype=torch.float32)
     partial_lse = partial.new_empty(partial.shape[:3])
+    cuts = lengths.new_empty(num_programs, 2)
     num_scores = num_scores or num_blocks * block_size
     scores = partial.new_empty(batch, query_heads, num_scores) if return_scores else None
     lse = partial.new_empty(batch, query_heads) if return_scores else None
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = channels * query.element_size()
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, "CHANNELS": channels}
     with torch.cuda.device_of(query):
-        _split_kernel[(batch * kv_heads, num_parts)](
+        _attend_kernel[(num_programs,)](
             query,
             key_pages,
             value_pages,
@@ -66,36 +76,31 @@ def paged_attention(
             None if recent is None else recent.key.contiguous(),
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
+            out,
+            lse,
             partial,
             partial_lse,
+            cuts,
             scores,
             query.stride(0),
             query.stride(1),
+            pairs,
             num_blocks,
-            num_recent,
+            0 if recent is None else len(recent.exists) // batch,
             num_scores,
             scaling * LOG2_E,
             KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
-            NUM_SPLITS=num_splits,
-            SHORTEST=SHORTEST_SPLIT,
+            CHUNK=CHUNK,
+            PAIRS=min(COUNTED_TOGETHER, triton.next_power_of_2(pairs)),
             MEMBERS=max(16, triton.next_power_of_2(group)),
-            CHANNELS=channels,
-            KEYS=tile_keys(channels, query.element_size(), scales is not None),
+            KEYS=tile_keys(row_bytes, TILE_BYTES),
+            RECENT_KEYS=16,
+            STAGES=STAGES,
+            num_warps=tile_warps(row_bytes),
+            **constants,
         )
-        _reduce_kernel[(batch * query_heads,)](
-            partial,
-            partial_lse,
-            out,
-            lse,
-            NUM_PARTS=num_parts,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            PARTS=triton.next_power_of_2(num_parts),
-            CHANNELS=channels,
-        )
+        _merge_kernel[(num_programs, group)](partial, partial_lse, cuts, out, lse, PARTS=16, **constants)
         if scores is None:
             return out
         _normalize_kernel[(batch * query_heads, triton.cdiv(scores.shape[-1], SLOTS_NORMALIZED))](
@@ -104,19 +109,23 @@ def paged_attention(
         return out, scores
 
 
-def split_count(heads: int, capacity: int, device: torch.device) -> int:
-    """Return the pieces per head that fill the device, a power of two, from shapes alone (for CUDA graphs)."""
-    wanted = triton.cdiv(2 * _multiprocessors(device), heads)
-    return triton.next_power_of_2(max(1, min(wanted, triton.cdiv(capacity, SHORTEST_SPLIT), MOST_SPLITS)))
-
-
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
-def _split_kernel(
+def _count_chunks(pair, num_pairs, rows, lengths, KV_HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """Count the chunks of heads, one of an empty head too; none beyond the last head."""
+    known = pair < num_pairs
+    sequence, head = pair // KV_HEADS, pair % KV_HEADS
+    row = sequence if rows is None else tl.load(rows + sequence, mask=known, other=0)
+    length = tl.load(lengths + row * KV_HEADS + head, mask=known, other=0)
+    return tl.where(known, tl.maximum(tl.cdiv(length, CHUNK), 1), 0)
+
+
+@triton.jit
+def _attend_kernel(
     query,
     key_pages,
     value_pages,
@@ -128,11 +137,15 @@ def _split_kernel(
     recent_key,
     recent_value,
     recent_exists,
+    out,
+    out_lse,
     partial,
     partial_lse,
+    cuts,
     scores,
     query_stride,
     query_head_stride,
+    num_pairs,
     num_blocks,
     num_recent,
     num_scores,
@@ -141,88 +154,149 @@ def _split_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
     MEMBERS: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
+    RECENT_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Attend from the query heads of one KV head to one piece of its slots; the last part is the recent tokens."""
-    pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    sequence, head = pair // KV_HEADS, pair % KV_HEADS
-    row = sequence if rows is None else tl.load(rows + sequence)
-    cell = row * KV_HEADS + head
+    """Attend to one run of the queue: the end of one head, whole heads, and the begin of another.
+
+    The end, or middle, of a head that began in an earlier run is part 0 of the program, a begin that is cut is part 1.
+    The recent tokens of a head belong to its first chunk.
+    """
+    program = tl.program_id(0)
+    total = tl.zeros((), tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        total += tl.sum(_count_chunks(start + tl.arange(0, PAIRS), num_pairs, rows, lengths, KV_HEADS, CHUNK), 0)
+    num_busy = tl.minimum(tl.num_programs(0), total)
+    chunk = (tl.minimum(program, num_busy).to(tl.int64) * total // num_busy).to(tl.int32)
+    end = (tl.minimum(program + 1, num_busy).to(tl.int64) * total // num_busy).to(tl.int32)
+    pair = tl.zeros((), tl.int32)  # the head of this chunk
+    first = tl.zeros((), tl.int32)  # chunks before that head
+    counted = tl.zeros((), tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        chunks = _count_chunks(start + tl.arange(0, PAIRS), num_pairs, rows, lengths, KV_HEADS, CHUNK)
+        ends = counted + tl.cumsum(chunks, 0)
+        is_before = (chunks > 0) & (ends <= chunk)
+        pair += tl.sum(is_before.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
+        counted += tl.sum(chunks, 0)
+
     member, channel = tl.arange(0, MEMBERS), tl.arange(0, CHANNELS)
     in_group = member < GROUP
-    query_place = sequence * query_stride + (head * GROUP + member) * query_head_stride
-    queries = load_rows(query, query_place, in_group, channel, HEAD_DIM)
-    peak = tl.full((MEMBERS,), float("-inf"), tl.float32)
-    total = tl.zeros((MEMBERS,), tl.float32)
-    acc = tl.zeros((MEMBERS, CHANNELS), tl.float32)
-
-    length = tl.load(lengths + cell)
-    piece = tl.cdiv(tl.maximum(tl.cdiv(length, NUM_SPLITS), SHORTEST), KEYS) * KEYS
-    table = block_tables + cell * num_blocks
-    for start in range(split * piece, tl.minimum(split * piece + piece, length), KEYS):
-        slot = start + tl.arange(0, KEYS)
-        held = slot < length
-        place = places(table, slot, held, BLOCK_SIZE)
-        key = load_rows(key_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
-        value = load_rows(value_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
-        score, peak, total, acc = attend_tile(
-            queries, key, value, held[None, :], scaling, peak, total, acc, key_scales, value_scales, place, held
-        )
-        if scores is not None:
-            row_of = (pair * GROUP + member) * num_scores
-            tl.store(scores + row_of[:, None] + slot[None, :], score, mask=in_group[:, None] & held[None, :])
-    if recent_key is not None:
-        for start in range(0, tl.where(split == NUM_SPLITS, num_recent, 0), KEYS):
-            index = start + tl.arange(0, KEYS)
-            held = index < num_recent
-            exists = tl.load(recent_exists + sequence * num_recent + index, mask=held, other=0) != 0
-            place = ((sequence * num_recent + index) * KV_HEADS + head) * HEAD_DIM
-            key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
-            value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
-            score, peak, total, acc = attend_tile(
-                queries, key, value, exists[None, :], scaling, peak, total, acc, None, None, place, exists
+    num_parts = tl.zeros((), tl.int32)
+    while chunk < end:
+        sequence, head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+        row = sequence if rows is None else tl.load(rows + sequence)
+        cell = row * KV_HEADS + head
+        length = tl.load(lengths + cell)
+        after = first + tl.maximum(tl.cdiv(length, CHUNK), 1)
+        stop = tl.minimum(after, end)
+        query_place = sequence * query_stride + (head * GROUP + member) * query_head_stride
+        queries = load_rows(query, query_place, in_group, channel, HEAD_DIM)
+        peak = tl.full((MEMBERS,), float("-inf"), tl.float32)
+        sum_of_weights = tl.zeros((MEMBERS,), tl.float32)
+        acc = tl.zeros((MEMBERS, CHANNELS), tl.float32)
+        table = block_tables + cell * num_blocks
+        query_head = pair.to(tl.int64) * GROUP + member
+        for start in tl.range(
+            (chunk - first) * CHUNK, tl.minimum((stop - first) * CHUNK, length), KEYS, num_stages=STAGES
+        ):
+            slot = start + tl.arange(0, KEYS)
+            held = slot < length
+            place = places(table, slot, held, BLOCK_SIZE)
+            key = load_rows(key_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
+            value = load_rows(value_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
+            score, peak, sum_of_weights, acc = attend_tile(
+                queries,
+                key,
+                value,
+                held[None, :],
+                scaling,
+                peak,
+                sum_of_weights,
+                acc,
+                key_scales,
+                value_scales,
+                place,
+                held,
             )
+            if scores is not None:
+                score_place = scores + (query_head * num_scores)[:, None] + slot[None, :]
+                tl.store(score_place, score, mask=in_group[:, None] & held[None, :])
+        if recent_key is not None:
+            for start in tl.range(0, tl.where(chunk == first, num_recent, 0), RECENT_KEYS, num_stages=1):
+                index = start + tl.arange(0, RECENT_KEYS)
+                held = index < num_recent
+                exists = tl.load(recent_exists + sequence * num_recent + index, mask=held, other=0) != 0
+                place = ((sequence * num_recent + index) * KV_HEADS + head) * HEAD_DIM
+                key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
+                value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
+                _, peak, sum_of_weights, acc = attend_tile(
+                    queries, key, value, exists[None, :], scaling, peak, sum_of_weights, acc, None, None, place, exists
+                )
 
-    some = total > 0
-    place = (pair * tl.num_programs(1) + split) * GROUP + member
-    lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(partial_lse + place, lse, mask=in_group)
-    acc /= tl.where(some, total, 1.0)[:, None]
-    written = (in_group & some)[:, None] & (channel < HEAD_DIM)[None, :]
-    tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], acc, mask=written)
+        sum_of_weights = tl.where(sum_of_weights > 0, sum_of_weights, 1.0)  # of a head without slots
+        lse = tl.where(peak == float("-inf"), 0.0, peak) + tl.log2(sum_of_weights)
+        acc /= sum_of_weights[:, None]
+        is_whole = (chunk == first) & (stop == after)
+        written = in_group & is_whole
+        in_head = (channel < HEAD_DIM)[None, :]
+        target = query_head[:, None] * HEAD_DIM + channel[None, :]
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=written[:, None] & in_head)
+        if out_lse is not None:
+            tl.store(out_lse + query_head, lse, mask=written)
+        written = in_group & (is_whole == 0)
+        part = (2 * program + (chunk == first).to(tl.int32)) * GROUP + member
+        tl.store(partial_lse + part, lse, mask=written)
+        target = part[:, None] * HEAD_DIM + channel[None, :]
+        tl.store(partial + target, acc, mask=written[:, None] & in_head)
+        last_program = (after.to(tl.int64) * num_busy - 1) // total
+        num_parts = tl.where((chunk == first) & (stop < after), last_program - program + 1, 0).to(tl.int32)
+        chunk, first, pair = stop, after, pair + 1
+    tl.store(cuts + 2 * program, pair - 1)
+    tl.store(cuts + 2 * program + 1, num_parts)
 
 
 @triton.jit
-def _reduce_kernel(
+def _merge_kernel(
     partial,
     partial_lse,
+    cuts,
     out,
-    lse,
-    NUM_PARTS: tl.constexpr,
+    out_lse,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Average one query head's parts by their shares of the softmax; a head that saw nothing gets zeros."""
-    query_head = tl.program_id(0).to(tl.int64)
-    part, channel = tl.arange(0, PARTS), tl.arange(0, CHANNELS)
-    place = ((query_head // GROUP) * NUM_PARTS + part) * GROUP + query_head % GROUP
-    part_lse = tl.load(partial_lse + place, mask=part < NUM_PARTS, other=float("-inf"))
-    peak = tl.max(part_lse, 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.exp2(part_lse - peak)
-    total = tl.sum(weight, 0)
-    total = tl.where(total > 0, total, 1.0)
-    states = load_rows(partial, place * HEAD_DIM, weight > 0, channel, HEAD_DIM)
-    result = tl.sum(states * weight[:, None], 0) / total
-    tl.store(out + query_head * HEAD_DIM + channel, result.to(out.dtype.element_ty), mask=channel < HEAD_DIM)
-    if lse is not None:
-        tl.store(lse + query_head, peak + tl.log2(total))
+    """Average the parts of one query head of the head that one program has cut, if any, by shares of the softmax."""
+    program, member = tl.program_id(0), tl.program_id(1)
+    query_head = tl.load(cuts + 2 * program).to(tl.int64) * GROUP + member
+    num_parts = tl.load(cuts + 2 * program + 1)
+    channel = tl.arange(0, CHANNELS)
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((CHANNELS,), tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        place = (2 * (program + part) + (part == 0).to(tl.int32)) * GROUP + member
+        lse = tl.load(partial_lse + place, mask=part < num_parts, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weight, fade = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
+        states = load_rows(partial, place * HEAD_DIM, weight > 0, channel, HEAD_DIM)
+        acc = acc * fade + tl.sum(states * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        peak = new_peak
+    is_cut = num_parts > 0
+    total = tl.where(is_cut, total, 1.0)
+    written = is_cut & (channel < HEAD_DIM)
+    tl.store(out + query_head * HEAD_DIM + channel, (acc / total).to(out.dtype.element_ty), mask=written)
+    if out_lse is not None:
+        tl.store(out_lse + query_head, peak + tl.log2(total), mask=is_cut)
 
 
 @triton.jit

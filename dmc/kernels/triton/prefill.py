@@ -12,10 +12,13 @@ from torch import Tensor
 
 from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, places, tile_keys
+from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, places, tile_keys, tile_warps
 
 QUERY_BYTES = 16384
 """Size of a block of query rows, at most 64 of them, in float32 half as many."""
+
+TILE_BYTES = 16384
+"""Size of a tile's keys; half as much where they pass through registers, out of 8 bits."""
 
 
 def prefill_attention(
@@ -37,9 +40,10 @@ def prefill_attention(
     top, recent = seen.top, seen.recent
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = channels * query.element_size()
     # products of float32 take their operands, and those of 8 bits in it their copies, from registers
     most = 64 if query.element_size() < 4 else 32 if scales is None else 16
-    rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (channels * query.element_size())))
+    rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // row_bytes))
     with torch.cuda.device_of(query):
         _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
             query,
@@ -67,7 +71,8 @@ def prefill_attention(
             BLOCK_SIZE=key_pages.shape[1],
             ROWS=rows,
             CHANNELS=channels,
-            KEYS=min(most, tile_keys(channels, query.element_size(), scales is not None)),
+            KEYS=min(most, tile_keys(row_bytes, TILE_BYTES if scales is None else TILE_BYTES // 2)),
+            num_warps=tile_warps(row_bytes),
         )
     return out
 

@@ -9,12 +9,14 @@ LOG2_E = 1.4426950408889634
 """Factor that turns exp into exp2."""
 
 
-def tile_keys(channels: int, itemsize: int, in_8_bits: bool) -> int:
-    """Keys of one tile: so many that keys and values of a tile take 32 KiB, but 16 at least, as `tl.dot` demands.
+def tile_keys(row_bytes: int, most_bytes: int) -> int:
+    """Keys of one tile, of at most so many bytes; but 16 at least, as `tl.dot` demands."""
+    return max(16, min(128, most_bytes // row_bytes))
 
-    Those of 8 bits pass through registers on their way to `itemsize`: half as many.
-    """
-    return max(16, min(128, 16384 // (channels * itemsize) // (1 + in_8_bits)))
+
+def tile_warps(row_bytes: int) -> int:
+    """Warps of a program: twice as many where a tile's operands would spill from the registers of four."""
+    return 4 if row_bytes <= 256 else 8
 
 
 @triton.jit
