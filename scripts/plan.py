@@ -43,17 +43,17 @@ def main(settings: DictConfig) -> None:
     for each in found:
         print(f"| {each.ratio:g} | {each.request_bytes / 2**20:,.1f} | {each.requests:,} | {each.longest:,} |")
     print("\nEvery head is taken to hold as much; heads that differ need up to half a block more.\n")
-    print("A decode step, eager / recorded as a CUDA graph: predicted from launches and bytes, not measured.\n")
+    print("A decode step, eager / compiled / recorded as a CUDA graph / both: predicted from launches and bytes.\n")
     print("| CR | requests | reads (GiB) | " + " | ".join(f"{device.name} (ms)" for device in DEVICES) + " |")
     print("|---" * (3 + len(DEVICES)) + "|")
     for each in found:
         for requests in sorted({found[0].requests, each.requests} - {0}):
-            step = decode_step(config, layout, weights, requests, settings.context, each.ratio)
-            times = [
-                [f"{1e3 * step.seconds(device, recorded):,.1f}" for recorded in (False, True)] for device in DEVICES
-            ]
-            reads = (step.weight_bytes + step.cache_bytes) / GIB
-            print(f"| {each.ratio:g} | {requests:,} | {reads:,.1f} | " + " | ".join(map(" / ".join, times)) + " |")
+            sizes = weights, requests, settings.context, each.ratio
+            steps = [decode_step(config, layout, *sizes, compiles) for compiles in (False, True)]
+            ways = [(step, is_recorded) for is_recorded in (False, True) for step in steps]
+            times = [" / ".join(f"{1e3 * step.seconds(device, way):,.1f}" for step, way in ways) for device in DEVICES]
+            reads = (steps[0].weight_bytes + steps[0].cache_bytes) / GIB
+            print(f"| {each.ratio:g} | {requests:,} | {reads:,.1f} | " + " | ".join(times) + " |")
 
 
 if __name__ == "__main__":

@@ -49,14 +49,20 @@ class StepTime:
         return (busy if is_recorded else max(busy, self.launches * EAGER_LAUNCH)) + HOST_READ
 
 
-def launches_per_layer(layout: CacheLayout) -> int:
+def launches_per_layer(layout: CacheLayout, compiles: bool = False) -> int:
     """Operations of torch that are no views, and kernels, of one layer of a Llama; a test counts them."""
     gates, delay = layout.compression is not None, layout.delay > 0
-    return 33 + gates + 4 + delay
+    return (13 if compiles else 33) + gates + 4 + delay
 
 
 def decode_step(
-    config: Any, layout: CacheLayout, weight_bytes: int, batch_size: int, context: int, ratio: float
+    config: Any,
+    layout: CacheLayout,
+    weight_bytes: int,
+    batch_size: int,
+    context: int,
+    ratio: float,
+    compiles: bool = False,
 ) -> StepTime:
     """Add up what one step launches, reads and multiplies on one rank.
 
@@ -67,6 +73,7 @@ def decode_step(
         batch_size: sequences.
         context: tokens that each has seen.
         ratio: CR >= 1 of each.
+        compiles: whether decoder layers are compiled.
     """
     size = layout.dtype.itemsize
     if not getattr(config, "tie_word_embeddings", False):
@@ -75,7 +82,7 @@ def decode_step(
     group = layout.num_query_heads // layout.num_kv_heads
     products = batch_size * (2 * weight_bytes // size + 4 * group * heads * (slots + layout.delay) * layout.head_dim)
     return StepTime(
-        launches=layout.num_layers * launches_per_layer(layout) + OPERATIONS_BESIDE_LAYERS,
+        launches=layout.num_layers * launches_per_layer(layout, compiles) + OPERATIONS_BESIDE_LAYERS,
         weight_bytes=weight_bytes,
         cache_bytes=batch_size * heads * (slots * layout.entry_bytes + layout.delay * 2 * layout.head_dim * size),
         flops=products,
