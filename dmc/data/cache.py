@@ -18,7 +18,6 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -152,10 +151,9 @@ class _Cache:
         if self.source.has_loss_mask:
             features["scored"] = datasets.List(datasets.Value("uint8"))
         for number in range(num_parts):
-            work = _Part(self.source, self.encoder, number, num_parts, num_jobs)
             with _quiet(), self._naming_failures(tokenize_num_proc):
                 part = datasets.Dataset.from_generator(
-                    work.rows,
+                    partial(_rows, self.source, self.encoder, (num_parts, number), num_jobs),
                     features=datasets.Features(features),
                     cache_dir=str(self.folder / f"{number:05d}-of-{num_parts:05d}"),
                     gen_kwargs={"jobs": list(range(num_jobs))},
@@ -239,28 +237,19 @@ class _Cache:
         return {self.folder / name: record for name, record in records.items()}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Data that a process needs to tokenize a part of a source, or a share of it."""
-
-    source: DocumentSource
-    encoder: DocumentEncoder
-    number: int
-    num_parts: int
-    num_jobs: int
-
-    def rows(self, jobs: list[int]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield one row for each document, empty where it holds no text."""
-        _obey_parent()
-        try:
-            for job in jobs:
-                rows = self.source.stream().shard(self.num_parts, self.number).shard(self.num_jobs, job)
-                for batch in _batches(self.source.read(rows)):
-                    for encoded in self.encoder(batch, self.source.label):
-                        row = {"input_ids": encoded.token_ids}
-                        yield row if encoded.scored is None else row | {"scored": encoded.scored}
-        except (ValueError, TypeError, OSError) as error:
-            raise _TextError(str(error)) from error
+def _rows(
+    source: DocumentSource, encoder: DocumentEncoder, part: tuple[int, int], num_jobs: int, jobs: list[int]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield one row for each document of some jobs of a part of a source, empty where it holds no text."""
+    _obey_parent()
+    try:
+        for job in jobs:
+            for batch in _batches(source.read(source.stream().shard(*part).shard(num_jobs, job))):
+                for encoded in encoder(batch, source.label):
+                    row = {"input_ids": encoded.token_ids}
+                    yield row if encoded.scored is None else row | {"scored": encoded.scored}
+    except (ValueError, TypeError, OSError) as error:
+        raise _TextError(str(error)) from error
 
 
 def _obey_parent() -> None:

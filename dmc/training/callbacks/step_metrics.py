@@ -247,7 +247,7 @@ class StepMetrics(AfterStep):
         path = self.folder / file_name(step.number, trainer.global_rank)
         kept = [_kept(batch, loss) for batch, loss in zip(step.micro_batches, step.losses, strict=True)]
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
             outcome = f"its batch is kept in {path}"
         except (OSError, RuntimeError) as error:  # if one rank ended here, the others would wait forever
