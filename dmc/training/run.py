@@ -179,7 +179,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     tokenizer = build_tokenizer(config.data, config.model)
     strategy = build_strategy(config)
     is_fresh = config.model.path is None
-    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load()
+    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load(config.model.path)
     if config.gates is not None:
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
@@ -187,7 +187,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     module = RetrofitModule(model, config, plan, strategy)
     if config.distillation is not None:
         path = config.distillation.path or str(config.model.path)
-        module.teacher = Teacher(strategy.load_teacher(path), path, config.distillation.temperature)
+        module.teacher = Teacher(strategy.load(path, is_teacher=True), path, config.distillation.temperature)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model)

@@ -60,11 +60,10 @@ class Preemption(Callback):
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Listen to SIGTERM too, instead of Lightning, whose handler waits for the other ranks."""
-        module: Any = pl_module
         self._listen(SIGNALS)
-        self.hosts = module.strategy.hosts
+        self.hosts = pl_module.strategy.hosts
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree with the other ranks; on a signal to any of them save, requeue, stop.

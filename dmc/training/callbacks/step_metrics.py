@@ -135,19 +135,17 @@ class StepMetrics(AfterStep):
         """Keep the micro-batches of the current step."""
         self._micro_batches.append(batch)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         """Mask or clip the complete gradients."""
-        module: Any = pl_module
-        if not module.strategy.clips_in_optimizer:
-            norm = self._finish(trainer, module, trainer.global_step, optimizer)
-            if self.training.gradient_clip is not None:
-                clip_grads_with_norm_(module.parameters(), self.training.gradient_clip, norm, foreach=False)  # any mesh
+        if not pl_module.strategy.clips_in_optimizer:
+            norm = self._finish(trainer, pl_module, trainer.global_step, optimizer)
+            if (most := self.training.gradient_clip) is not None:
+                clip_grads_with_norm_(pl_module.parameters(), most, norm, foreach=False)  # any mesh
 
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+    def after_step(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Collect the metrics where the strategy clips gradients; stop a run that has skipped too many steps."""
-        module: Any = pl_module
-        if module.strategy.clips_in_optimizer:
-            self._finish(trainer, module, step - 1, None)
+        if pl_module.strategy.clips_in_optimizer:
+            self._finish(trainer, pl_module, step - 1, None)
             self._read(trainer)  # it has waited for the device already
         if self._skips_too_many:
             self.save_last.save(trainer, step)

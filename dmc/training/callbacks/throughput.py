@@ -30,24 +30,22 @@ class Throughput(AfterStep):
         self._seconds = self._data_seconds = 0.0
         self._batch_started = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Note the start of a micro-batch; between it and the end of the one before the run has waited for data."""
-        module: Any = pl_module
         self._batch_started = time.perf_counter()
-        self._data_seconds += self._batch_started - module.batch_ended
+        self._data_seconds += self._batch_started - pl_module.batch_ended
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Add its time."""
         self._seconds += time.perf_counter() - self._batch_started
         super().on_train_batch_end(trainer, pl_module, *arguments)
 
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+    def after_step(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Log at the logger's rate, over the steps since the last time."""
         self._steps += 1
         if self._steps > 0 and step % self.config.training.log_every_steps == 0:
-            module: Any = pl_module
-            memory = module.strategy.hosts.maximum(peak_memory(module.device))
-            measured = self._measure(trainer, module) | {"train/peak_memory_gib": memory / 2**30}
+            memory = pl_module.strategy.hosts.maximum(peak_memory(pl_module.device))
+            measured = self._measure(trainer, pl_module) | {"train/peak_memory_gib": memory / 2**30}
             for logger in trainer.loggers:
                 logger.log_metrics(measured, step=step - 1)
         elif self._steps > 0:

@@ -43,12 +43,11 @@ class Validation(AfterStep):
         """Read the held-out text."""
         self._batches = self.open_batches()
 
-    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+    def after_step(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Validate after every `every_steps`-th step."""
         if step % self.every_steps == 0 or step == trainer.max_steps:
-            module: Any = pl_module
             with trainer.precision_plugin.forward_context():
-                score = score_text(module.model, self._batches, "validate", Ranks.all())
+                score = score_text(pl_module.model, self._batches, "validate", Ranks.all())
             self.log_score(trainer, score)
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:

@@ -242,19 +242,17 @@ class SaveLast(AfterStep):
 
     def save(self, trainer: Trainer, step: int) -> None:
         """Save now, unless this step is saved, and wait until it is on disk."""
-        strategy: Any = trainer.strategy
         self._begin(trainer, step)
-        strategy.saver.wait()
+        self.teardown(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, *_: Any) -> None:
         """Wait for the last checkpoint."""
-        strategy: Any = trainer.strategy
-        strategy.saver.wait()
+        trainer.strategy.saver.wait()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish the checkpoint that is being written, if possible."""
         with suppress(OSError, RuntimeError):  # RuntimeError: another rank is gone
-            self.teardown(trainer, pl_module, "fit")
+            self.teardown(trainer)
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         if step != self._saved_step:

@@ -58,19 +58,14 @@ class Parallelism:
         """Return another one, for checkpoints alone: they are written while the step communicates."""
         return Ranks.on_hosts()
 
-    def load(self) -> Any:
-        """Load the model that the run starts from; without weights until `parallelize` where ranks hold parts."""
+    def load(self, path: str, is_teacher: bool = False) -> Any:
+        """Load the run's model, or one to learn from; without weights until it is divided where ranks hold parts."""
         settings = self.run_config.model
-        model = self._load(str(settings.path), whole=not self.holds_parts)
-        return model if settings.merge_kv_heads is None else merge_kv_heads(model, settings.merge_kv_heads)
-
-    def load_teacher(self, path: str) -> Any:
-        """Load a model to be learned from; without weights until `parallelize_teacher` where ranks hold parts."""
-        return self._load(path, whole=not self.holds_parts)
-
-    def _load(self, path: str, whole: bool) -> Any:
+        # DeepSpeed's engine holds one model only: a teacher is whole on each rank.
+        whole = not self.holds_parts or (is_teacher and self.run_config.trainer.uses_deepspeed)
         read = load_model if whole else empty_model
-        return read(path, dtype=getattr(torch, self.run_config.model.dtype), revision=self.revision_of(path))
+        model = read(path, dtype=getattr(torch, settings.dtype), revision=self.revision_of(path))
+        return model if is_teacher or not settings.merge_kv_heads else merge_kv_heads(model, settings.merge_kv_heads)
 
     def parallelize(self, model: Any, path: str) -> None:
         """Divide a model, loaded from `path`, among the ranks, once these can talk to each other."""

@@ -54,10 +54,6 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
         self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
 
-    def load_teacher(self, path: str) -> Any:
-        """See `Parallelism`: whole on each rank, for DeepSpeed's engine holds one model only."""
-        return self._load(path, whole=True)
-
     def parallelize(self, model: Any, path: str) -> None:
         """Read and shard one layer after the other; a model with weights is sharded by the engine."""
         if not next(model.parameters()).is_meta:
