@@ -245,7 +245,7 @@ class SaveLast(AfterStep):
         self._begin(trainer, step)
         self.teardown(trainer)
 
-    def teardown(self, trainer: Any, *_: Any) -> None:
+    def teardown(self, trainer: Any, pl_module: Any = None, stage: str = "fit") -> None:
         """Wait for the last checkpoint."""
         trainer.strategy.saver.wait()
 
