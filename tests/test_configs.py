@@ -122,8 +122,10 @@ def test_loggers_and_callbacks_are_chosen_several_at_once():
 @pytest.mark.parametrize("name", names("data"))
 def test_every_source_can_be_built(name):
     fill = ["data.train.text.name=a.txt", "data.validation.text.name=b.txt"] if name == "text_files" else []
+    no_facts = ["data.facts=null"] if name == "recall" else []  # which are written into cached text
     fill += ["data.tokenizer.path=somewhere"] if name in ("text_files", "hub_blend") else []  # else the model's own
-    config = composed(f"data={name}", *fill)
+    config = composed(f"data={name}", *fill, "data.streaming=true", "data.stream_shards=8", *no_facts)
+    assert config.data.stream_shards == 8
     for source in (*config.data.train.values(), *config.data.validation.values()):
         assert instantiate(source).weight > 0
 
