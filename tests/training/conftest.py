@@ -52,7 +52,7 @@ def run_values(corpus, tmp_path):
             "micro_batch_size": 2,
             "learning_rate": 1e-3,
             "ratio_weight": 2.0,
-            "snapshot_ratios": [2.0],
+            "snapshot_ratios": [],
             "calibration_sequences": 4,
             "validation_sequences": 4,
             "validate_every_steps": 4,

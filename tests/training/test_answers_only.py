@@ -40,7 +40,7 @@ def values(run_values, tmp_path, only_trained):
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     run_values["training"] |= {
         "stages": {"retrofit": {"steps": 2}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
-        "snapshot_ratios": [], "validate_every_steps": 100, "document_masking": True,
+        "validate_every_steps": 100, "document_masking": True,
     }  # fmt: skip
     run_values["data"]["tokenizer"] = {"path": str(tmp_path / "tokenizer")}
     return run_values

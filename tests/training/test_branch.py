@@ -26,7 +26,7 @@ def build(run_values, tmp_path):
     def run(name, ratio, *, seed=0, **training):
         values = copy.deepcopy(run_values) | {"output_dir": str(tmp_path / name), "seed": seed}
         values["compression"]["target_ratio"] = ratio
-        values["training"] |= {"stages": STAGES, "snapshot_ratios": []} | training
+        values["training"] |= {"stages": STAGES} | training
         return build_config(RunConfig, values)
 
     return run

@@ -43,7 +43,7 @@ def test_gates_alone_are_trained_on_the_device_that_gradients_are_on(make_stock,
 
 def build_module(run_values, make_stock, device, **training):
     """Make the module of a run whose model and teacher have no data."""
-    run_values["training"] |= {"snapshot_ratios": [], "sequence_length": LENGTH, **training}
+    run_values["training"] |= {"sequence_length": LENGTH, **training}
     if "distillation" in training:
         run_values["model"] = {"path": "somewhere"}
     config = build_config(RunConfig, run_values)

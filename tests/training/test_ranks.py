@@ -20,7 +20,7 @@ from dmc.training.checkpoints.saving import saved_checkpoints, step_name
 @pytest.fixture
 def two_ranks(run_values):
     run_values["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    run_values["training"] |= {"micro_batch_size": 1, "validate_every_steps": 1000, "snapshot_ratios": []}
+    run_values["training"] |= {"micro_batch_size": 1, "validate_every_steps": 1000}
     return run_values
 
 

@@ -27,7 +27,7 @@ def base(run_values, corpus):
     """Folder of a trained stock model, made once."""
     folder = corpus / "base"
     values = copy.deepcopy(run_values) | {"output_dir": str(folder), "compression": None}
-    values["training"] |= {"stages": {"pretrain": {"steps": 10}}, "snapshot_ratios": []}
+    values["training"] |= {"stages": {"pretrain": {"steps": 10}}}
     return train(build_config(RunConfig, values)).final
 
 
@@ -52,7 +52,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
     source |= {"prompt": "question", "completion": "answer"}
     run_values["data"] |= {"train": {"rows": source}, "tokenizer": {"path": str(tmp_path / "tokenizer")}}
     run_values["data"]["cache_folder"] = str(tmp_path / "cache")
-    run_values["training"] |= {"stages": {"pretrain": {"steps": 1}}, "snapshot_ratios": []}
+    run_values["training"] |= {"stages": {"pretrain": {"steps": 1}}}
     config = build_config(RunConfig, run_values | {"compression": None})
     loss = logged(train(config).folder, "train/loss")[0]
 
@@ -185,6 +185,7 @@ def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
     recipe["training"] |= {
         "stages": {"zero_out": {"steps": 1}, "retrofit": {"steps": 6}, "solidify": {"steps": 1}},
         "delays": [5, 3, 2],
+        "snapshot_ratios": [2.0],
     }
     config = build_config(RunConfig, recipe)
     plan = Plan(config.training, 4.0)

@@ -29,7 +29,7 @@ def values(run_values, only_trained):
     lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
     run_values["training"] |= {
         "stages": {name: {"steps": steps} for name, steps in lengths.items()},
-        "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16, "snapshot_ratios": [],
+        "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16,
         "ratio_control": {"gain": 0.05}, "checkpoint_every_steps": 100, "validate_every_steps": 100,
     }  # fmt: skip
     return run_values

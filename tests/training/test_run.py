@@ -18,7 +18,9 @@ from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text, text_digests
 
 
-def test_run_leaves_loadable_models_and_records(run_config, run_values, monkeypatch, pictures):
+def test_run_leaves_loadable_models_and_records(run_values, monkeypatch, pictures):
+    run_values["training"]["snapshot_ratios"] = [2.0]
+    run_config = build_config(RunConfig, run_values)
     moves, places = [], []
     move, write = CompressedCausalLM.to, Exporter.write
     monkeypatch.setattr(CompressedCausalLM, "to", lambda self, *to, **how: moves.append(to) or move(self, *to, **how))
@@ -50,7 +52,7 @@ def test_run_leaves_loadable_models_and_records(run_config, run_values, monkeypa
 
 
 def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
-    run_values["training"] |= {"validate_every_steps": 100, "snapshot_ratios": []}
+    run_values["training"] |= {"validate_every_steps": 100}
     config = build_config(RunConfig, run_values)
     folder = Path(config.output_dir)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +102,9 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
 
 @pytest.mark.parametrize("place", ["final", "snapshots/cr2"])
 @pytest.mark.parametrize("occupied", ["file", "folder"])
-def test_work_that_lies_where_a_model_goes_is_found_before_the_first_step(place, occupied, run_config):
+def test_work_that_lies_where_a_model_goes_is_found_before_the_first_step(place, occupied, run_values):
+    run_values["training"]["snapshot_ratios"] = [2.0]
+    run_config = build_config(RunConfig, run_values)
     folder = Path(run_config.output_dir) / place
     folder.parent.mkdir(parents=True)
     thesis = folder if occupied == "file" else folder / "thesis.txt"
@@ -160,7 +164,7 @@ def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
 
 def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypatch):
     values = run_values | {"compression": None, "output_dir": str(tmp_path / "base")}
-    values["training"] = values["training"] | {"stages": {"pretrain": {"steps": 1}}, "snapshot_ratios": []}
+    values["training"] = values["training"] | {"stages": {"pretrain": {"steps": 1}}}
     base = train(build_config(RunConfig, values)).final
     values["training"] |= {"activation_checkpointing": True}
     calls = []
@@ -258,7 +262,7 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
 
 
 def test_a_final_model_without_whole_weights_is_not_finished_and_is_written_again(run_values, tmp_path):
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 1}}, "snapshot_ratios": [], "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
     config = build_config(RunConfig, run_values)
     run = train(config)
     before = load_model(run.final).state_dict()

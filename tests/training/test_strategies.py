@@ -36,7 +36,7 @@ STEPS = 20
 def values(run_values):
     run_values["training"] |= {
         "stages": {"zero_out": {"steps": 5}, "retrofit": {"steps": STEPS - 5}},
-        "batch_size": 6, "micro_batch_size": 6, "snapshot_ratios": [], "validate_every_steps": 10,
+        "batch_size": 6, "micro_batch_size": 6, "validate_every_steps": 10,
         "checkpoint_every_steps": 10,
     }  # fmt: skip
     return run_values

@@ -24,7 +24,6 @@ def served(folder, length=30):
 
 def test_fixed_pooling_trains_without_zero_out_and_holds_its_ratio(run_values):
     run_values["compression"] = FIXED
-    run_values["training"]["snapshot_ratios"] = []
     config = build_config(RunConfig, run_values)
     run = train(config)
     losses = logged_losses(run.folder)
@@ -39,7 +38,7 @@ def test_fixed_pooling_trains_without_zero_out_and_holds_its_ratio(run_values):
 
 def test_fixed_pooling_may_climb_through_snapshots(run_values):
     run_values["compression"] = FIXED
-    run_values["training"]["stages"] = {"retrofit": {"steps": 4, "ramp_fraction": 1.0}}
+    run_values["training"] |= {"stages": {"retrofit": {"steps": 4, "ramp_fraction": 1.0}}, "snapshot_ratios": [2.0]}
     run = train(build_config(RunConfig, run_values))
     assert {ratio: load_model(folder).compression.target_ratio for ratio, folder in run.snapshots.items()} == {2.0: 2.0}
     assert (served(run.snapshots[2.0]) == 15).all()
@@ -48,7 +47,7 @@ def test_fixed_pooling_may_climb_through_snapshots(run_values):
 
 def test_heads_that_decide_as_one_train_and_serve(run_values):
     run_values["compression"] |= {"decisions": "per_layer", "decision_offset": 0.0}
-    run_values["training"] |= {"snapshot_ratios": [], "ratio_prior": "local"}
+    run_values["training"] |= {"ratio_prior": "local"}
     run = train(build_config(RunConfig, run_values))
     assert load_model(run.final).compression.decisions == "per_layer"
     slots = served(run.final)
@@ -60,7 +59,7 @@ def test_uniform_weights_an_immediate_target_and_heads_pulled_to_one_decision_tr
     zero_out, retrofit = (run_values["training"]["stages"][name] for name in ("zero_out", "retrofit"))
     stages = {"zero_out": zero_out, "retrofit": {**retrofit, "ramp_fraction": 0.0}}
     agreement = {"head_agreement_weight": 1.0, "head_agreement": "ratio"}
-    run_values["training"] |= {"snapshot_ratios": [], "stages": stages, **agreement}
+    run_values["training"] |= {"stages": stages, **agreement}
     run = train(build_config(RunConfig, run_values))
     assert logged(run.folder, "train/target_ratio") == dict.fromkeys(range(2, 6), 4.0)
     losses = logged(run.folder, "train/head_agreement_loss")
@@ -71,13 +70,14 @@ def test_uniform_weights_an_immediate_target_and_heads_pulled_to_one_decision_tr
 def base(run_values):
     """Train a stock base of two KV heads."""
     values = {**run_values, "compression": None, "output_dir": run_values["output_dir"] + "_base"}
-    values["training"] = {**values["training"], "stages": {"pretrain": {"steps": 2}}, "snapshot_ratios": []}
+    values["training"] = {**values["training"], "stages": {"pretrain": {"steps": 2}}}
     return train(build_config(RunConfig, values)).final
 
 
 def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, base):
     run_values["model"] = {"path": str(base), "merge_kv_heads": 1}
     run_values["control"] = True
+    run_values["training"]["snapshot_ratios"] = [2.0]
     config = build_config(RunConfig, run_values)
     whole = dataclasses.replace(config, model=dataclasses.replace(config.model, merge_kv_heads=None))
     plans = [plan_training(each, PlannerConfig()) for each in (config, whole)]
@@ -94,7 +94,6 @@ def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, ba
 
 def test_merged_heads_may_learn_gates_too(run_values, base):
     run_values["model"] = {"path": str(base), "merge_kv_heads": 1}
-    run_values["training"]["snapshot_ratios"] = []
     run = train(build_config(RunConfig, run_values))
     assert served(run.final).shape == (2, 1)
 

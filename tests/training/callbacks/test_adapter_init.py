@@ -103,7 +103,7 @@ def test_cheap_heads_start_nearer_to_compression():
 
 def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_values, tmp_path):
     run_values["compression"] |= {"gate_input": "hidden", "decision_scale": 4.0}
-    run_values["training"] |= {"learning_rate": 1e-9, "sensitivity_init": {"sequences": 3}, "snapshot_ratios": []}
+    run_values["training"] |= {"learning_rate": 1e-9, "sensitivity_init": {"sequences": 3}}
     config = build_config(RunConfig, run_values)
     final = train(config).final
     costs = torch.tensor(json.loads((tmp_path / "run" / SENSITIVITY_NAME).read_text())["nats_per_token"])
@@ -164,11 +164,11 @@ def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge):
 
 def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_change(run_values, tmp_path):
     base = {**run_values, "compression": None, "output_dir": str(tmp_path / "base")}
-    base["training"] = {**run_values["training"], "stages": {"pretrain": {"steps": 4}}, "snapshot_ratios": []}
+    base["training"] = {**run_values["training"], "stages": {"pretrain": {"steps": 4}}}
     path = train(build_config(RunConfig, base)).final
     run_values["model"] = {"path": str(path)}
     run_values["compression"] = FITTED | {"target_ratio": 2.0, "decision_scale": 2.0}
-    run_values["training"] |= {"stages": {}, "regression_init": {"sequences": 4}, "snapshot_ratios": []}
+    run_values["training"] |= {"stages": {}, "regression_init": {"sequences": 4}}
     run = train(build_config(RunConfig, run_values))
     assert run.is_finished and abs(run.metrics(run.final)["achieved_ratio_on_calibration_text"] / 2 - 1) < 0.1
     before, after = load_model(path).state_dict(), load_model(run.final).state_dict()

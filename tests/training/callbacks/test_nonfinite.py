@@ -40,7 +40,7 @@ def spoil_gradients(monkeypatch):
 
 @pytest.fixture
 def run_values(run_values):
-    run_values["training"] |= {"snapshot_ratios": [], "calibrate": False, "validate_every_steps": 1000}
+    run_values["training"] |= {"calibrate": False, "validate_every_steps": 1000}
     return run_values
 
 

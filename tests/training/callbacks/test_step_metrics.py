@@ -21,7 +21,7 @@ SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "dee
 
 @pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
 def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_path, strategy):
-    run_values["training"] |= {"snapshot_ratios": [], "calibrate": False, "validate_every_steps": 1000}
+    run_values["training"] |= {"calibrate": False, "validate_every_steps": 1000}
     found = []
     for size in (1, 4):
         run_values["training"]["micro_batch_size"] = size

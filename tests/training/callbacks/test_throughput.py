@@ -38,7 +38,7 @@ def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, cloc
     clock(Validation, "log_score", 1000.0)
     run_values["training"] |= {"log_every_steps": 2, "activation_checkpointing": True}
     run_values["trainer"]["peak_teraflops"] = 1e-6
-    run_values["training"] |= {"snapshot_ratios": [], "calibrate": False}
+    run_values["training"] |= {"calibrate": False}
     run = train(build_config(RunConfig, run_values))
     rows = [logged(run.folder, f"train/{name}") for name in ("seconds_per_step", "data_seconds_per_step")]
     assert rows == [dict.fromkeys((1, 3, 5, 7), 8.0), dict.fromkeys((1, 3, 5, 7), 2.0)]
@@ -50,7 +50,7 @@ def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, cloc
 
 
 def test_processor_of_unknown_peak_has_no_utilization(run_values):
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "snapshot_ratios": [], "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "calibrate": False}
     folder = train(build_config(RunConfig, run_values)).folder
     assert list(logged(folder, "train/tokens_per_second")) == [1] and not logged(folder, "train/mfu")
     assert not (folder / "stacks").exists()  # nothing hung

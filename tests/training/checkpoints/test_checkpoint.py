@@ -231,7 +231,7 @@ def largest_file(folder):
 
 @pytest.mark.parametrize("damage", ["cut off", "damaged"])
 def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values, tmp_path, damage):
-    run_values["training"] |= {"checkpoint_every_steps": 3, "snapshot_ratios": []}
+    run_values["training"] |= {"checkpoint_every_steps": 3}
     config = build_config(RunConfig, run_values)
     run = train(config)
     (run.final / "retrofit.json").unlink()  # as if killed before the export
@@ -331,7 +331,7 @@ def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver
 
 
 def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer(run_values):
-    run_values["training"] |= {"milestones": {"every_steps": 3, "ratios": [2.0, 4.0]}, "snapshot_ratios": []}
+    run_values["training"] |= {"milestones": {"every_steps": 3, "ratios": [2.0, 4.0]}}
     run = train(build_config(RunConfig, run_values))
     steps = {path.name: check_whole(path).global_step for path in (run.folder / "milestones").iterdir()}
     assert steps == {"cr2": 4, "cr4": 6, "step_0000003": 3, "step_0000006": 6}
