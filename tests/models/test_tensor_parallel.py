@@ -1,10 +1,6 @@
 """Two gloo processes serve what one does: the same tokens, decisions and bytes."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,34 +11,12 @@ from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
 from dmc.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, [11, 12, 13], [70, 3, 70, 3, 70, 3, 5] * 3]
 PARAMS = [
     SamplingParams(max_new_tokens=40, temperature=0.0),
     SamplingParams(max_new_tokens=30, temperature=0.8, seed=3),
     SamplingParams(max_new_tokens=20, temperature=1.0, top_k=5, seed=4),
 ]
-WORKER = """
-import json, os, sys
-from pathlib import Path
-import torch
-from serving import serve_shard
-from test_tensor_parallel import PARAMS, PROMPTS
-
-torch.set_num_threads(1)
-folder, memory, out = sys.argv[1:]
-serve_shard(int(os.environ["RANK"]), Path(folder), json.loads(memory), PROMPTS, PARAMS, Path(out))
-"""
-
-
-def serve_with_torchrun(folder, memory, out):
-    (out.parent / "worker.py").write_text(WORKER)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(out.parent / "worker.py"), str(folder), json.dumps(memory), str(out)]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[:3000]
 
 
 def answers(out):
@@ -104,7 +78,9 @@ def test_ranks_agree_on_whom_to_preempt(make_compressed, tmp_path):
     model.save_pretrained(tmp_path / "model")
     engine = Engine(model, max_batch_size=3)
     alone = report(engine, engine.generate(PROMPTS, PARAMS))
-    serve_with_torchrun(tmp_path / "model", 2 * 6 * 16 * 2 * 16 * 4, tmp_path / "out")
+    arguments = (tmp_path / "model", 2 * 6 * 16 * 2 * 16 * 4, PROMPTS, PARAMS, tmp_path / "out")
+    with Processes(serve_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
     first, second = answers(tmp_path / "out")
     assert first["preemptions"] > 0
     assert first == second

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from dmc.training.planning.fake_step import fake_step
 
-SHARDED = sorted(name for name in names("experiment") if name.startswith("llama"))
-GPUS_OF_A_NODE = "trainer.devices=8"
-REPEATS = dict.fromkeys(("llama2_7b_cr4", "llama2_7b_cr8"), pytest.mark.slow)
+REPEATS = ("llama2_7b_cr4", "llama2_7b_cr8")
 """Have the shapes and ranks of `llama2_7b_cr2`."""
+SHARDED = sorted({name for name in names("experiment") if name.startswith("llama")} - {*REPEATS})
+GPUS_OF_A_NODE = "trainer.devices=8"
 
 
 class Collectives(TorchDispatchMode):
@@ -55,7 +55,7 @@ def collectives_of(config, rank):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(pytest.param(name, [], id=name, marks=REPEATS.get(name, ())) for name in SHARDED),
+        *(pytest.param(name, [], id=name) for name in SHARDED),
         pytest.param("llama2_70b_cr2", ["trainer.tensor_parallel_size=8"], id="llama2_70b_cr2, cut heads"),
         pytest.param("llama2_13b_cr2", ["trainer.strategy=hsdp"], id="llama2_13b_cr2, copies"),
     ],

@@ -109,11 +109,12 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
     ],
     ids=lambda trainer: "-".join(map(str, trainer.values())),
 )  # fmt: skip
-def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer, tmp_path):
+def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer, corpus, tmp_path):
     recipe["compression"]["gate_input"] = "both"
-    if "tensor_parallel_size" not in trainer:
+    heads_are_cut = "tensor_parallel_size" in trainer
+    if not heads_are_cut:
         recipe["training"]["sensitivity_init"] = {"sequences": 2}
-    alone = trained(recipe, tmp_path / "alone")
+    alone = trained(recipe, corpus / f"adapter {heads_are_cut}")  # once for all that are compared with it
     values = recipe | {"output_dir": str(tmp_path / "two"), "trainer": recipe["trainer"] | {"devices": 2} | trainer}
     with Ranks(values, 2, tmp_path / "log") as ranks:
         assert ranks.join() == [0, 0], (tmp_path / "log").read_text()[-4000:]
@@ -160,10 +161,10 @@ def test_the_weight_integrates_the_relative_excess():
     ],
     ids=lambda trainer: "-".join(map(str, trainer.values())),
 )
-def test_gates_alone_change_no_other_weight(recipe, base, tmp_path, trainer):
+def test_gates_alone_change_no_other_weight(recipe, base, corpus, tmp_path, trainer):
     recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": {"retrofit": {"steps": 6}}}
     recipe["training"]["micro_batch_size"] = 1
-    before, after = load_model(base), load_model(trained(recipe, tmp_path / "run") / "final")
+    before, after = load_model(base), load_model(trained(recipe, corpus / "gates alone") / "final")
     if trainer:
         values = recipe | {"output_dir": str(tmp_path / "ranks"), "trainer": recipe["trainer"] | trainer}
         train_ranks(values, trainer["devices"], tmp_path / "log")

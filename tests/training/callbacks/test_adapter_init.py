@@ -201,6 +201,6 @@ TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
 def test_a_start_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
     run_values["trainer"] |= trainer
     run_values["compression"] = compression
-    run_values["training"] |= {"snapshot_ratios": []} | training
+    run_values["training"] |= training
     with pytest.raises(ValueError, match=told):
         build_config(RunConfig, run_values)

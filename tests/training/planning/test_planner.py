@@ -164,8 +164,11 @@ TP = {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}
         *(
             pytest.param(4, {"trainer__strategy": "fsdp2", **changes}, marks=pytest.mark.slow)
             for changes in (
-                {"training__activation_checkpointing": True, "trainer__accumulate_locally": True},
-                {"training__distillation": {"path": "teacher"}, "training__batch_size": 8},
+                {
+                    "training__activation_checkpointing": True,
+                    "training__distillation": {"path": "teacher"},
+                    "trainer__accumulate_locally": True,
+                },
                 {"trainer__strategy": "hsdp", "trainer__shard_size": 2},
                 {"trainer__tensor_parallel_size": 2},
             )
