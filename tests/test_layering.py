@@ -1,6 +1,7 @@
 """Who may import whom, read from the code itself, and what the serving core must do without."""
 
 import ast
+import functools
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,7 @@ def part_of(path):
     return path.relative_to(ROOT / "dmc").parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports_of(path):
     """Collect the modules a file imports, inside functions and for type checkers too."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
@@ -170,6 +172,7 @@ def test_nothing_imports_scripts_or_tests():
     ],
 )
 def test_the_reader_of_imports_sees_every_form(source, expected, monkeypatch):
+    imports_of.cache_clear()
     monkeypatch.setattr(Path, "read_text", lambda self: source)
     monkeypatch.setitem(globals(), "TOP_LEVEL", {"models", "budget", "training", "data", "kernels", "runtime"})
     assert parts_imported(ROOT / "dmc" / "runtime" / "example.py") - {"runtime"} == expected
