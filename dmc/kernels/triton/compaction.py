@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import LayerCache
-from dmc.kernels.triton.tile import load_rows
+from dmc.kernels.triton.tile import load_rows, places
 
 MOVED_TOGETHER = 32
 """Number of slots that a program moves at once."""
@@ -84,11 +84,8 @@ def _move_kernel(
         stays = (tl.load(keep + pair * num_slots + slot, mask=slot < length, other=0) != 0).to(tl.int32)
         target = count + tl.cumsum(stays, 0) - stays
         moves = (stays != 0) & (target != slot)
-        block = tl.load(table + slot // BLOCK_SIZE, mask=moves, other=0).to(tl.int64)
-        source_place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH
-        block = tl.load(table + target // BLOCK_SIZE, mask=moves, other=0).to(tl.int64)
-        target_place = (block * BLOCK_SIZE + target % BLOCK_SIZE) * WIDTH
-        states = load_rows(pages, source_place, moves, channel, WIDTH)
+        target_place = places(table, target, moves, BLOCK_SIZE) * WIDTH
+        states = load_rows(pages, places(table, slot, moves, BLOCK_SIZE) * WIDTH, moves, channel, WIDTH)
         tl.debug_barrier()  # a target may be a source of the same tile, but never of a later one
         written = moves[:, None] & (channel < WIDTH)[None, :]
         tl.store(pages + target_place[:, None] + channel[None, :], states, mask=written)

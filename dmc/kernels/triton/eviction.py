@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmc.kernels.base import LayerCache
 from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.triton.tile import places
 
 TILE = 1024
 """Slots, or heads, that a program handles at once."""
@@ -147,13 +148,6 @@ def _as_integers(numbers: Tensor) -> Tensor:
 
 
 @triton.jit
-def _place_of(block_tables, cell, slot, held, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Find slots of a head in the pages, through its block table."""
-    block = tl.load(block_tables + cell * num_blocks + slot // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-    return block * BLOCK_SIZE + slot % BLOCK_SIZE
-
-
-@triton.jit
 def _write_kernel(
     rows,
     sequences,
@@ -176,7 +170,7 @@ def _write_kernel(
     cell = tl.load(rows + sequence, mask=exists, other=0) * KV_HEADS + index % KV_HEADS
     behind = tl.load(cu_seqlens + sequence + 1, mask=exists, other=0) - token  # at least 1: the newest is in the last
     slot = tl.load(lengths + cell, mask=exists, other=0) - behind
-    place = _place_of(block_tables, cell, slot, exists, num_blocks, BLOCK_SIZE)
+    place = places(block_tables + cell * num_blocks, slot, exists, BLOCK_SIZE)
     for field in tl.static_range(len(metadata)):
         tl.store(metadata[field] + place, tl.load(given[field] + index, mask=exists), mask=exists)
 
@@ -200,7 +194,7 @@ def _read_kernel(
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     held = slot < tl.minimum(tl.load(lengths + cell), num_slots)
-    place = _place_of(block_tables, cell, slot, held, num_blocks, BLOCK_SIZE)
+    place = places(block_tables + cell * num_blocks, slot, held, BLOCK_SIZE)
     for field in tl.static_range(len(metadata)):
         numbers = tl.load(metadata[field] + place, mask=held, other=FILLS[field])
         tl.store(read[field] + pair * num_slots + slot, numbers, mask=slot < num_slots)
@@ -233,7 +227,7 @@ def _add_kernel(
         mean += tl.load(scores + (pair * GROUP + member) * num_scores + slot, mask=held, other=0.0)
     mean /= GROUP
     tl.store(attention + pair * num_slots + slot, mean, mask=slot < num_slots)
-    place = _place_of(block_tables, cell, slot, held, num_blocks, BLOCK_SIZE)
+    place = places(block_tables + cell * num_blocks, slot, held, BLOCK_SIZE)
     for field in tl.static_range(len(sums)):
         more = mean if POWERS[field] == 1 else mean * mean
         tl.store(sums[field] + place, tl.load(sums[field] + place, mask=held, other=0.0) + more, mask=held)
@@ -319,8 +313,8 @@ def _move_last_kernel(
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     hole, last = tl.load(slots + pair), tl.load(lengths + cell) - 1
     moves = (hole >= 0) & (hole != last)
-    source = _place_of(block_tables, cell, tl.maximum(last, 0), moves, num_blocks, BLOCK_SIZE)
-    target = _place_of(block_tables, cell, tl.maximum(hole, 0), moves, num_blocks, BLOCK_SIZE)
+    source = places(block_tables + cell * num_blocks, tl.maximum(last, 0), moves, BLOCK_SIZE)
+    target = places(block_tables + cell * num_blocks, tl.maximum(hole, 0), moves, BLOCK_SIZE)
     channel = tl.arange(0, CHANNELS)
     for field in tl.static_range(len(pages)):
         moved = moves & (channel < WIDTHS[field])

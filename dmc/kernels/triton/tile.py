@@ -1,4 +1,4 @@
-"""The online softmax that decode and prefill share, in powers of two and float32."""
+"""Slots in pages, and the online softmax that decode and prefill share, in powers of two and float32."""
 
 from __future__ import annotations
 
