@@ -5,6 +5,7 @@ python benchmarks/decode_kernels.py --dtype bfloat16 --threads 1 --block_size 64
 
 Decode steps start with cold caches. The ragged lengths are uniform in 1..L/2, so their mean is L/4; "dense" is the same
 kernel at length L, and the ratio of the two is what compression gains. The rest is what SDPA loses on grouped queries.
+"one long" has one head of length L, the others a hundredth: for its bytes as fast as "ragged" if work is dealt evenly.
 """
 
 import argparse
@@ -44,6 +45,8 @@ def decode_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[st
     pages = scattered(key, order, block), scattered(value, order, block), order.int().view(batch, heads, -1)
     full = torch.full((batch, heads), length, dtype=torch.int32)
     ragged = torch.linspace(1, length / 2, batch * heads)[torch.randperm(batch * heads)].int().view(batch, heads)
+    one_long = torch.full_like(full, max(1, length // 100))
+    one_long[0, 0] = length
     folded, unfolded = query.view(batch, heads, group, dim), query[:, :, None]
     sdpa = functional.scaled_dot_product_attention
     return {
@@ -51,6 +54,7 @@ def decode_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[st
         "SDPA, group folded": lambda: sdpa(folded, key, value),
         f"{options.kernels}, dense": lambda: backend.paged_attention(query, *pages, full, scaling),
         f"{options.kernels}, ragged": lambda: backend.paged_attention(query, *pages, ragged, scaling),
+        f"{options.kernels}, one long": lambda: backend.paged_attention(query, *pages, one_long, scaling),
     }
 
 

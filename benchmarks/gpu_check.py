@@ -195,8 +195,9 @@ def check_kernels(place: Place) -> Rows:
     with torch.device(place.device):
         cases = decode_kernels.decode_cases((batch, heads, group, length, dim), options)
     whole = 2 * batch * heads * length * dim * place.dtype.itemsize
+    shares = {"ragged": 1 / 4, "one long": 1 / 100 + 1 / (batch * heads)}
     for name, milliseconds in place.milliseconds(cases).items():
-        reached = whole / (4 if "ragged" in name else 1) / milliseconds / 1e6
+        reached = whole * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
         yield row(f"decode, {name}", milliseconds, "ms", f"{reached:.0f} GB/s, {reached / bandwidth:.0%} of a copy")
     del cases
     length = place.size(4096, 32)
