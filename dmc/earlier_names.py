@@ -1,4 +1,4 @@
-"""Names that earlier versions gave to tasks, settings and fields of results: still read, and a warning says so once."""
+"""Names that earlier versions gave to tasks, settings and fields of results, which are still read with a warning."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def with_present_settings(values: dict[str, Any], where: str = "") -> dict[str, 
             kept = {key: each for key, each in own.items() if key != name}
             found[section] = kept | {present.partition(".")[2]: value}
     return found
+
+
+def refuse_earlier_settings(values: dict[str, Any]) -> None:
+    """Refuse earlier names in composed settings: there they stand beside the present ones, and either may be newer.
+
+    Args:
+        values: settings by section, as Hydra composes them of files and command line.
+    Raises:
+        ValueError: one of them has an earlier version's name.
+    """
+    for earlier, present in SETTINGS.items():
+        section, _, name = earlier.partition(".")
+        if name in (values.get(section) or {}):
+            raise ValueError(f"{earlier} is now called {present}: rename it in your YAML file")
 
 
 def warn_of(earlier: str, names: Mapping[str, str], where: str = "") -> None:

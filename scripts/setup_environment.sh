@@ -13,15 +13,15 @@ setup_environment() {
     # Torch first: without a GPU the CPU build is enough, and an unpinned torch would pull gigabytes of CUDA packages.
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         if command -v nvidia-smi >/dev/null 2>&1; then
-            .venv/bin/python -m pip install -qq -c constraints.txt torch
+            .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
         else
             local index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} from=()
             # Where it cannot be reached, other sources may have such a build: asking it again and again helps nobody.
             .venv/bin/python -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=10)" 2>/dev/null \
                 && from=(--extra-index-url "$index")
-            .venv/bin/python -m pip install -qq "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
+            .venv/bin/python -m pip install -q --disable-pip-version-check "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
         fi
     fi
-    .venv/bin/python -m pip install -qq -c constraints.txt -e ".[$1]"
+    .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
 }

@@ -21,8 +21,9 @@ def main(settings: DictConfig) -> None:
     if settings.plan not in (True, False, "json"):
         raise ValueError(f"plan={settings.plan}: expected true, false or json")
     if settings.plan:
+        config = run_config(settings)
         planner = build_config(PlannerConfig, dict(settings.planner), "planner")
-        return print_plan(run_config(settings), planner, as_json=settings.plan == "json")
+        return print_plan(config, planner, as_json=settings.plan == "json")
     try:
         run = train(run_config(settings))
     except PreemptedError as stop:

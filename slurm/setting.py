@@ -14,6 +14,9 @@ CONFIGS = Path("configs").resolve()
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     settings = compose("train", overrides=plain_settings("train", sys.argv[2:], CONFIGS))
-for value in (OmegaConf.select(settings, name) for name in sys.argv[1].split(",")):
+for name in sys.argv[1].split(","):
+    value = OmegaConf.select(settings, name)
+    if value is None:
+        sys.exit(f"error: {name} has no value: give it one")
     items = value if OmegaConf.is_list(value) else [value]
     print(*(f"{item:g}" if isinstance(item, float) else item for item in items))

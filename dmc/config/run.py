@@ -13,7 +13,7 @@ from dmc.config.build import build_config
 from dmc.config.data import DataConfig
 from dmc.config.trainer import TrainerConfig
 from dmc.config.training import DistillationConfig, TrainingConfig
-from dmc.earlier_names import with_present_settings
+from dmc.earlier_names import refuse_earlier_settings
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ def run_config(settings: Any) -> RunConfig:
         values: Any = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0]) from error
+    refuse_earlier_settings(values)
     values["compression"] = values.get("compression") or None
     del values["plan"], values["planner"]
-    return build_config(RunConfig, with_present_settings(values))
+    return build_config(RunConfig, values)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import IterableDataset, load_dataset
 
 from dmc.data.packing import TokenTable
 
@@ -26,7 +26,7 @@ DIGESTED_BYTES = 2**26
 _BLOCK_BYTES = 2**16
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
-KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 Chat = list[dict[str, Any]]
 Document = str | Chat | tuple[str, str] | None
@@ -91,7 +91,7 @@ class DocumentSource:
 
 
 def kind_of(path: Path) -> str:
-    """Return json, parquet, csv or text, by the file's name."""
+    """Return json, parquet, csv, arrow or text, by the file's name."""
     suffixes = path.suffixes
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
@@ -140,12 +140,14 @@ def stream_texts(files: Sequence[Path]) -> IterableDataset:
 
 
 def stream_rows(files: Sequence[Path]) -> IterableDataset:
-    """Stream the rows of json, parquet or csv files without writing a copy to a cache."""
+    """Stream the rows of json, parquet, csv or arrow files without writing a copy to a cache."""
     if all(path.suffix.lower() == ".jsonl" for path in files):
         sizes = {str(path): path.stat().st_size for path in files}
         spans = [(path, start) for path, size in sizes.items() for start in range(0, size, JSON_LINES_SHARD)]
         return IterableDataset.from_generator(_json_lines, gen_kwargs={"spans": spans})
     names = [str(path) for path in files if path.stat().st_size]
+    if kind_of(files[0]) == "arrow":
+        return load_dataset("arrow", data_files=names, split="train", streaming=True)
     return getattr(IterableDataset, f"from_{kind_of(files[0])}")(names).reshard()
 
 

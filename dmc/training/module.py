@@ -24,6 +24,11 @@ from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
 
+def noise_seeds(seed: int, positions: list[int]) -> list[int]:
+    """Seed each sample's noise by the run's seed and the sample's position in the global order of draws."""
+    return [seed * 1_000_000_007 + position for position in positions]
+
+
 def train_gates_only(model: CompressedCausalLM) -> None:
     """Freeze all weights except the adapters, and W_q and W_k for the borrowed neuron's rows: see `keep_rows`."""
     model.requires_grad_(False)
@@ -223,8 +228,7 @@ class RetrofitModule(LightningModule):
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
         # A sample's noise follows its place in the global order of draws, whatever the batch.
-        seeds = [self.config.seed * 1_000_000_007 + position for position in positions]
-        return GateMode(noise_seeds=seeds, fixed_ratio=state.target_ratio)
+        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ratio loss, and the shares held by the noisy and by the thresholded decisions."""

@@ -14,8 +14,8 @@ def test_epochs_are_the_draws_over_the_length_of_each_source(num_draws, corpus, 
         TextSource(str(corpus), files="00*.txt", weight=0.7),
         TextSource(str(corpus), files=["01*.txt", "02*.txt"], weight=0.3),
     ]
-    blend = build_packed(sources, tokenizer, LENGTH, tmp_path / "cache")
-    assert isinstance(blend, Blend)
+    blend = build_packed(sources, tokenizer, LENGTH, tmp_path / "cache", seed=3)
+    assert isinstance(blend, Blend) and blend.seed == 3
     drawn = Counter(blend[position]["source"] for position in range(num_draws))
     reports = report_sources("train", sources, blend, num_draws)
     for number, report in enumerate(reports):

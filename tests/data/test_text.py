@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import datasets
 import pytest
@@ -16,10 +17,13 @@ def folder(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     dataset.to_parquet(tmp_path / "rows.parquet")
     dataset.to_csv(tmp_path / "rows.csv")
+    dataset.save_to_disk(tmp_path / "saved")
+    shutil.copy(tmp_path / "saved" / "data-00000-of-00001.arrow", tmp_path / "rows.arrow")
+    shutil.rmtree(tmp_path / "saved")
     return tmp_path
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv", "arrow"])
 def test_every_format_yields_its_rows(suffix, folder):
     for source in (TextSource(str(folder / f"rows.{suffix}")), TextSource(str(folder), files=f"*.{suffix}")):
         source.check()

@@ -11,7 +11,7 @@ from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
 from dmc.training import PreemptedError, export_checkpoint, train
 from dmc.training.exporter import Exporter, roomy_device
-from dmc.training.module import RetrofitModule
+from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
@@ -310,3 +310,8 @@ def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeyp
         config = build_config(RunConfig, run_values | {"data": data, "model": model, "compression": None})
         build_tokenizer(config.data, config.model)
     assert loaded == [("hub/model", "v2"), ("hub/other", None)]
+
+
+def test_noise_seeds_differ_by_run_and_position():
+    assert noise_seeds(0, [3, 4]) == [3, 4]
+    assert len(set(noise_seeds(1, [*range(50)]) + noise_seeds(2, [*range(50)]))) == 100

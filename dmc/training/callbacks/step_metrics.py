@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,6 +250,8 @@ class StepMetrics(AfterStep):
             torch.save({"step": step.number, "rank": trainer.global_rank, "micro_batches": kept}, path)
             outcome = f"its batch is kept in {path}"
         except (OSError, RuntimeError) as error:  # if one rank ended here, the others would wait forever
+            with contextlib.suppress(OSError):
+                path.unlink()
             outcome = f"its batch could not be kept: {error}"
         logger.warning("step %d is skipped (%s); %s", step.number, shown, outcome)
 
