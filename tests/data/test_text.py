@@ -115,7 +115,7 @@ def test_file_of_another_kind_is_named(content, tmp_path):
 
 
 def test_mixed_formats_are_refused(folder):
-    with pytest.raises(ValueError, match=r"mixes \['arrow', 'csv', 'json', 'parquet'\] files; choose one kind with files="):
+    with pytest.raises(ValueError, match=r"mixes \['arrow', 'csv', 'json', 'parquet'\] files; choose one kind"):
         TextSource(str(folder)).check()
 
 
