@@ -24,7 +24,7 @@ from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 
 Sum = Literal["mass", "squares", "value_norm", "score"]
 """Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
-and the L1 norm of its value."""
+the L1 norm of its value, and the score that a policy gave it."""
 
 
 @dataclass

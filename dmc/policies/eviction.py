@@ -48,7 +48,7 @@ class EvictionPolicy(CachePolicy):
     gathers: ClassVar[bool] = False
     """Whether it needs all queries of a prompt before RoPE (`gather`)."""
     sums: ClassVar[tuple[Sum, ...]] = ()
-    """Running sums of every entry that it needs."""
+    """Running sums, or the score, of every entry that it needs."""
     adapts_layers: ClassVar[bool] = False
     """Whether layer budgets depend on the prompt (`layer_weight`)."""
     recompresses: bool = False

@@ -82,7 +82,7 @@ def bare_app(keys: tuple[str, ...]) -> FastAPI:
             error = APIError(500, f"the server has failed: {type(error).__name__}")
         return JSONResponse(error.body, error.status, error.headers)
 
-    options: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    options: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url")) | {"redirect_slashes": False}
     options["exception_handlers"] = dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), tell)
     return FastAPI(dependencies=[Depends(check_key)], **options)
 

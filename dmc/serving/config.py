@@ -38,7 +38,7 @@ class ServedModel:
     budget: Any = None
     """Budget of the policy: a ratio, or tokens:N."""
     memory: int | float | str | None = None
-    """Memory of its cache, see `Engine`; None: an equal share of the server's."""
+    """Memory of its cache, see `Engine`; None: its share of what is free when it starts."""
 
 
 @dataclass(frozen=True)

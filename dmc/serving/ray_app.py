@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dmc.serving.config import ServeConfig, make_worker
 from dmc.serving.metrics import of_replicas, written
 from dmc.serving.requests import APIError
 
+logger = logging.getLogger(__name__)
 MOST_AHEAD = 4
 """Requests that a replica may have more than the idlest one, and still gets those of its conversations."""
 BEGINNING = 128
@@ -47,8 +49,8 @@ class ConversationRouter(RequestRouter):
         """Rank the replicas, the best for the request first; see Ray's `RequestRouter`."""
         loads = {each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
         if candidate_replicas and pending_request is not None and (session := pending_request.metadata.session_id):
-            home = max(loads, key=lambda each: hash((session, each)))
-            loads[home] = -1 if loads[home] <= min(loads.values()) + MOST_AHEAD else loads[home]
+            homes = sorted(loads, key=lambda each: hash((session, each)))  # the next one if the first is too busy
+            loads[next(each for each in homes if loads[each] <= min(loads.values()) + MOST_AHEAD)] = -1
         return [[each] for each in sorted(candidate_replicas, key=lambda each: loads[each.replica_id])]
 
 
@@ -134,7 +136,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
     needs = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": max(1, number // most)}
     if kind == "CPU":
         cpus = max(int(each["Resources"].get("CPU", 0)) for each in ray.nodes())  # of one machine
-        num_sharing = max(1, cpus // needs["num_cpus"])
+        num_sharing = max(1, cpus // needs["num_cpus"] if joins else min(most, cpus // needs["num_cpus"]))
     router: Any = ConversationRouter
     scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": config.target_ongoing_requests}
     options: dict[str, Any] = {
@@ -144,7 +146,7 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
         "max_queued_requests": config.max_waiting,
         "health_check_period_s": 2,
         "graceful_shutdown_timeout_s": config.grace_seconds,
-        "max_constructor_retry_count": 1,
+        "max_constructor_retry_count": 2,
         "request_router_config": RequestRouterConfig(request_router_class=router),
     }
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -157,7 +159,8 @@ def start(config: ServeConfig, policies: Path, keys: tuple[str, ...]) -> tuple[F
 
     try:
         replicas: Any = serve.deployment(Replica, **options)
-        handle = serve.run(replicas.bind(config, policies, num_sharing), name=name, route_prefix=None)
+        silent = replace(config, limits=replace(config.limits, log_prompts=False))  # the front logs them
+        handle = serve.run(replicas.bind(silent, policies, num_sharing), name=name, route_prefix=None)
     except RuntimeError as error:
         told = serve.status().applications[name].deployments["Replica"].message or str(error)
         stop()
@@ -201,6 +204,8 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request, end: End) -> Response:
         body = await read_body(request, limits) if request.method == "POST" else b""
+        if limits.log_prompts and request.scope["path"].endswith("/completions"):
+            logger.warning("%s", body.decode(errors="replace"))
         options = {"method_name": "answer", "stream": True, "session_id": conversation_of(body)}
         pieces: Any = handle.options(**options).remote(request.method, request.scope["path"], body)
         end.callback(pieces.cancel)
@@ -223,7 +228,7 @@ def lost() -> APIError:
 async def passed_on(pieces: Any) -> Response:
     """Wait for a replica's answer, or for the beginning of a stream."""
     status, headers = await anext(pieces)
-    if headers["content-type"].startswith("text/event-stream"):
+    if headers.get("content-type", "").startswith("text/event-stream"):
         return StreamingResponse(streamed(pieces), status, headers)
     return Response(b"".join([each async for each in pieces]), status, headers)
 

@@ -155,6 +155,7 @@ def test_wrong_kinds_routes_and_methods_are_told(served: Any) -> None:
             check(web.post("/v1/completions", content=body, headers={"content-type": kind}), 415)
         check(web.get("/v1/completions"), 405)
         check(web.get("/v1/nothing"), 404)
+        check(web.get("/health/"), 404)
         check(web.get("/%ff%00"), 404)
         check(web.get("/v1/models/none"), 404)
         check(web.post("/detokenize", json={"tokens": [10**6]}), 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +29,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ra
 from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
 
 from dmc.serving.metrics import of_replicas, written  # noqa: E402
-from dmc.serving.ray_app import conversation_of  # noqa: E402
+from dmc.serving.ray_app import MOST_AHEAD, ConversationRouter, conversation_of  # noqa: E402
 
 STREAMS = 8
 NUM_CPUS = 3
@@ -226,6 +228,25 @@ def test_a_conversation_is_known_by_its_users_first_words() -> None:
     assert long == conversation_of(json.dumps({"prompt": [1] * 200 + [2]}).encode()) != ""
     for body in (b"", b"[]", b"{", b"\xff", b'{"prompt": 3}', b'{"messages": {"a": 1}}', b"[" * 100000):
         assert conversation_of(body) == ""
+
+
+@pytest.mark.parametrize("conversation", ["one", "two", "three"])
+def test_a_conversation_has_one_home_and_another_one_while_that_is_busy(conversation: str) -> None:
+    asked: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=conversation))
+    replicas: Any = [SimpleNamespace(replica_id=name) for name in "abcd"]
+
+    def order(**loads: int) -> list[str]:
+        router: Any = SimpleNamespace(replica_queue_len_cache=loads)
+        ranks = asyncio.run(ConversationRouter.choose_replicas(router, replicas, asked))
+        return [replica.replica_id for (replica,) in ranks]
+
+    home = order()[0]
+    assert order(**{home: MOST_AHEAD})[0] == home
+    second = order(**{home: MOST_AHEAD + 1})[0]
+    assert second != home
+    others = [name for name in "abcd" if name not in (home, second)]
+    assert order(**{home: 9, second: MOST_AHEAD, others[0]: 1})[0] == second
+    assert set(order(**{home: 9, second: 9, others[0]: 8})[:1]) == {others[1]}
 
 
 def test_counts_of_processes_stand_side_by_side() -> None:

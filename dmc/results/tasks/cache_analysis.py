@@ -102,7 +102,7 @@ def held_tokens(session: Session, length: int, decisions: Tensor | None = None) 
 
 
 def decisions_of(model: Any, tokens: list[int]) -> Tensor:
-    """Return the decisions on a text by the parallel form: whether a token is decisions or dropped, bool [L, H, T].
+    """Return the decisions on a text by the parallel form: whether a token is merged or dropped, bool [L, H, T].
 
     Raises:
         ValueError: the model has no gates.
@@ -137,7 +137,7 @@ def _of_gates(engine: Engine, decisions: Tensor) -> list[Breakdown]:
 
 
 def segment_lengths(decisions: Tensor) -> Tensor:
-    """Return the lengths of segments: a kept token and the decisions or dropped tokens after it.
+    """Return the lengths of segments: a kept token and the merged or dropped tokens after it.
 
     Args:
         decisions: bool [heads, T], False at the first token.
