@@ -46,7 +46,7 @@ Share = Annotated[float, Bounds(least=0, most=1)]
 
 
 def check_fields(owner: Any, prefix: str = "") -> None:
-    """Check fields of a dataclass against their annotations: `Literal`s, and the `Bounds` of each number they hold.
+    """Check fields of a dataclass against their annotations: `bool`s, `Literal`s, and the `Bounds` of each number.
 
     Args:
         owner: the dataclass, with fields such as `steps: Annotated[int, Bounds(least=1)] | None`.
@@ -69,6 +69,8 @@ def _check(hint: Any, name: str, value: Any) -> None:
     if origin is Annotated:
         for bounds in hint.__metadata__:
             bounds.check(name, value)
+    elif hint is bool and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected true or false")
     elif origin is Literal and value not in parts:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, parts))}")
     elif origin in (typing.Union, types.UnionType) and value is not None:
