@@ -1,0 +1,54 @@
+"""The recipes of docs/extending.md that change the package itself, followed in a copy of it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from documents import PAGES, ROOT
+
+USE = """
+import torch
+from transformers import ArceeConfig, ArceeForCausalLM
+import dmc, dmc.kernels
+from dmc.compression import CompressionConfig
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+stock = ArceeForCausalLM(ArceeConfig(**sizes, num_key_value_heads=2, max_position_embeddings=128)).eval()
+prompt = torch.randint(3, 60, (1, 40))
+expected = stock.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+greedy = dmc.SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def tokens(model, **options):
+    return dmc.Engine(model, **options).generate(prompt.tolist(), greedy)[0]
+
+
+gates = CompressionConfig(gate_input="hidden", action="drop", delay=4)
+closed = dmc.retrofit(stock, gates)  # adapters begin at zero: nothing is dropped
+assert type(closed).__name__ == "DMCArceeForCausalLM"
+assert tokens(closed).token_ids == expected
+for adapter in closed.adapters():
+    torch.nn.init.normal_(adapter.weight, std=2.0)
+    torch.nn.init.constant_(adapter.bias, 5.0)
+assert tokens(closed).stats.achieved_ratio > 1.1
+assert tokens(stock, kernels="reference").token_ids == expected
+
+dmc.kernels.BACKENDS += ("mine",)
+calls, mine = [], dmc.kernels.load_backend("mine")
+attend = mine.paged_attention
+mine.paged_attention = lambda *others, **options: calls.append(1) or attend(*others, **options)
+assert tokens(stock, kernels="mine").token_ids == expected and calls
+"""
+
+
+def test_a_family_and_a_backend_are_one_file_each(tmp_path):
+    shutil.copytree(ROOT / "dmc", tmp_path / "dmc", ignore=shutil.ignore_patterns("__pycache__", "demo_models"))
+    for section, file in (("A model family", "models/arcee.py"), ("A kernel backend", "kernels/mine.py")):
+        text = PAGES[ROOT / "docs" / "extending.md"].split(f"## {section}\n")[1]
+        (tmp_path / "dmc" / file).write_text(re.search(r"```python\n(.*?)```", text, flags=re.S)[1])
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
