@@ -36,17 +36,17 @@ for adapter in closed.adapters():
 assert tokens(closed).stats.achieved_ratio > 1.1
 assert tokens(stock, kernels="reference").token_ids == expected
 
-dmc.kernels.BACKENDS += ("mine",)
-calls, mine = [], dmc.kernels.load_backend("mine")
+dmc.kernels.BACKENDS += ("foo",)
+calls, mine = [], dmc.kernels.load_backend("foo")
 attend = mine.paged_attention
 mine.paged_attention = lambda *others, **options: calls.append(1) or attend(*others, **options)
-assert tokens(stock, kernels="mine").token_ids == expected and calls
+assert tokens(stock, kernels="foo").token_ids == expected and calls
 """
 
 
 def test_a_family_and_a_backend_are_one_file_each(tmp_path):
     shutil.copytree(ROOT / "dmc", tmp_path / "dmc", ignore=shutil.ignore_patterns("__pycache__", "demo_models"))
-    for section, file in (("A model family", "models/arcee.py"), ("A kernel backend", "kernels/mine.py")):
+    for section, file in (("A model family", "models/foo.py"), ("A kernel backend", "kernels/foo.py")):
         text = PAGES[ROOT / "docs" / "extending.md"].split(f"## {section}\n")[1]
         (tmp_path / "dmc" / file).write_text(re.search(r"```python\n(.*?)```", text, flags=re.S)[1])
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
