@@ -51,7 +51,10 @@ def test_completions_are_what_the_engine_generates(served: Any, name: str) -> No
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(tokens), 12, len(tokens) + 12)
     stats = dmc_stats(usage)
     assert stats["achieved_ratio"] == pytest.approx(expected.stats.achieved_ratio, abs=1e-3)
-    assert stats["bytes_used"] == expected.stats.bytes_used
+    # A row's block tables are as wide as the longest request before it needed, of another test perhaps.
+    cache = served.worker.engines[name].cache
+    tables = sum(cache.layer(index).block_tables[0].nbytes for index in range(cache.layout.num_layers))
+    assert 0 <= stats["bytes_used"] - expected.stats.bytes_used < tables
     assert stats["slots"] == int(expected.stats.slots.sum())
     Completion.model_validate(answer.model_dump())
 
