@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,7 +23,7 @@ from dmc.budget import Budget
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
-from dmc.kernels.pages import gather_slots, places, small_pages
+from dmc.kernels.pages import gather_pages, gather_slots, places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions, with_tail
@@ -40,21 +41,27 @@ class OmniKV(ReadingPolicy):
     ones. A filter layer chooses as many prompt tokens as the budget by the attention of its last queries, softmax over
     the prompt alone, maximum over all query heads, summed over the queries.
 
-    Differs from the authors' code: attention is normalized for the "last" selector too; queries of a window keep their
-    own positions, prompt tokens in the window are candidates like others, and every choice is loaded anew.
+    Differs from the authors' code: attention is normalized for the "last" selector too, unless `raw_scores`; queries of
+    a window keep their own positions, and prompt tokens in the window are candidates like others.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or both or neither of `budget` and `memory` are given.
     """
 
-    budget: Budget
+    budget: Budget = None  # type: ignore[assignment]
     """Number of prompt tokens that are chosen; a ratio is of the prompt."""
+    memory: float | None = None
+    """In place of a budget: the share of a full cache in fast memory, full layers included (Mem%)."""
     filter_layers: tuple[int, ...] | None = None
     """Indices of the filter layers, ascending, from 0; None: `default_filter_layers`."""
     selector: Selector = "last"
     """Queries that choose: the newest, or the last `window` with weights that are equal or halve with distance."""
     window: int = 16
     """Number of queries of the uniform and the exponential selector."""
+    raw_scores: bool = False
+    """Whether the last query's attention is left unnormalized, as in the authors' code."""
+    lazy_reload: float | None = None
+    """Keep the old choice if more than this share of the new one is in it (0.4 in the authors' code); None: never."""
     offload: bool = False
     """Whether prompt entries of sparse layers are offloaded to the host's memory."""
     prefill: Prefill = "full"
@@ -65,11 +72,19 @@ class OmniKV(ReadingPolicy):
     """Number of earlier tokens chosen for a chunk, in chunks (r in the paper), by the uniform selector."""
 
     def __post_init__(self) -> None:
+        if (self.budget is None) == (self.memory is None):
+            raise ValueError(f"budget={self.budget}, memory={self.memory}: give exactly one")
+        if self.memory is not None and not 0 < self.memory <= 1:
+            raise ValueError(f"memory={self.memory}: expected a share of the cache in (0, 1], such as 0.3")
         if self.filter_layers is not None:
             object.__setattr__(self, "filter_layers", tuple(self.filter_layers))
             check_filter_layers(self.filter_layers)
         if self.selector not in ("last", "uniform", "exponential"):
             raise ValueError(f"selector={self.selector!r}: expected 'last', 'uniform' or 'exponential'")
+        if self.raw_scores and self.selector != "last":
+            raise ValueError(f"raw_scores=True needs selector='last', not {self.selector!r}")
+        if self.lazy_reload is not None and not 0 <= self.lazy_reload < 1:
+            raise ValueError(f"lazy_reload={self.lazy_reload}: expected a share in [0, 1), such as 0.4, or None")
         if self.prefill not in ("full", "sparse"):
             raise ValueError(f"prefill={self.prefill!r}: expected 'full' or 'sparse'")
         for name in ("window", "chunk", "chunks_read"):
@@ -92,21 +107,28 @@ class OmniKV(ReadingPolicy):
         return 1 if self.selector == "last" else self.window
 
     def fitted(self, num_layers: int, block_size: int) -> OmniKV:
-        """See `CachePolicy.fitted`: sets the filter layers."""
+        """See `CachePolicy.fitted`: sets the filter layers and the budget."""
         filters = default_filter_layers(num_layers) if self.filter_layers is None else self.filter_layers
         if filters[-1] >= num_layers:
             raise ValueError(f"filter_layers={filters}: the model has layers 0 to {num_layers - 1}")
+        budget = self.budget
+        if self.memory is not None:
+            share = prompt_share(self.memory, num_layers, filters)
+            budget = Budget(ratio=max(1.0, 1 / share))
         fitted = copy.copy(self)  # no new construction: default filter layers of a shallow model are adjacent
-        object.__setattr__(fitted, "filter_layers", filters)
+        for name, value in (("filter_layers", filters), ("budget", budget), ("memory", None)):
+            object.__setattr__(fitted, name, value)
         return fitted
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """The choosing queries, if there are several."""
-        if self.num_queries == 1:
-            return ()
-        shape = (self.num_queries, layout.num_query_heads, layout.head_dim)
-        num_filters = len(self.sparse_layers(layout.num_layers))
-        return (Field("queries", layout.dtype, "row", shape, num_layers=num_filters),)
+        """The choosing queries, if there are several, and the last choice, if it may be kept."""
+        num_filters, kept = len(self.sparse_layers(layout.num_layers)), []
+        if self.num_queries > 1:
+            shape = (self.num_queries, layout.num_query_heads, layout.head_dim)
+            kept += [Field("queries", layout.dtype, "row", shape, num_layers=num_filters)]
+        if self.lazy_reload is not None:
+            kept += [Field("chosen", torch.int32, "row", (0,), start=-1, num_layers=num_filters)]
+        return tuple(kept)
 
     def offloaded(self, num_layers: int) -> dict[int, list[int]]:
         """See `CachePolicy.offloaded`."""
@@ -160,6 +182,43 @@ def reads_all(layer_index: int, filter_layers: Sequence[int]) -> bool:
     return layer_index < filter_layers[0] or layer_index in filter_layers or layer_index - 1 in filter_layers
 
 
+def full_share(num_layers: int, filter_layers: Sequence[int]) -> float:
+    """Share of the layers that read everything: (2 m + L_0) / L for m filter layers, none of them the last layer."""
+    return sum(reads_all(index, filter_layers) for index in range(num_layers)) / num_layers
+
+
+def memory_share(chosen: float, num_layers: int, filter_layers: Sequence[int]) -> float:
+    """Share of the prompt's entries in fast memory (Mem%) when a share `chosen` of its tokens is chosen."""
+    full = full_share(num_layers, filter_layers)
+    return full + chosen * (1 - full)
+
+
+def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -> float:
+    """Share of a prompt's tokens to choose so that `memory_share` is `memory`; 1 where every layer reads everything.
+
+    Raises:
+        ValueError: the layers that read everything already take as much.
+    """
+    full = full_share(num_layers, filter_layers)
+    if full == 1:
+        return 1.0
+    if memory <= full:
+        raise ValueError(
+            f"memory={memory}: the layers that read everything hold {full:.4g} of the cache with "
+            f"filter_layers={tuple(filter_layers)} of {num_layers} layers; raise memory, or choose fewer filter layers"
+        )
+    return (memory - full) / (1 - full)
+
+
+def tokens_for_memory(memory: float, prompt_length: int, num_layers: int, filter_layers: Sequence[int]) -> int:
+    """Number of prompt tokens to choose for a share of the cache in fast memory, rounded down, at least 1.
+
+    Raises:
+        ValueError: see `prompt_share`.
+    """
+    return max(1, math.floor(prompt_share(memory, num_layers, filter_layers) * prompt_length + 1e-6))
+
+
 def selector_weights(distances: Tensor, selector: Selector) -> Tensor:
     """Weights of queries by distance from the newest: 1 at 0 alone (last), 1 (uniform), or 2^-(1 + distance).
 
@@ -196,6 +255,8 @@ class Choice:
     """Positions of the prompt tokens, ascending, int64 [S, k]; arbitrary beyond the count."""
     counts: Tensor
     """Number of chosen tokens, int64 [S]."""
+    is_new: Tensor | None = None
+    """Whether the choice differs from the last one, bool [S]; None: unknown."""
     reads: tuple[Tensor, Tensor] | None = None
     """The chosen and all generated tokens, int64 [S, K], and their number, int32 [S, 1]; set by the first reader."""
 
@@ -233,6 +294,8 @@ class OmniKVAttention(CacheAttention):
             self._remember(layer_index, batch, query)
             if not batch.is_prompt:
                 return self.choose(layer_index, batch, query, scaling)
+            if "chosen" in self.cache.fields:
+                self.cache.fields["chosen"][self._filter[layer_index], batch.row_index] = -1
             if self._prefill is not None:
                 self._prefill.choose(self.cache.layer(layer_index), batch, query, scaling)
         return self.attend_to_all(layer_index, batch, query, seen, scaling)
@@ -282,7 +345,10 @@ class OmniKVAttention(CacheAttention):
         scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= prompt[:, None], -torch.inf)
         counts = [self.policy.num_chosen(end) for end in batch.prompt_ends]
         num_chosen = torch.tensor(counts, device=prompt.device)
-        self._choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen)
+        choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen)
+        if self.policy.lazy_reload is not None:
+            self._prefer_last_choice(layer_index, batch, choice, self.policy.lazy_reload)
+        self._choice = choice
         return attended
 
     def _look(
@@ -291,7 +357,7 @@ class OmniKVAttention(CacheAttention):
         """Attend to everything, [S, H_q, D], and score the tokens of the prompts, [S, N]."""
         layer, rows = self.cache.layer(layer_index), batch.row_index
         longest, most_seen = max(batch.prompt_ends), max(batch.ends)
-        is_last = self.policy.selector == "last"
+        is_last = self.policy.selector == "last" and not self.policy.raw_scores
         wanted: dict[str, Any] = {"return_scores": is_last, "num_scores": self.whole_pages(most_seen)}
         answer = self.attend_once(layer_index, batch, query, scaling, **wanted)
         if is_last:  # softmax over everything, normalized again, is softmax over the prompt
@@ -300,6 +366,12 @@ class OmniKVAttention(CacheAttention):
             attention = attention * is_prompt[:, None]
             total = attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
             return attended, (attention / total).amax(1)
+        if self.policy.raw_scores:
+            key = gather_pages(layer.key_pages, layer.block_tables[rows], longest).float()
+            scores = (
+                query.float().reshape(len(rows), key.shape[1], -1, query.shape[-1]) @ key.transpose(-1, -2) * scaling
+            )
+            return answer, scores.amax((1, 2))
         queries, positions = self._queries(layer_index, batch)
         slots = (positions + 1).clamp_min(1).minimum(prompt[:, None])[:, None].expand(-1, layer.lengths.shape[1], -1)
         weights = selector_weights(positions[:, -1:] - positions, self.policy.selector) * (positions >= 0)
@@ -325,6 +397,20 @@ class OmniKVAttention(CacheAttention):
         positions = batch.tokens_seen[:, None] + torch.arange(-window, 0, device=batch.row_index.device)
         queries = self.cache.fields["queries"][self._filter[layer_index]]
         return queries[batch.row_index[:, None], positions % window].transpose(1, 2), positions
+
+    def _prefer_last_choice(self, layer_index: int, batch: ForwardBatch, choice: Choice, threshold: float) -> None:
+        """Keep the last choice of sequences where it contains more than a share of the new one."""
+        width = choice.positions.shape[1]
+        exists = torch.arange(width, device=batch.row_index.device) < choice.counts[:, None]
+        every = self.cache.fields.widen("chosen", width)[self._filter[layer_index]]
+        last = every[batch.row_index, :width].long()
+        longest = max(batch.prompt_ends)
+        was_chosen = torch.zeros(len(last), longest + 1, dtype=torch.bool, device=last.device)
+        was_chosen.scatter_(1, last.where(last >= 0, longest), True)
+        common = (was_chosen.gather(1, choice.positions) & exists).sum(-1)
+        choice.is_new = common <= threshold * choice.counts
+        choice.positions = choice.positions.where(choice.is_new[:, None], last.clamp_min(0))
+        every[batch.row_index, :width] = choice.positions.where(exists, -1).to(every.dtype)
 
 
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -414,16 +500,21 @@ class OffloadedOmniKV(OmniKVAttention):
         self._loads: dict[int, Load] = {}  # by the first layer that needs it
 
     def choose(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
-        """See `OmniKVAttention.choose`; starts copying the chosen tokens."""
+        """See `OmniKVAttention.choose`; starts copying the newly chosen tokens."""
         attended = super().choose(layer_index, batch, query, scaling)
         assert self._choice is not None
-        counts = [self.policy.num_chosen(end) for end in batch.prompt_ends]
-        chosen = [row[:count] for row, count in zip(self._choice.positions.cpu(), counts, strict=True)]
-        self._loads[self._runs[layer_index][0]] = Load(
-            self.cache.slow.fetch(layer_index, batch.rows, chosen),
-            torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(query.device),
-            torch.cat([torch.arange(count) for count in counts]).to(query.device),
-        )
+        positions = self._choice.positions.cpu()
+        is_new = [True] * len(positions) if self._choice.is_new is None else self._choice.is_new.tolist()
+        members = [i for i, new in enumerate(is_new) if new]
+        self._loads.pop(self._runs[layer_index][0], None)  # an interrupted pass may have left one
+        if members:
+            counts = [self.policy.num_chosen(batch.prompt_ends[i]) for i in members]
+            chosen = [positions[i, :count] for i, count in zip(members, counts, strict=True)]
+            self._loads[self._runs[layer_index][0]] = Load(
+                self.cache.slow.fetch(layer_index, [batch.rows[i] for i in members], chosen),
+                torch.tensor(members).repeat_interleave(torch.tensor(counts)).to(query.device),
+                torch.cat([torch.arange(count) for count in counts]).to(query.device),
+            )
         return attended
 
     def read_choice(

@@ -187,14 +187,24 @@ REFUSED = {
         ({"dense_layers": -1}, "dense_layers=-1: expected a number of layers >= 0"),
     ],
     "OmniKV": [
-        ({"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
-        ({"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
-        ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
-        ({"filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
-        ({"selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
-        ({"prefill": "none"}, "prefill='none': expected 'full' or 'sparse'"),
-        ({"window": 0}, "window=0: expected a whole number >= 1"),
-        ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
+        ({"budget": None}, "give exactly one"),
+        ({"memory": 0.3}, "give exactly one"),
+        *(
+            ({"budget": None, "memory": 0.3, **options}, error)
+            for options, error in [
+                ({"memory": 1.5}, r"memory=1.5: expected a share"),
+                ({"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
+                ({"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
+                ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
+                ({"filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
+                ({"selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
+                ({"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
+                ({"lazy_reload": 1.0}, "lazy_reload=1.0: expected a share"),
+                ({"prefill": "none"}, "prefill='none': expected 'full' or 'sparse'"),
+                ({"window": 0}, "window=0: expected a whole number >= 1"),
+                ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
+            ]
+        ),
     ],
 }
 
@@ -207,7 +217,7 @@ def test_options_out_of_range_are_refused(method, options, error):
         getattr(policies, method)(**{"budget": Budget(ratio=2), **options})
 
 
-SPARSE = {"budget": Budget(ratio=2), "filter_layers": (1,), "prefill": "sparse", "chunk": 8}
+SPARSE = {"memory": 0.7, "filter_layers": (1,), "prefill": "sparse", "chunk": 8}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,8 @@ SPARSE = {"budget": Budget(ratio=2), "filter_layers": (1,), "prefill": "sparse",
         (Quest(budget=Budget(ratio=2), page_size=32), {}, "page_size=32: expected a divisor of block_size=16"),
         (InfLLM(budget=Budget(ratio=2)), {"prefill_chunk_size": 100}, "=100: InfLLM takes 512 tokens of a prompt"),
         (OmniKV(**SPARSE), {"prefill_chunk_size": 12}, "=12: OmniKV takes 8 tokens .* give a multiple of 8, or None"),
-        (OmniKV(budget=Budget(ratio=2), filter_layers=(1, 6)), {}, r"\(1, 6\): the model has layers 0 to 5"),
+        (OmniKV(memory=0.7, filter_layers=(1, 6)), {}, r"filter_layers=\(1, 6\): the model has layers 0 to 5"),
+        (OmniKV(memory=0.5, filter_layers=(1,)), {}, "memory=0.5: the layers that read everything hold 0.5 of the"),
     ],
 )
 def test_what_model_and_engine_cannot_do_is_refused_at_once(make_stock, policy, engine, error):

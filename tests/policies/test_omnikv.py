@@ -10,14 +10,18 @@ from dmc.budget import Budget
 from dmc.policies import OmniKV
 from dmc.policies.omnikv import (
     default_filter_layers,
+    full_share,
+    memory_share,
+    prompt_share,
     reads_all,
     selection_scores,
     selector_weights,
+    tokens_for_memory,
 )
 
 TOLERANCE = 1e-4
 PROMPT_LENGTHS, CONTINUATION_LENGTHS = (41, 23), (9, 6)
-LLAMA_3_8B = (32, (2, 8, 18))
+LLAMA_3_8B, YI_9B, LLAMA_3_70B = (32, (2, 8, 18)), (48, (6, 11, 30)), (80, (4, 19, 41))
 
 
 @pytest.fixture
@@ -40,6 +44,25 @@ def test_layers_of_llama_3_8b():
     assert policy.sparse_layers(num_layers) == {2: [4, 5, 6, 7], 8: list(range(10, 18)), 18: list(range(20, 32))}
 
 
+def test_worked_numbers_of_memory_shares():
+    assert [full_share(*model) for model in (LLAMA_3_8B, YI_9B, LLAMA_3_70B)] == [0.25, 0.25, 0.125]
+    assert prompt_share(0.3, *LLAMA_3_8B) == pytest.approx(1 / 15)
+    assert prompt_share(0.2, *LLAMA_3_70B) == pytest.approx(0.08571, abs=1e-5)
+    assert prompt_share(0.3, 48, (3, 11, 30)) == pytest.approx(0.13846, abs=1e-5)
+    assert memory_share(2048 / 131072, *LLAMA_3_8B) == pytest.approx(0.262, abs=1e-3)
+    assert tokens_for_memory(0.3, 739, *YI_9B) == 49
+    assert tokens_for_memory(0.3, 150, *LLAMA_3_8B) == 10
+    for share in (0.01, 0.5, 1.0):
+        assert prompt_share(memory_share(share, *LLAMA_3_70B), *LLAMA_3_70B) == pytest.approx(share)
+
+
+def test_a_share_of_memory_gives_the_budget():
+    policy = OmniKV(memory=0.3).fitted(32, 16)
+    assert [policy.num_chosen(length) for length in (150, 739, 15, 3)] == [10, 49, 1, 1]
+    assert OmniKV(memory=1.0).fitted(32, 16).num_chosen(150) == 150
+    assert OmniKV(memory=0.5).fitted(2, 16).num_chosen(150) == 150  # every layer reads all
+
+
 def test_worked_numbers_of_selectors():
     attention = torch.tensor([[(0.1, 0.2, 0.7), (0.3, 0.3, 0.4)], [(0.6, 0.1, 0.3), (0.05, 0.9, 0.05)]])[None]
     for selector, expected in (
@@ -51,11 +74,10 @@ def test_worked_numbers_of_selectors():
         torch.testing.assert_close(selection_scores(attention, weights)[0], torch.tensor(expected))
 
 
-@pytest.mark.parametrize("ratio", [5, 1.25])
-def test_fast_memory_holds_full_layers_and_what_is_chosen(make_stock, make_prompts, ratio):
+@pytest.mark.parametrize("memory", [0.6, 0.9])
+def test_fast_memory_is_the_promised_share(make_stock, make_prompts, memory):
     model, (prompt,) = make_stock(num_layers=8), make_prompts(160)
-    engine = Engine(model, policy=OmniKV(budget=Budget(ratio=ratio), filter_layers=(0, 4), offload=True))
-    memory = 0.5 + 0.5 / ratio  # four of eight layers read everything
+    engine = Engine(model, policy=OmniKV(memory=memory, filter_layers=(0, 4), offload=True))
     full = 160 * 8 * 2 * engine.cache.layout.entry_bytes
     for generated in (0, 16):
         params = SamplingParams(max_new_tokens=generated + 1, temperature=0)
@@ -63,6 +85,32 @@ def test_fast_memory_holds_full_layers_and_what_is_chosen(make_stock, make_promp
         assert stats.bytes_fast - engine.cache.state_bytes == pytest.approx(memory * full + generated * full / 160)
         assert stats.bytes_allocated - stats.bytes_fast == full // 2  # the prompt in four of eight layers
         assert (stats.slots == 160 + generated).all()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_stubborn_choice_is_that_of_the_first_token(make_stock, make_prompts, offload):
+    model, (prompt,), (continuation,) = make_stock(num_layers=3), make_prompts(60), make_prompts(8, seed=2)
+
+    def scores(lazy_reload, offload=offload):
+        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), lazy_reload=lazy_reload, offload=offload)
+        return Engine(model, policy=policy).score([prompt], [continuation])[0]
+
+    eager, picky, lazy = scores(None), scores(0.999), scores(0.0)
+    torch.testing.assert_close(picky, eager, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lazy[:2], eager[:2], rtol=0, atol=TOLERANCE)
+    assert (lazy[2:] - eager[2:]).abs().max() > 0.1
+    torch.testing.assert_close(lazy, scores(0.0, not offload), rtol=0, atol=TOLERANCE)
+
+
+def test_raw_scores_rank_as_attention_does_in_a_single_head(make_stock, texts):
+    def scores(raw, **heads):
+        model = make_stock(num_layers=3, **heads)
+        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), raw_scores=raw)
+        return torch.cat(Engine(model, policy=policy).score(*texts))
+
+    single = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    torch.testing.assert_close(scores(True, **single), scores(False, **single), rtol=0, atol=TOLERANCE)
+    assert (scores(True) - scores(False)).abs().max() > 0.1
 
 
 def sparse_prefill(model, prompt, filter_layers, chunk, chunks_read):
