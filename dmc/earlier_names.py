@@ -64,7 +64,8 @@ def refuse_earlier_settings(values: dict[str, Any]) -> None:
     """
     for earlier, present in SETTINGS.items():
         section, _, name = earlier.partition(".")
-        if name in (values.get(section) or {}):
+        own = values.get(section)
+        if isinstance(own, dict) and name in own:
             raise ValueError(f"{earlier} is now called {present}: rename it in your YAML file")
 
 

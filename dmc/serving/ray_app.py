@@ -204,8 +204,8 @@ def make_front(handle: Any, keys: tuple[str, ...], limits: Limits) -> FastAPI:
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request, end: End) -> Response:
         body = await read_body(request, limits) if request.method == "POST" else b""
-        if limits.log_prompts and request.scope["path"].endswith("/completions"):
-            logger.warning("%s", body.decode(errors="replace"))
+        if limits.log_prompts and body and request.scope["path"] in ("/v1/completions", "/v1/chat/completions"):
+            logger.warning("%s", ascii(body.decode(errors="replace")))  # a line, whatever the body holds
         options = {"method_name": "answer", "stream": True, "session_id": conversation_of(body)}
         pieces: Any = handle.options(**options).remote(request.method, request.scope["path"], body)
         end.callback(pieces.cancel)

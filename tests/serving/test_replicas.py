@@ -28,8 +28,9 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
 from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
 
+from dmc.serving.app import Limits  # noqa: E402
 from dmc.serving.metrics import of_replicas, written  # noqa: E402
-from dmc.serving.ray_app import MOST_AHEAD, ConversationRouter, conversation_of  # noqa: E402
+from dmc.serving.ray_app import MOST_AHEAD, ConversationRouter, conversation_of, make_front  # noqa: E402
 
 STREAMS = 8
 NUM_CPUS = 3
@@ -247,6 +248,44 @@ def test_a_conversation_has_one_home_and_another_one_while_that_is_busy(conversa
     others = [name for name in "abcd" if name not in (home, second)]
     assert order(**{home: 9, second: MOST_AHEAD, others[0]: 1})[0] == second
     assert set(order(**{home: 9, second: 9, others[0]: 8})[:1]) == {others[1]}
+
+
+class OnePiece:
+    """Stands in for Ray's handle, and for the answer of a replica behind it."""
+
+    def __init__(self) -> None:
+        self.left = [b"{}", (200, {"content-type": "application/json"})]
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda *_: OnePiece())
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self.left:
+            raise StopAsyncIteration
+        return self.left.pop()
+
+    def cancel(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_prompts_for_replicas_are_logged_in_a_line_each_if_at_all(is_wanted: bool, caplog: Any) -> None:
+    front = make_front(OnePiece(), (), Limits(log_prompts=is_wanted))
+
+    kind = {"Content-Type": "application/json"}
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
+            for path in ("/v1/completions", "/tokenize"):
+                answer = await client.post(path, headers=kind, content=b'{"prompt": "a secret\n2026 forged"}')
+                assert (answer.status_code, answer.json()) == (200, {})
+
+    asyncio.run(ask())
+    (told,) = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()] or [""]
+    assert told == (ascii('{"prompt": "a secret\n2026 forged"}') if is_wanted else "") and "\n" not in told
 
 
 def test_counts_of_processes_stand_side_by_side() -> None:
