@@ -463,10 +463,9 @@ class Engine:
         """Check a request and put it together, behind a context of its own; nothing is queued, no session grows."""
         kind = "SamplingParams(...), one for all prompts or a list of one for each"
         params = SamplingParams() if params is None else of_kind("params", params, SamplingParams, kind)
-        if max(params.stop_token_ids, default=0) >= self._vocab_size:
-            raise ValueError(
-                f"stop_token_ids={params.stop_token_ids}: the model knows 0 to {self._vocab_size - 1}, no other comes"
-            )
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if max(tokens, default=0) >= self._vocab_size:
+                raise ValueError(f"{name}={tokens!r:.80}: the model knows 0 to {self._vocab_size - 1}, no other comes")
         if params.prompt_logprobs is not None and self.policy is not None:
             raise ValueError(
                 f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends, its own "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "min_p": (lambda number: 0 <= number <= 1, "a number in [0, 1]"),
     "repetition_penalty": (lambda number: number > 0, "a number > 0 (1 is none)"),
     "presence_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
 }
 """Test of a parameter's range, and the range in words for the error."""
 
@@ -53,6 +54,10 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens that occurred, in the prompt too; > 0, 1 is none."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from these as often as they have been generated, in [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens, in [-100, 100]; the ends all but forbid or force a token."""
     top_logprobs: int = 0
     """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
     prompt_logprobs: int | None = None
@@ -64,7 +69,8 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed by the tokens so far or by a processor."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.logits_processor is not None
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or self.logits_processor is not None
 
     def __post_init__(self) -> None:
         # NumPy values and lists become Python numbers and tuples
@@ -88,6 +94,13 @@ class SamplingParams:
         if any(token is None or token < 0 for token in ids):
             raise ValueError(f"stop_token_ids={given!r}: expected a tuple of token ids >= 0")
         self._set("stop_token_ids", ids)
+        biases, expected = self.logit_bias, "token ids >= 0, with numbers in [-100, 100]"
+        if not isinstance(biases, Mapping) or any(index_of(each) is None or each < 0 for each in biases):
+            raise ValueError(f"logit_bias={biases!r:.80}: expected {expected}")
+        numbers = {index_of(token): real_number("logit_bias", each, expected) for token, each in biases.items()}
+        if max(map(abs, numbers.values()), default=0) > 100:
+            raise ValueError(f"logit_bias={biases!r:.80}: expected {expected}")
+        self._set("logit_bias", numbers)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r}: expected True or False")
         texts = self.stop
@@ -116,10 +129,9 @@ class History:
     ) -> None:
         self._count = len(before) + len(since)
         self._tokens = torch.tensor([*before, *since], dtype=torch.long, device=device)
-        self.marks = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
-        """Which tokens occurred at all, and which in the continuation, [2, vocab]."""
-        self.marks[0, self._tokens] = True
-        self.marks[1, self._tokens[len(before) :]] = True
+        parts = self._tokens, self._tokens[len(before) :]
+        self.counts = torch.stack([torch.bincount(each, minlength=vocab_size) for each in parts])
+        """How often each token occurred at all, and in the continuation, int64 [2, vocab]."""
 
     @property
     def tokens(self) -> Tensor:
@@ -131,7 +143,7 @@ class History:
         if self._count == len(self._tokens):
             self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(max(self._count, 64))))
         self._tokens[self._count] = token
-        self.marks[:, token] = True
+        self.counts[:, token] += 1
         self._count += 1
 
 
@@ -243,13 +255,16 @@ def _processed(
         return log_probs, errors
     device, nothing = logits.device, History([], [], logits.shape[-1], logits.device)
     past = [histories[row] or nothing for row in rows]
-    came, generated = torch.stack([each.marks for each in past], dim=1)  # [rows, vocab] each
-    penalties = [(params[row].repetition_penalty, params[row].presence_penalty) for row in rows]
-    repetition, presence = torch.tensor(penalties, device=device).T[..., None]
+    came, generated = torch.stack([each.counts for each in past], dim=1)  # [rows, vocab] each
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = [[getattr(params[row], name) for name in names] for row in rows]
+    repetition, presence, frequency = torch.tensor(penalties, device=device).T[..., None]
     scores, own = log_probs.clone(), logits[rows].float()
-    own = torch.where(came, torch.where(own < 0, own * repetition, own / repetition), own)
-    scores[rows] = torch.where(generated, own - presence, own)
+    own = torch.where(came > 0, torch.where(own < 0, own * repetition, own / repetition), own)
+    scores[rows] = own - presence * (generated > 0) - frequency * generated
     for row, history in zip(rows, past, strict=True):
+        if biases := params[row].logit_bias:
+            scores[row, [*biases]] += torch.tensor([*biases.values()], device=device)
         if (processor := params[row].logits_processor) is not None:
             try:
                 processed = processor(history.tokens, scores[row : row + 1])

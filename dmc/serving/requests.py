@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from torch import Tensor
 
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.prompt import encode
@@ -78,7 +77,7 @@ class Body(BaseModel):
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Bias = dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]]
+Bias = dict[Annotated[int, Field(strict=False)], float]
 
 
 class StreamOptions(Body):
@@ -101,7 +100,7 @@ class Asked(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = 0.0
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = 0.0
     logit_bias: Annotated[Bias, BeforeValidator(_few)] = {}
     top_k: int | None = None
     min_p: float = 0.0
@@ -193,23 +192,6 @@ def read(body: bytes, kind: type[Kind]) -> Kind:
         raise APIError(400, f"{name or 'the body'}{shown}: {reason}", name or None) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Adjustment:
-    """A logits processor for `logit_bias` and `frequency_penalty`; picklable, because it is sent to other ranks."""
-
-    bias: dict[int, float]
-    frequency_penalty: float
-    num_prompt_tokens: int
-
-    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """Return changed logits, see `SamplingParams.logits_processor`."""
-        scores = scores.clone()
-        for token, bias in self.bias.items():
-            scores[:, token] += bias
-        generated = tokens[:, self.num_prompt_tokens :].to(scores.device)
-        return scores.scatter_add(1, generated, scores.new_full(generated.shape, -self.frequency_penalty))
-
-
 @contextlib.contextmanager
 def blamed_on(param: str) -> Iterator[None]:
     """Turn any error into an APIError about a field: chat templates may raise errors of any type."""
@@ -260,8 +242,6 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
     if room < least:
         told = f"a prompt of {num_prompt_tokens} tokens and {least} generated ones make {num_prompt_tokens + least}"
         raise APIError(400, f"{told}: at most {longest} are served", place, "context_length_exceeded")
-    if asked.logit_bias and max(asked.logit_bias) >= vocab_size_of(engine):
-        raise APIError(400, f"logit_bias: expected token ids below {vocab_size_of(engine)}", "logit_bias")
     tokenizer = engine.tokenizer  # special tokens are not part of the text, so they stop by id
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in asked.stop if text in tokenizer.all_special_tokens}
     changed: dict[str, Any] = {
@@ -271,8 +251,6 @@ def sampling_of(asked: Asked, num_prompt_tokens: int, engine: Engine, longest: i
         "top_logprobs": asked.num_logprobs or 0,
         "prompt_logprobs": asked.num_logprobs if getattr(asked, "echo", False) else None,
     }
-    if asked.logit_bias or asked.frequency_penalty:
-        changed["logits_processor"] = Adjustment(asked.logit_bias, asked.frequency_penalty, num_prompt_tokens)
     try:
         return SamplingParams(**asked.model_dump(include=SAME_NAMES) | changed)
     except ValueError as error:

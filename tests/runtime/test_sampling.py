@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -201,16 +202,24 @@ def test_distributions_are_those_of_transformers(settings):
 
 
 def test_penalties_and_processors_act_on_their_own_rows():
-    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
     params = [
         SamplingParams(temperature=0, repetition_penalty=1.5),
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, presence_penalty=1.25),
         SamplingParams(temperature=0, logits_processor=lambda tokens, scores: -scores, top_logprobs=3),
+        SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=-0.25, logit_bias={9: 0.125, 11: -3}),
     ]
-    histories = [History(*each, 30) for each in (([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8]))]
-    choice = choose(logits, params, [None] * 4, histories)
-    for row in range(4):
+    many = (([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8]), ([5], [9, 9, 9, 11]))
+    histories = [History(*each, 30) for each in many]
+    seen = []
+    params[4] = dataclasses.replace(params[4], logits_processor=lambda tokens, scores: seen.append(scores) or scores)
+    choice = choose(logits, params, [None] * 5, histories)
+    naive = logits[4].clone()  # how often a token came, and once for all, of the continuation alone; then the bias
+    naive[9] += -3 * 0.5 + 0.25 + 0.125
+    naive[11] += -1 * 0.5 + 0.25 - 3
+    torch.testing.assert_close(seen[0][0], naive)
+    for row in range(5):
         alone = choose(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
         assert alone.tokens[0] == choice.tokens[row]
     expected = logits[2].clone()
@@ -227,7 +236,7 @@ def test_a_history_that_has_grown_is_one_made_of_all_its_tokens():
         for count, token in enumerate(more, 1):
             grown.add(token)
             whole = History(before, since + more[:count], 40)
-            assert torch.equal(grown.tokens, whole.tokens) and torch.equal(grown.marks, whole.marks)
+            assert torch.equal(grown.tokens, whole.tokens) and torch.equal(grown.counts, whole.counts)
 
 
 def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone():

@@ -149,7 +149,11 @@ def test_stops_penalties_and_biases_are_the_engines(served: Any) -> None:
     always = client.completions.create(**asked, logit_bias={str(token): 100})
     assert always.choices[0].text == served.worker.engines["full"].tokenizer.decode([token] * 12)
     penalised = client.completions.create(**asked, logit_bias={str(token): 4}, frequency_penalty=2.0)
-    assert penalised.choices[0].text != always.choices[0].text
+    options = {"logit_bias": {token: 4}, "frequency_penalty": 2.0}
+    assert penalised.choices[0].text == alone(served, "full", PROMPT, **options).text != always.choices[0].text
+    once = client.completions.create(**asked, logit_bias={str(token): 4}, presence_penalty=2.0)
+    options = {"logit_bias": {token: 4}, "presence_penalty": 2.0}
+    assert once.choices[0].text == alone(served, "full", PROMPT, **options).text != always.choices[0].text
     extra = {"repetition_penalty": 1.3, "top_k": 3, "ignore_eos": True}
     expected = alone(served, "full", PROMPT, repetition_penalty=1.3)
     assert client.completions.create(**asked, extra_body=extra).choices[0].text == expected.text
