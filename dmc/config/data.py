@@ -44,7 +44,7 @@ class LessonConfig:
     keys: Count = 4
     """Number of different keys in a sequence."""
     of_keys: Count | None = None
-    """Number of first keys to draw them from; None: all."""
+    """Number of first words to draw them from; None: all."""
 
 
 Words = Literal["all", "first_half", "second_half"]
@@ -57,9 +57,11 @@ class FactsConfig:
     keys: Count = 40
     """Number of keys asked for in a sequence."""
     num_keys: Count = 57
-    """Number of keys in all, and of values."""
+    """Number of words of keys in all, and of values."""
+    key_words: Annotated[int, Bounds(least=1, most=4, whole=True)] = 1
+    """Number of words of a key."""
     words: Words = "all"
-    """Keys and values to use: a half leaves the other half unseen, for measuring generalization."""
+    """Words of keys and values to use: a half leaves the other half unseen, for measuring generalization."""
     rebinding: Share = 0.2
     """Share of keys that are assigned twice, where the newer value counts."""
     answer_weight: Annotated[float, Bounds(above=0, most=1e3, note="that of other tokens is 1")] = 9.0
@@ -75,13 +77,13 @@ class FactsConfig:
 
     def __post_init__(self) -> None:
         available = self.num_keys if self.words == "all" else self.num_keys // 2
-        if self.keys > available:
+        if self.keys > available**self.key_words:
             raise ValueError(
-                f"data.facts.keys={self.keys}: expected at most {available}, the keys of "
-                f"data.facts.num_keys={self.num_keys} with data.facts.words={self.words}"
+                f"data.facts.keys={self.keys}: expected at most {available**self.key_words}, the keys of "
+                f"data.facts.num_keys={self.num_keys} with data.facts.words={self.words}, key_words={self.key_words}"
             )
         for number, lesson in enumerate(self.lessons):
-            drawn_from = available if lesson.of_keys is None else min(lesson.of_keys, available)
+            drawn_from = (available if lesson.of_keys is None else min(lesson.of_keys, available)) ** self.key_words
             wrong = "of_keys" if (lesson.of_keys or 0) > available else "keys" if lesson.keys > drawn_from else None
             if wrong is not None and lesson.kind != "copies":
                 most = available if wrong == "of_keys" else drawn_from

@@ -1,13 +1,14 @@
 """Facts and questions about them, written into text: training and evaluation data for retrieval.
 
-A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Keys and values are common
-words of one token each, so that an answer is one token. A model of a million parameters stays at a guess among the
+A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Values are common words of one
+token each, so that an answer is one token; keys are one or several such words. A model of a million parameters stays at a guess among the
 values for as long as it trained here, unless lessons come first: random tokens that come twice, then few keys close
 together, then more of them further apart. So it takes minutes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence, Sized
 from typing import Any, TypeVar, get_args
@@ -37,6 +38,8 @@ QUESTION = "\nget{key}"
 WORD = re.compile(r" [a-z]{3,}")
 
 Element = TypeVar("Element")
+Key = tuple[int, ...]
+"""A key's tokens, one for each of its words."""
 Weighted = tuple[int, float]
 """A token and its weight in the loss."""
 
@@ -58,13 +61,14 @@ class FactWriter:
 
     Args:
         tokenizer: a tokenizer with enough words of one token.
-        num_keys: number of keys and of values: the first words of the tokenizer, alternately.
+        num_keys: number of words of keys and of values: the first words of the tokenizer, alternately.
         words: the words to use; a half leaves the others unseen until evaluation.
+        key_words: number of words of a key.
     Raises:
         ValueError: there are too few such words.
     """
 
-    def __init__(self, tokenizer: Any, num_keys: int, words: Words = "all") -> None:
+    def __init__(self, tokenizer: Any, num_keys: int, words: Words = "all", key_words: int = 1) -> None:
         pieces = ((token, tokenizer.decode([token])) for token in range(len(tokenizer)))
         known = [token for token, text in pieces if WORD.fullmatch(text)][: 2 * num_keys]
         if len(known) < 2 * num_keys:
@@ -73,19 +77,26 @@ class FactWriter:
                 f"a space; {num_keys} keys and values need {2 * num_keys}"
             )
         self.keys, self.values = (each[half(num_keys, words)] for each in (known[0::2], known[1::2]))
-        self._tokenizer = tokenizer
+        self.key_words, self._tokenizer = key_words, tokenizer
         self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
         ((self._asking, _),) = self._pieces([QUESTION])
 
-    def fact(self, key: int, value: int, draw: np.random.Generator, *, unseen: bool = False) -> list[int]:
+    def draw_keys(self, count: int, draw: np.random.Generator, of_keys: int | None = None) -> list[Key]:
+        """Draw distinct keys, of the first `of_keys` words."""
+        words = self.keys[:of_keys]
+        shape = (len(words),) * self.key_words
+        drawn = np.unravel_index(draw.choice(math.prod(shape), size=count, replace=False), shape)
+        return [tuple(words[index] for index in key) for key in zip(*drawn, strict=True)]
+
+    def fact(self, key: Key, value: int, draw: np.random.Generator, *, unseen: bool = False) -> list[int]:
         """Return a statement that a key has a value, in one of the forms."""
         forms = self._unseen if unseen else self._seen
         before, between, after = forms[draw.integers(len(forms))]
-        return [*before, key, *between, value, *after]
+        return [*before, *key, *between, value, *after]
 
-    def question(self, key: int) -> list[int]:
+    def question(self, key: Key) -> list[int]:
         """Return a question for a key's value, which is the next token."""
-        return [*self._asking, key]
+        return [*self._asking, *key]
 
     def _pieces(self, forms: Sequence[str]) -> list[tuple[list[int], ...]]:
         texts = [re.split(r"\{key\}|\{value\}", form) for form in forms]
@@ -149,7 +160,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         has_questions: bool = True,
     ) -> None:
         self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
-        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys, facts.words), len(tokenizer)
+        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words), len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
         self.has_lessons, self.has_questions = has_lessons, has_questions
         for lesson in self.lessons:
@@ -210,7 +221,7 @@ class FactSequences(Dataset[dict[str, Any]]):
                 key, value = pairs[number]
                 has_gap = not again and lesson.of_keys is None and draw.random() < self.facts.random_forms
                 between = self._noise(draw) if has_gap else []
-                row += [(token, 0.0) for token in (key, *between)] + [(value, float(again))]
+                row += [(token, 0.0) for token in (*key, *between)] + [(value, float(again))]
         return row[: lesson.length]
 
     def _facts(self, lesson: LessonConfig, text: list[Weighted], draw: np.random.Generator) -> list[Weighted]:
@@ -235,18 +246,17 @@ class FactSequences(Dataset[dict[str, Any]]):
             inserts.pop()
         return weave(inserts, text, lesson.length, draw)[0]
 
-    def _drawn(self, lesson: LessonConfig, draw: np.random.Generator) -> list[tuple[int, int]]:
+    def _drawn(self, lesson: LessonConfig, draw: np.random.Generator) -> list[tuple[Key, int]]:
         """Draw distinct keys, and a value for each."""
-        keys = draw.choice(self.writer.keys[: lesson.of_keys], size=lesson.keys, replace=False).tolist()
-        return [(key, self._value(draw)) for key in keys]
+        return [(key, self._value(draw)) for key in self.writer.draw_keys(lesson.keys, draw, lesson.of_keys)]
 
     def _value(self, draw: np.random.Generator) -> int:
         return self.writer.values[draw.integers(len(self.writer.values))]
 
-    def _fact(self, key: int, value: int, draw: np.random.Generator) -> list[Weighted]:
+    def _fact(self, key: Key, value: int, draw: np.random.Generator) -> list[Weighted]:
         """Write a fact, in lessons partly among random tokens, so that its form does not matter."""
         if self.has_lessons and draw.random() < self.facts.random_forms:
-            tokens = [*self._noise(draw), key, *self._noise(draw), value, *self._noise(draw)]
+            tokens = [*self._noise(draw), *key, *self._noise(draw), value, *self._noise(draw)]
         else:
             tokens = self.writer.fact(key, value, draw)
         return [(token, 1.0) for token in tokens]

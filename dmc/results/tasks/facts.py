@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from dmc.bounds import Bounds, Count, Share
 from dmc.config.data import Words
 from dmc.data import DocumentSource, FactWriter
-from dmc.data.facts import half, weave
+from dmc.data.facts import Key, half, weave
 from dmc.results.tasks.asking import Asking, Turns
 from dmc.results.tasks.base import Counts, Sample
 from dmc.results.tasks.prompts import Encoder
@@ -40,7 +40,9 @@ class FactRecall(Asking):
     keys: Count = 40
     """Number of keys with a value in a context."""
     num_keys: Count = 57
-    """Number of keys in all, and of values, as the model was trained."""
+    """Number of words of keys in all, and of values, as the model was trained."""
+    key_words: Annotated[int, Bounds(least=1, most=4, whole=True)] = 1
+    """Number of words of a key."""
     words: Words = "all"
     """Keys and values to use: if gates were trained on one half, the other tests whether they generalize to unseen
     words."""
@@ -61,7 +63,8 @@ class FactRecall(Asking):
         super().__post_init__()
         Bounds(most=self.keys, whole=True, note="the keys of a context").check("questions", self.questions)
         there = len(range(self.num_keys)[half(self.num_keys, self.words)])
-        Bounds(most=there, whole=True, note=f"num_keys={self.num_keys}, words={self.words}").check("keys", self.keys)
+        note = f"num_keys={self.num_keys}, words={self.words}, key_words={self.key_words}"
+        Bounds(most=there**self.key_words, whole=True, note=note).check("keys", self.keys)
 
     def params(self) -> SamplingParams:
         """See `Asking.params`."""
@@ -70,7 +73,7 @@ class FactRecall(Asking):
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         encoder = Encoder(tokenizer)
-        writer = FactWriter(tokenizer, self.num_keys, self.words)
+        writer = FactWriter(tokenizer, self.num_keys, self.words, self.key_words)
         texts = encoder.filler(self.haystack, max(self.lengths), self.contexts, self.cache_folder)
         return [
             sample
@@ -81,8 +84,8 @@ class FactRecall(Asking):
 
     def _ask(self, begin: list[int], writer: FactWriter, text: list[int], length: int, number: int) -> list[Sample]:
         draw = np.random.default_rng([self.seed, length, number])
-        keys = draw.choice(writer.keys, size=self.keys, replace=False).tolist()
-        said: list[tuple[float, int, int, bool]] = []
+        keys = writer.draw_keys(self.keys, draw)
+        said: list[tuple[float, Key, int, bool]] = []
         for key in keys:
             times = np.sort(draw.random(1 + (draw.random() < self.rebinding))).tolist()
             values = draw.choice(writer.values, size=len(times)).tolist()
@@ -90,11 +93,11 @@ class FactRecall(Asking):
         said.sort()
         inserts = [writer.fact(key, value, draw, unseen=self.form == "unseen") for _, key, value, _ in said]
         try:
-            tokens, begins = weave(inserts, text, length - len(begin) - len(writer.question(0)), draw)
+            tokens, begins = weave(inserts, text, length - len(begin) - len(writer.question(keys[0])), draw)
         except ValueError as error:
             raise ValueError(f"lengths: {length} tokens have no room for keys={self.keys}: {error}") from error
         context, samples = [*begin, *tokens], []
-        asked = {*draw.choice(keys, size=self.questions, replace=False).tolist()}
+        asked = {keys[index] for index in draw.choice(self.keys, size=self.questions, replace=False)}
         for start, insert, (_, key, value, is_newest) in zip(begins, inserts, said, strict=True):
             if key not in asked or not is_newest:
                 continue
