@@ -88,18 +88,25 @@ def test_copies_come_twice_and_pairs_again(wordy):
             assert weights == [0.0] * 6 + [0.0, 1.0] * 13
 
 
-@pytest.mark.parametrize("options", [{}, {"rebinding": 1.0}, {"random_forms": 1.0}, {"asked_twice": 1.0}], ids=str)
+OPTIONS = [{}, {"rebinding": 1.0}, {"random_forms": 1.0}, {"asked_twice": 1.0}, {"key_words": 2, "rebinding": 1.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_question_has_the_newest_value_of_its_key(wordy, options):
     dataset = sequences(wordy, **({"rebinding": 0.0, "random_forms": 0.0} | options))
-    asking, values, asked = dataset.writer.question(0)[:-1], {*dataset.writer.values}, 0
+    asking, values, asked = dataset.writer.question(()), {*dataset.writer.values}, 0
+    words = options.get("key_words", 1)
     for position in range(7, 40):
         item = dataset[position]
         tokens, weights = item["input_ids"].tolist(), item["loss_mask"].tolist()
         assert set(weights) == {1.0, 9.0}
         for place in [place for place, weight in enumerate(weights) if weight == 9]:
-            key, begin = tokens[place - 1], place - 1 - len(asking)
-            assert tokens[begin : place - 1] == asking and key in dataset.writer.keys and tokens[place] in values
-            told = [at for at in range(begin) if tokens[at] == key and {*tokens[at + 1 : at + 4]} & values]
+            begin = place - words - len(asking)
+            key = tokens[place - words : place]
+            assert tokens[begin : place - words] == asking and {*key} <= {*dataset.writer.keys}
+            assert tokens[place] in values
+            ends = range(words, begin + 1)
+            told = [at - 1 for at in ends if tokens[at - words : at] == key and {*tokens[at : at + 3]} & values]
             asked += 1
             if "random_forms" not in options:  # whose random tokens may be words
                 assert next(token for token in tokens[told[-1] + 1 :] if token in values) == tokens[place]
@@ -159,12 +166,19 @@ def test_a_text_that_is_compressed_before_anyone_asks_says_each_fact_once_and_ev
     assert np.histogram(places, bins=2, range=(0, LENGTH))[0] / len(places) == pytest.approx([0.5] * 2, abs=0.07)
 
 
+def test_keys_of_several_words_are_distinct_and_of_the_first_words(wordy):
+    writer, draw = FactWriter(wordy[1], 5, key_words=2), np.random.default_rng(0)
+    first, every = writer.draw_keys(9, draw, of_keys=3), writer.draw_keys(25, draw)
+    assert {*first} == {(one, other) for one in writer.keys[:3] for other in writer.keys[:3]}
+    assert len({*every}) == 25 and {word for key in every for word in key} == {*writer.keys}
+
+
 def test_forms_of_no_training_are_told_apart_and_words_that_lack_are_told(wordy):
     _, tokenizer = wordy
     writer, draw = FactWriter(tokenizer, 5), np.random.default_rng(0)
     key, value = writer.keys[0], writer.values[0]
     for unseen, forms in ((False, SEEN_FORMS), (True, UNSEEN_FORMS)):
-        said = {tokenizer.decode(writer.fact(key, value, draw, unseen=unseen)) for _ in range(200)}
+        said = {tokenizer.decode(writer.fact((key,), value, draw, unseen=unseen)) for _ in range(200)}
         words = {"key": tokenizer.decode([key]), "value": tokenizer.decode([value])}
         assert said == {form.format(**words) for form in forms}
     assert not {*SEEN_FORMS} & {*UNSEEN_FORMS} and not {*writer.keys} & {*writer.values}
