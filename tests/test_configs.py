@@ -87,7 +87,8 @@ def study_runs():
 @pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
 def test_every_run_of_the_study_composes(name, arguments):
     config = composed(*arguments)
-    assert config.training.sequence_length == (4096 if "4096" in arguments[0] else 256 if name == "base_short" else 1024)
+    length = 4096 if "4096" in arguments[0] else 256 if name == "base_short" else 1024
+    assert config.training.sequence_length == length
     assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
 
 

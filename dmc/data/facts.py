@@ -1,9 +1,9 @@
 """Facts and questions about them, written into text: training and evaluation data for retrieval.
 
-A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Values are common words of one
-token each, so that an answer is one token; keys are one or several such words. A model of a million parameters stays at a guess among the
-values for as long as it trained here, unless lessons come first: random tokens that come twice, then few keys close
-together, then more of them further apart. So it takes minutes.
+A fact gives a key its value, `set KEY VALUE`; a question names the key again, `get KEY`. Values are common words of
+one token each, so that an answer is one token; keys are one or several such words. A model of a million parameters
+stays at a guess among the values for as long as it trained here, unless lessons come first: random tokens that come
+twice, then few keys close together, then more of them further apart. So it takes minutes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class FactSequences(Dataset[dict[str, Any]]):
         has_questions: bool = True,
     ) -> None:
         self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
-        self.writer, self.vocab_size = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words), len(tokenizer)
+        self.writer = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words)
+        self.vocab_size = len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
         self.has_lessons, self.has_questions = has_lessons, has_questions
         for lesson in self.lessons:
