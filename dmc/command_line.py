@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -76,13 +75,13 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
 
         @functools.wraps(function)
         def task(settings: DictConfig) -> None:
-            prepare_process()  # here, not in main: a launcher hands the environment of its process to jobs elsewhere
             # A launcher waits forever for the result of a run that exits: runs of a sweep raise.
             with told() if HydraConfig.get().mode is RunMode.RUN else nullcontext():
                 if missing := sorted(OmegaConf.missing_keys(settings)):
                     raise ValueError(f"give a value for {', '.join(missing)}")
                 check_outputs(settings)
                 check_flags(settings)
+                prepare_process()  # not in main: a launcher hands the environment of its process to jobs elsewhere
                 function(settings)
 
         run = hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(task)
@@ -160,6 +159,8 @@ def prepare_process() -> None:
     keeps the mode that was set when it started. Where this machine has no accelerator, DeepSpeed, which saving a model
     imports, is told to use the CPU and so does not warn. Warnings are printed in one line.
     """
+    import torch  # seconds, which a wrong command line does not wait for
+
     warnings.formatwarning = _warning_in_one_line
     torch.set_flush_denormal(True)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else the next line forbids CUDA in forked processes

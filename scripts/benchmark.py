@@ -8,43 +8,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dmc import load_model, retrofit
 from dmc.command_line import script
-from dmc.compression import CompressionConfig
-from dmc.config import build_config
-from dmc.models.build import random_model, twin
-from dmc.results.benchmark import BenchmarkConfig, run_benchmark
-from dmc.results.load import LoadConfig, report_load
-from dmc.results.plots import draw_speed
-from dmc.results.store import Store
-from dmc.results.tables import replace_file, speeds_of, write_tables
 
 
-def build_models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
+def build_models(config: Any) -> tuple[dict[float, Any], Any | None]:
     """Return the model of every decoder, all sharing the same weights."""
+    import torch
+
+    from dmc import load_model, retrofit
+    from dmc.compression import CompressionConfig
+    from dmc.models.build import random_model, twin
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.model.path is not None:
         stock = load_model(config.model.path, dtype=config.model.dtype).to(device)
     else:
         stock = random_model(config.model.shape or {}, getattr(torch, config.model.dtype), device, config.seed)
-    models = {
-        ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig(delay=config.delay))
-        for ratio in config.ratios
-    }
+    gates = CompressionConfig(delay=config.delay)
+    models = {ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), gates) for ratio in config.ratios}
     return models, twin(stock) if config.hugging_face else None
 
 
 @script("benchmark")
 def main(settings: DictConfig) -> None:
+    from dmc.config import build_config
+    from dmc.results.benchmark import BenchmarkConfig, run_benchmark
+    from dmc.results.load import LoadConfig, report_load
+    from dmc.results.plots import draw_speed
+    from dmc.results.store import Store
+    from dmc.results.tables import replace_file, speeds_of, write_tables
+
     values: Any = OmegaConf.to_container(settings, resolve=True)
     server, load = values.pop("server"), values.pop("load")
     if server is not None:
-        measured = build_config(LoadConfig, {"server": server, "output": values["output"], **load})
-        print(report_load(measured))
-        return
+        return print(report_load(build_config(LoadConfig, {"server": server, "output": values["output"], **load})))
     config = build_config(BenchmarkConfig, values)
     folder = Path(config.output)
     path = folder / "cells.jsonl"

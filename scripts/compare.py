@@ -11,16 +11,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dmc.command_line import script
-from dmc.config import build_config
-from dmc.loading import load_with_tokenizer
-from dmc.results.compare import compare
-from dmc.results.grid import CompareConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 @script("compare")
 def main(settings: DictConfig) -> None:
+    from dmc.config import build_config
+    from dmc.loading import load_with_tokenizer
+    from dmc.results.compare import compare
+    from dmc.results.grid import CompareConfig
+
     values: Any = OmegaConf.to_container(settings, resolve=True)
     print(compare(build_config(CompareConfig, values), CONFIGS, load_with_tokenizer))
 

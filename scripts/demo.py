@@ -7,19 +7,21 @@ import sys
 import textwrap
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 import dmc
 from dmc.command_line import script
-from dmc.demo import legend, page, text_and_questions, witnesses
-from dmc.loading import load_tokenizer, load_with_tokenizer
 
 SHIPPED = Path(dmc.__file__).parent / "demo_models"
 
 
 @script("demo")
 def main(settings: DictConfig) -> None:
+    import torch
+
+    from dmc.demo import legend, page, text_and_questions, witnesses
+    from dmc.loading import load_tokenizer, load_with_tokenizer
+
     folders = {name: path or str(SHIPPED / name) for name, path in settings.models.items()}
     control, retrofit = (load_with_tokenizer(folders[name], "float32")[0] for name in ("control", "retrofit"))
     tokenizer = load_tokenizer(folders["retrofit"])

@@ -7,13 +7,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmc.command_line import script
-from dmc.training import export_checkpoint
 
 MEASURED = ("calibrate", "calibration_sequences", "validation_sequences")
 
 
 @script("export")
 def main(settings: DictConfig) -> None:
+    from dmc.training import export_checkpoint
+
     folder = export_checkpoint(
         Path(settings.run),
         Path(settings.output),

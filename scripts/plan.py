@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc import retrofit
 from dmc.command_line import script
-from dmc.compression import CompressionConfig
-from dmc.models.weights import read_model_config
-from dmc.runtime.capacity import capacities
-from dmc.runtime.runner import layout_of
-from dmc.runtime.step_time import DEVICES, decode_step
 
 GIB = 2**30
 
@@ -23,8 +15,17 @@ GIB = 2**30
 def main(settings: DictConfig) -> None:
     if not settings.gpu > 0 or not settings.context > 0:
         raise ValueError(f"gpu={settings.gpu} context={settings.context}: expected GiB and tokens, both above 0")
-    dtype = getattr(torch, settings.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dmc import retrofit
+    from dmc.compression import CompressionConfig
+    from dmc.models.weights import read_model_config
+    from dmc.runtime.capacity import capacities
+    from dmc.runtime.runner import layout_of
+    from dmc.runtime.step_time import DEVICES, decode_step
+
+    if not isinstance(dtype := getattr(torch, settings.dtype, None), torch.dtype):
         raise ValueError(f"dtype={settings.dtype}: expected bfloat16, float16 or float32")
     name, folder = settings.model.path, Path(settings.model.path)
     is_local = folder.is_dir() or name.startswith(("/", ".", "~"))
@@ -32,8 +33,7 @@ def main(settings: DictConfig) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if getattr(config, "compression", None) is None:
-            gates = CompressionConfig(action=settings.action, delay=settings.delay)
-            model = retrofit(model, gates)
+            model = retrofit(model, CompressionConfig(action=settings.action, delay=settings.delay))
     weights = sum({id(each): each.numel() * each.element_size() for each in model.parameters()}.values())
     layout = layout_of(model).stored_as(settings.kv_cache_dtype)
     found = capacities(config, layout, weights, int(settings.gpu * GIB), settings.context, [*settings.ratios])

@@ -7,16 +7,17 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmc.command_line import script
-from dmc.config import run_config
 
 
 @script("prepare_data")
 def main(settings: DictConfig) -> None:
+    from dmc.config import run_config
+
+    config = run_config(settings)  # checked before all that is imported next
     from dmc.data import format_report
     from dmc.data.report import REPORT_NAME
     from dmc.training import prepare_text
 
-    config = run_config(settings)
     reports = prepare_text(config)
     print(f"{format_report(reports)}\n\n{Path(config.data.cache_folder) / REPORT_NAME}")
 

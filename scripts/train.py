@@ -9,23 +9,24 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dmc.command_line import script
-from dmc.config import PlannerConfig, build_config, run_config
 
 
 @script("train")
 def main(settings: DictConfig) -> None:
-    from dmc.training import EXIT_PREEMPTED, PreemptedError, print_plan, train
+    from dmc.config import PlannerConfig, build_config, run_config
 
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
     if settings.plan not in (True, False, "json"):
         raise ValueError(f"plan={settings.plan}: expected true, false or json")
-    if settings.plan:
-        config = run_config(settings)
-        planner = build_config(PlannerConfig, dict(settings.planner), "planner")
+    config = run_config(settings)  # checked before all that is imported next
+    planner = build_config(PlannerConfig, dict(settings.planner), "planner") if settings.plan else None
+    from dmc.training import EXIT_PREEMPTED, PreemptedError, print_plan, train
+
+    if planner is not None:
         return print_plan(config, planner, as_json=settings.plan == "json")
     try:
-        run = train(run_config(settings))
+        run = train(config)
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)

@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
-from scripts_here import run_script
+from scripts_here import SCRIPTS, run_script
 
 from dmc import policies
 from dmc.command_line import plain_settings, prepare_process
@@ -101,6 +101,27 @@ def test_no_thread_computes_with_denormal_numbers():
     code += "print((torch.full((1 << 20,), 1e-37) * 0.01).count_nonzero().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"
+
+
+def test_help_and_a_misspelled_setting_do_not_wait_for_pytorch():
+    code = """if True:
+    import runpy, sys
+    from hydra.core.global_hydra import GlobalHydra
+    for path in sys.argv[1:]:
+        for argument in ("--help", "nonesuch=1"):
+            sys.argv[1:] = [argument]
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except SystemExit as stop:
+                told = stop.code
+            GlobalHydra.instance().clear()
+        assert "nonesuch" in told, path
+        loaded = {"torch", "transformers", "lightning", "pandas", "matplotlib"} & sys.modules.keys()
+        assert not loaded, (path, loaded)
+    """
+    scripts = [path for path in SCRIPTS.glob("*.py") if path.stem not in ("gpu_check", "quickstart")]  # without Hydra's
+    found = subprocess.run([sys.executable, "-c", code, *scripts], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("inside", ["", "/new"])

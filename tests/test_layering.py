@@ -179,6 +179,7 @@ def test_the_reader_of_imports_sees_every_form(source, expected, monkeypatch):
 
 
 def test_core_serves_where_only_torch_and_transformers_are_installed():
+    """Nor are these imported before they are used; the first import of transformers brings the families."""
     program = f"""
     import sys
 
@@ -194,9 +195,12 @@ def test_core_serves_where_only_torch_and_transformers_are_installed():
             return getattr(self.finder, name)
 
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import dmc
+    assert not {{"torch", "transformers"}} & sys.modules.keys()
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+    assert AutoConfig.for_model("dmc_llama", compression={{"action": "drop", "delay": 4}}).compression["delay"] == 4
 
+    import torch
     from dmc import Engine, SamplingParams, retrofit
     from dmc.compression import CompressionConfig
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dmc import Engine, PagedGenerationCache, SamplingParams
+from dmc import Engine, SamplingParams
+from dmc.runtime import PagedGenerationCache
 
 GATES = [
     {},
