@@ -18,6 +18,7 @@ from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
+from dmc.runtime.beams import BeamSearch
 from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
@@ -365,10 +366,7 @@ class Engine:
         """
         self._check_is_free(session)
         other = Session(self)
-        other.sequence = session.sequence.copy()
-        if session.sequence.row is not None:
-            self.cache.tally.close_row(session.sequence.row, session.sequence.held)
-            self._scheduler.fork(session.sequence, [other.sequence])
+        (other.sequence,) = self._copies(session.sequence, 1)
         return other
 
     def end_session(self, session: Session) -> None:
@@ -381,7 +379,7 @@ class Engine:
         session.is_closed, session.sequence.kept = True, False
         if (request := self._requests.get(session.sequence)) is not None:
             self._finish(request, "abort")
-        self._scheduler.forget(session.sequence)
+        self._scheduler.finish(session.sequence)
 
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
         """Teacher-force continuations through the compressed cache, many at once.
@@ -475,28 +473,32 @@ class Engine:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
         if session is not None:
             self._check_is_free(session)
-            if params.n > 1:
-                raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
+            if params.n > 1 or params.beam_width is not None:
+                several = f"n={params.n}" if params.beam_width is None else f"beam_width={params.beam_width}"
+                raise ValueError(f"{several}: a session goes on from one continuation; give n=1 and no beam_width")
         sequence = Sequence([], next_logit_position=0) if session is None else session.sequence
         if context is not None:
             sequence.add_prompt(self._encode(context))
             sequence.next_prompt = len(sequence.tokens)
+        end = None if params.ignore_eos else self.model.generation_config.eos_token_id
+        ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
+        params = dataclasses.replace(params, stop_token_ids=tuple(ends))
+        if params.beam_width is not None and params.num_top > self._vocab_size:
+            raise ValueError(
+                f"beam_width={params.beam_width}: the model knows {self._vocab_size} tokens, {len(ends)} of which end "
+                "a continuation; give fewer beams"
+            )
         needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
         request = Request(
             sequence,
             prompt=self._encode(prompt, begins_text=not sequence.tokens),
             params=params,
-            stop_ids=self._stop_ids(params),
             generator=self._generator(params),
             text_stream=TextStream(self.tokenizer, params.stop) if needs_text else None,
+            search=None if params.beam_width is None else BeamSearch(params),
         )
         self._check_can_start(request)
         return request
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        end = None if params.ignore_eos else self.model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [] if end is None else [end]
-        return frozenset((*params.stop_token_ids, *ends))
 
     def _generator(self, params: SamplingParams, index: int = 0) -> torch.Generator | None:
         if params.temperature == 0:
@@ -596,8 +598,9 @@ class Engine:
                 if begin == end:
                     continue
                 is_first = not request.logprobs
-                if request.params.n > 1 and is_first and request.root is None and not request.alternatives:
-                    self._branch(request)
+                if is_first and request.search is None and len(request.branches) < request.params.n:
+                    for copy in self._copies(request.sequence, request.params.n - 1):
+                        self._add_branch(request, copy)
                 asking += [each for each in request.branches if not each.logprobs] if is_first else [request]
                 rows += [begin] * (len(asking) - len(rows))
             begin = end
@@ -609,32 +612,89 @@ class Engine:
         plain = [each for each in found if each is not None and each.logprobs and not each.params.changes_logits]
         return plain if len(plain) == len(found) else None
 
-    def _branch(self, request: Request) -> None:
-        """Begin the other continuations of a prompt that has just been computed."""
-        for index in range(1, request.params.n):
-            sequence = request.sequence.copy()
-            self.cache.tally.close_row(request.sequence.row or 0, sequence.held)
-            text_stream = None if request.text_stream is None else TextStream(self.tokenizer, request.params.stop)
-            generator = self._generator(request.params, index)
-            other = dataclasses.replace(
-                request,
-                sequence=sequence,
-                generator=generator,
-                text_stream=text_stream,
-                logprobs=[],
-                top_logprobs=[],
-                root=request,
-                alternatives=[],
-                inbox=None,
-                _history=None,
-                _uniform=None,
-            )
-            self._requests[sequence] = other
-            request.alternatives.append(other)
-        self._scheduler.fork(request.sequence, [each.sequence for each in request.alternatives])
-        for other in request.alternatives:
-            if other.sequence.row is None:
-                other.stats_of_prompt = GenerationStats.of(request.sequence, self.cache)
+    def _copies(self, sequence: Sequence, count: int) -> list[Sequence]:
+        """Fork a sequence; a copy for which there is no room shares nothing, and is computed again."""
+        copies = [sequence.copy() for _ in range(count)]
+        if sequence.row is not None:
+            for each in copies:
+                self.cache.tally.close_row(sequence.row, each.held)
+            self._scheduler.fork(sequence, copies)
+        return copies
+
+    def _add_branch(self, request: Request, sequence: Sequence) -> None:
+        """Begin another continuation of a prompt, with nothing generated yet."""
+        index = len(request.branches)
+        other = dataclasses.replace(
+            request,
+            sequence=sequence,
+            generator=self._generator(request.params, index),
+            text_stream=None if request.text_stream is None else TextStream(self.tokenizer, request.params.stop),
+            logprobs=[],
+            top_logprobs=[],
+            root=request,
+            alternatives=[],
+            inbox=None,
+            _history=None,
+            _uniform=None,
+        )
+        if sequence.row is None:
+            other.stats_before = self._stats(request)
+        self._requests[sequence] = other
+        request.alternatives.append(other)
+
+    def _extend_beam(self, beam: Request, likely: list[tuple[int, float]]) -> list[TokenEvent]:
+        """Note a beam's next tokens; where those of all beams are known, the best go on, or the search ends."""
+        root, search = beam.root or beam, beam.search
+        assert search is not None
+        beams = root.branches
+        search.likely[beams.index(beam)] = likely
+        beam.sequence.next_logit_position += 1
+        if len(search.likely) < len(beams):
+            return []
+        going_on, ended = search.extend([each.logprobs for each in beams])
+        for extension in ended:
+            search.end(extension, beams[extension.beam].steps, self._stats(beams[extension.beam]))
+        if search.is_over(going_on, len(beam.logprobs) + 1):
+            return self._end_search(root, search)
+        extended = [each.beam for each in going_on]
+        for index, each in enumerate(beams):
+            if index not in extended:
+                self._forget(each)
+        free = {i: [*self._copies(beams[i].sequence, extended.count(i) - 1), beams[i].sequence] for i in {*extended}}
+        after = [(free[each.beam].pop(), [*beams[each.beam].steps, each.step]) for each in going_on]
+        for index, (sequence, steps) in enumerate(after):
+            if index == len(root.branches):
+                self._add_branch(root, sequence)
+            self._requests[sequence] = root.branches[index]
+            root.branches[index].take_over(sequence, steps)
+            self._scheduler.resume(sequence)
+        return []
+
+    def _end_search(self, root: Request, search: BeamSearch) -> list[TokenEvent]:
+        """Tell of the tokens of all continuations that have ended, the best first."""
+        prompt = root.sequence.tokens[: len(root.sequence.tokens) - len(root.logprobs)]
+        self._scheduler.finish(root.sequence)  # the prefix cache may take the prompt from it
+        for each in root.branches:
+            self._forget(each)
+        for index, ended in enumerate(search.ended):
+            sequence = Sequence([*prompt], next_logit_position=len(prompt))
+            if index == len(root.branches):
+                self._add_branch(root, sequence)
+            request = self._requests[sequence] = root.branches[index]
+            request.sequence, request.logprobs, request.top_logprobs = sequence, [], []
+            request.stats_before = ended.stats
+        brought = [
+            [request.accept(*step) for step in ended.steps]
+            for request, ended in zip(root.branches, search.ended, strict=True)
+        ]
+        for request, events in zip(root.branches, brought, strict=True):
+            self._finish(request, events[-1].finish_reason or "length")
+        return [event for events in brought for event in events]
+
+    def _forget(self, beam: Request) -> None:
+        """Free what a beam holds that is not extended."""
+        self._requests.pop(beam.sequence)
+        self._scheduler.forget(beam.sequence)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
         choice, errors = choose_tokens(
@@ -667,20 +727,29 @@ class Engine:
             self.cache.note_free(int(num_free))
         events: list[TokenEvent] = []
         for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=False)):
+            if request.outcome is not None:  # another beam of its search has failed
+                continue
             own_error = None if errors is None else errors.get(index)
             if own_error is not None or not math.isfinite(logprob):
                 # else it is the model's fault, not the request's
                 is_sound = logits is not None and bool(logits[index].amax().isfinite())
                 self._fail(request.sequence, own_error or _not_finite(request), is_sound)
                 continue
-            top_logprobs = dict(list(zip(map(int, top[::2]), top[1::2], strict=True))[: request.params.top_logprobs])
+            likely = list(zip(map(int, top[::2]), top[1::2], strict=True))
             try:
-                events.append(request.accept(int(token), logprob, top_logprobs))
+                if request.search is not None:
+                    events += self._extend_beam(request, likely[: request.params.num_top])
+                    continue
+                events.append(request.accept(int(token), logprob, dict(likely[: request.params.top_logprobs])))
             except Exception as error:  # of its tokenizer
                 self._fail(request.sequence, error, sound=True)
                 continue
             if (reason := events[-1].finish_reason) is not None:
                 self._finish(request, reason)
+        for request in requests:
+            if request.search is not None and request.search.likely:
+                request.stats_before = self._stats(request)
+                self._scheduler.rest(request.sequence)
         return events
 
     def _fail(self, sequence: Sequence, error: Exception, sound: bool = False) -> None:
@@ -690,8 +759,10 @@ class Engine:
             self._scheduler.finish(sequence)
             return
         request = self._requests[sequence]
-        (request.root or request).error = error
-        self._finish(request, "error", sound=sound)
+        root = request.root or request
+        root.error = error
+        for each in [request] if request.search is None else root.branches:
+            self._finish(each, "error", sound=sound)
 
     def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache
@@ -711,13 +782,17 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason, sound: bool = True) -> None:
         sequence = request.sequence
-        stats = GenerationStats.of(sequence, self.cache) if sequence.row is not None else request.stats_of_prompt
-        request.finish(reason, stats or GenerationStats.of(sequence, self.cache), self.tokenizer)
+        request.finish(reason, self._stats(request), self.tokenizer)
         self._requests.pop(sequence, None)
         self._scheduler.finish(sequence, sound)
         sequence.num_preemptions, sequence.held = 0, Held()
         if sequence.row is not None:
             self.cache.tally.open_row(sequence.row, sequence.held)
+
+    def _stats(self, request: Request) -> GenerationStats:
+        """Memory of a request's sequence, or what it had when it last had any."""
+        held = request.stats_before if request.sequence.row is None else None
+        return held or GenerationStats.of(request.sequence, self.cache)
 
     def _abort_all(self, requests: Collection[Request]) -> None:
         for each in [each for request in requests for each in request.branches]:

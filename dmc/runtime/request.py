@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmc.runtime.beams import BeamSearch, Step
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats
 from dmc.runtime.sampling import History, SamplingParams, next_uniform
 from dmc.runtime.sequence import Sequence
@@ -40,8 +41,7 @@ class Request:
     prompt: list[int]
     """Tokens that the request appends to its sequence when it starts."""
     params: SamplingParams
-    stop_ids: frozenset[int]
-    """Tokens that end it."""
+    """With the model's own ends of sequence among the tokens that end it."""
     generator: torch.Generator | None
     """Source of its draws; None: it is greedy."""
     text_stream: TextStream | None
@@ -62,8 +62,10 @@ class Request:
     """All continuations, when the last has ended."""
     error: Exception | None = None
     """Why it could not go on; its generation holds what came before."""
-    stats_of_prompt: GenerationStats | None = None
-    """What the prompt held, of a continuation that got no place beside it and may end without one."""
+    stats_before: GenerationStats | None = None
+    """What was held when it last had a place in the cache, of one that may end without another."""
+    search: BeamSearch | None = None
+    """Of a prompt with several beams; its branches are those that go on, the best first."""
     _history: History | None = None
     _uniform: float | None = None
 
@@ -85,6 +87,19 @@ class Request:
         """The continuation so far."""
         tokens = self.sequence.tokens
         return tokens[len(tokens) - len(self.logprobs) :]
+
+    @property
+    def steps(self) -> list[Step]:
+        """The continuation so far, with what is reported of each token."""
+        tops = self.top_logprobs or [{}] * len(self.logprobs)
+        return list(zip(self.own_tokens, self.logprobs, tops, strict=True))
+
+    def take_over(self, sequence: Sequence, steps: list[Step]) -> None:
+        """Become another beam: one with all of these steps, the last of which its sequence has not got yet."""
+        self.sequence, self.logprobs = sequence, [logprob for _, logprob, _ in steps]
+        self.top_logprobs = [top for _, _, top in steps] if self.params.top_logprobs else []
+        sequence.next_prompt = len(sequence.tokens)
+        sequence.tokens.append(steps[-1][0])
 
     def history(self, vocab_size: int, device: torch.device) -> History | None:
         """Return the tokens so far on the device where the next one's logits depend on them; kept from then on."""
@@ -126,7 +141,7 @@ class Request:
             self.top_logprobs.append(top)
         text = "" if self.text_stream is None else self.text_stream.push(token)
         reason: FinishReason | None = None
-        if token in self.stop_ids or (self.text_stream is not None and self.text_stream.stopped):
+        if token in self.params.stop_token_ids or (self.text_stream is not None and self.text_stream.stopped):
             reason = "stop"
         elif len(self.logprobs) >= self.params.max_new_tokens:
             reason = "length"

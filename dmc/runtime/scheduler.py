@@ -155,14 +155,9 @@ class Scheduler:
             sequence: a running, waiting or other sequence.
             sound: whether its cache is finite; else all that others could reuse of it is dropped.
         """
-        if sequence in self.running:
-            if sequence.kept:
-                self.resting.append(sequence)
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        if sequence in self.suspects:
-            self.suspects.remove(sequence)
+        if sequence.kept and sequence in self.running:
+            self.resting.append(sequence)
+        self._leave(sequence)
         if self.prefixes is not None and not sound:
             self.prefixes.empty()
         if not sequence.kept:
@@ -171,9 +166,29 @@ class Scheduler:
             self._release(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence and free its blocks, kept or not."""
-        self.finish(sequence)
+        """Remove a sequence and free its blocks, of which the prefix cache takes none."""
+        self._leave(sequence)
         self._release(sequence)
+
+    def rest(self, sequence: Sequence) -> None:
+        """Let a sequence pause that has nothing to feed for now; its blocks may go to others meanwhile."""
+        if sequence in self.running:
+            self._leave(sequence)
+            self.resting.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence go on that has rested or is new; one that has lost its blocks, or got none, waits for them."""
+        if sequence in self.resting:
+            self.resting.remove(sequence)
+            self.running.append(sequence)
+        elif sequence.row is None and sequence not in self.waiting:
+            self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence off all lists of those that run or want to."""
+        for sequences in (self.running, self.waiting, self.suspects):
+            if sequence in sequences:
+                sequences.remove(sequence)
 
     def recover(self, chunks: list[ScheduledChunk]) -> Sequence | None:
         """Recompute everything after a failed pass; each of its sequences then runs one pass alone.

@@ -9,8 +9,8 @@ from dmc import Engine, SamplingParams
 
 KINDS = ["full cache", "merge", "merge, short window", "merge, exact", "merge, delay 4", "merge, exact, delay 1"]
 KINDS += ["drop, delay 4", "query for the previous, drop, delay 5", "fixed", "fixed, window, delay 4", "H2O", "SnapKV"]
-KINDS += ["StreamingLLM, rerotate", "H2O, tokens", "H2O, prompt only", "CAKE, cascading", "VATP", "RoCo", "CaM", "D2O"]
-KINDS += ["LAVa", "KVzip", "merge, SnapKV", "drop, delay 4, AdaKV", *READING]
+KINDS += ["StreamingLLM, rerotate", "H2O, prompt only", "CAKE, cascading", "VATP", "CaM", "D2O", "KVzip"]
+KINDS += ["merge, SnapKV", "drop, delay 4, AdaKV", *READING]
 """One for each kind of state that a fork takes along."""
 CLOSE = 1e-5
 
