@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, StrictInt
 from tqdm import tqdm
 
 from dmc.data.cache import available_cores
@@ -25,6 +26,7 @@ from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
 from dmc.results.measurement import FULL, Row, new_row
+from dmc.settings import Count, Named, checked_dataclass
 from dmc.target import build_target
 
 CONTROL = "control"
@@ -33,7 +35,7 @@ METRICS = ("loss", "long_range_repeat_loss", "exact_match")
 """Loss of all tokens, loss of long-range repeats, and share of right answers."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class StudyConfig:
     """Settings of a study.
 
@@ -41,9 +43,9 @@ class StudyConfig:
         ValueError: a value is missing or out of range.
     """
 
-    bases: dict[str, list[str]]
+    bases: Named[list[str]]
     """Arguments of `scripts/train.py` by name; bases are trained one after the other, before all runs."""
-    runs: dict[str, list[str]]
+    runs: Named[list[str]]
     """Arguments of `scripts/train.py` by name; `control` is one of them."""
     policies: list[Any]
     """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
@@ -52,8 +54,8 @@ class StudyConfig:
     tasks: list[Any]
     arguments: list[str] = field(default_factory=list)
     """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
-    seeds: list[int] = field(default_factory=lambda: [0])
-    processes: int = 1
+    seeds: Annotated[list[StrictInt], Field(min_length=1)] = field(default_factory=lambda: [0])
+    processes: Count = 1
     """Number of runs that train at the same time, each with its share of the cores."""
     only: list[str] | None = None
     """Names of the runs to train now; None: all."""
@@ -63,8 +65,6 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if CONTROL not in self.runs:
             raise ValueError(f"runs={list(self.runs)} has no {CONTROL!r}: every run is compared with it")
-        if self.processes < 1 or not self.seeds:
-            raise ValueError(f"processes={self.processes}, seeds={self.seeds}: expected a number >= 1 and a list")
         for each in filter(None, map(bytes_budget, self.budgets)):
             if share_of(each) is None and each not in self.runs:
                 raise ValueError(f"budgets: bytes:{each}: expected one of the runs {', '.join(self.runs)}")

@@ -299,8 +299,8 @@ CASES = [
             ("tasks=needel", "tasks[0]='needel' is not in configs/task; did you mean 'needle'?"),
             ("tasks=[]", "tasks is empty"),
             ("tasks=[{{name:a,like:copy,sequence_length:3}}]", "sequence_length=3 has no room"),
-            ("engine.max_batch_size=0", "engine.max_batch_size=0: expected a whole number >= 1"),
-            ("speed_tokens=-1", "speed_tokens=-1: expected a whole number >= 0"),
+            ("engine.max_batch_size=0", "engine.max_batch_size=0: expected greater than or equal to 1"),
+            ("speed_tokens=-1", "speed_tokens=-1: expected greater than or equal to 0"),
             ("output={world}/bare_cells reference=nobody", "nobody"),
         )
     ),

@@ -14,7 +14,6 @@ TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".
 
 # An arrow a: b, c means that files of dmc/a may import dmc.b and dmc.c. design.md, section 3, draws them.
 ALLOWED = {
-    "bounds": set(),
     "budget": set(),
     "checksums": set(),
     "claims": set(),
@@ -25,9 +24,10 @@ ALLOWED = {
     "provenance": set(),
     "ranks": set(),
     "replacement": {"checksums"},
+    "settings": {"target"},
     "target": set(),
-    "compression": {"bounds", "budget", "ranks"},
-    "config": {"bounds", "compression", "budget", "target", "earlier_names"},
+    "compression": {"settings", "budget", "ranks"},
+    "config": {"settings", "compression", "budget", "target", "earlier_names"},
     "kernels": {"compression", "ranks"},
     "models": {"compression", "budget", "ranks", "full_attention", "json_file"},
     "policies": {"kernels", "compression", "budget", "config", "target"},
@@ -44,18 +44,18 @@ ALLOWED = {
     },
     "results": {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
-        *("bounds", "claims", "json_file", "earlier_names"),
+        *("settings", "claims", "json_file", "earlier_names"),
     },
     "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
-    "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention", "bounds"},
-    "study": {"results", "training", "data", "loading", "export", "target", "json_file"},
+    "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention", "settings"},
+    "study": {"settings", "results", "training", "data", "loading", "export", "target", "json_file"},
     "demo": {"budget", "policies", "results", "runtime"},
     "quickstart": {"training", "loading", "models", "runtime", "results", "config"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
 CORE = (
-    "bounds budget ranks target full_attention json_file compression models kernels policies runtime __init__".split()
+    "settings budget ranks target full_attention json_file compression models kernels policies runtime __init__".split()
 )
 FORBIDDEN_IN_CORE = """
 lightning pytorch_lightning hydra omegaconf datasets wandb deepspeed matplotlib lm_eval accelerate fastapi

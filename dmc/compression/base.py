@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from torch import Tensor
 
-from dmc.bounds import Bounds, check_fields
 from dmc.budget import check_ratio
 from dmc.ranks import ALONE, Ranks
+from dmc.settings import Count, Whole, build_config, checked_dataclass
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class CompressionConfig:
     """Settings of the gates: algorithm and constants of Dynamic Memory Compression (DMC, arXiv:2403.09636).
 
@@ -44,30 +45,29 @@ class CompressionConfig:
     """Token that each token's logit decides about: itself, or the token before it (needs a delay)."""
     weighting: Literal["learned", "uniform"] = "learned"
     """Weight of a token in the average it is merged into: omega as read (learned), or 1 (uniform)."""
-    delay: Annotated[int, Bounds(least=0, whole=True, note="tokens")] = 0
+    delay: Whole = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
-    window_size: Annotated[int, Bounds(least=1, whole=True, note="tokens; None: whole segments")] | None = 12
+    window_size: Count | None = 12
     """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""
-    neuron_index: Annotated[int, Bounds(whole=True, note="channel of a head")] = -1
+    neuron_index: StrictInt = -1
     """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
-    decision_offset: Annotated[float, Bounds()] = 5.0
+    decision_offset: StrictFloat = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
-    decision_scale: Annotated[float, Bounds(above=0, most=1e6, note="a factor on logits of some units")] = 1.0
+    decision_scale: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1.0
     """Factor on the decision neuron: under Adam, the learning rate of the rows that decide over that of all others."""
-    omega_offset: Annotated[float, Bounds()] = 5.0
+    omega_offset: StrictFloat = 5.0
     """Added to the importance logit, the group mean of the query neurons."""
-    eps: Annotated[float, Bounds(above=0, most=1, note="learned importances are below 1, and 0 divides by 0")] = 2**-7
+    eps: Annotated[StrictFloat, Field(gt=0, le=1)] = 2**-7
     """Added to the importance: keeps it positive, in training and at inference alike."""
-    temperature: Annotated[float, Bounds(above=0, most=1e3, note="at which all decisions are near 0.5")] = 0.1
+    temperature: Annotated[StrictFloat, Field(gt=0, le=1e3)] = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
-    noise: bool = True
+    noise: StrictBool = True
     """Whether decisions are sampled in training; False: alpha = sigmoid(logit / temperature), a soft write gate (WG-KV,
     arXiv:2512.17452)."""
-    target_ratio: float = 4.0
+    target_ratio: StrictFloat = 4.0
     """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.action == "drop" and self.delay < 1:
             raise ValueError("action='drop' needs delay >= 1: a token dropped at once would never be seen")
         if self.decided_token == "previous" and (self.delay < 1 or self.decisions == "fixed"):
@@ -104,13 +104,7 @@ class CompressionConfig:
         Raises:
             ValueError: it is no mapping, a key is unknown, or a value is out of range.
         """
-        if not isinstance(values, dict):
-            raise ValueError(f"compression={values!r}: expected a mapping of settings, as an export writes it")
-        known = {item.name for item in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"unknown compression setting {', '.join(unknown)}: expected some of {', '.join(known)}")
-        return cls(**values)
+        return build_config(cls, values, "compression")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for `config.json`."""

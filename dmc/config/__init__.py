@@ -1,6 +1,5 @@
 """The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
 
-from dmc.config.build import build_config
 from dmc.config.data import DataConfig, FactsConfig
 from dmc.config.run import ModelConfig, RunConfig, run_config
 from dmc.config.trainer import PlannerConfig, Precision, TrainerConfig
@@ -11,6 +10,7 @@ from dmc.config.training import (
     StageConfig,
     TrainingConfig,
 )
+from dmc.settings import build_config
 
 __all__ = [
     "DataConfig",

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, Count, Share
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
-VOCABULARY = Bounds(least=257, most=2**24, whole=True, note="256 bytes, the separator and what is merged of them")
-READERS = Bounds(least=0, most=4096, whole=True, note="processes or threads of one rank")
-PROCESSES = Bounds(least=1, most=4096, whole=True, note="processes of this machine; null: one for each core")
+from dmc.settings import Count, Named, Share, checked_dataclass
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TokenizerConfig:
     """A pretrained tokenizer, or a byte-level BPE trained on the training text."""
 
     path: str | None = None
     """Folder or hub name; None: the model's."""
-    train_vocab_size: Annotated[int, VOCABULARY] | None = None
+    train_vocab_size: Annotated[StrictInt, Field(ge=257, le=2**24)] | None = None
     """Train a tokenizer of this size and keep it in `folder`."""
     folder: str | None = None
-    bos: bool | None = None
+    bos: StrictBool | None = None
     """Whether the bos token precedes each document; None: as the tokenizer itself does before a text."""
     eod_token: str | None = None
     """Token after each document; None: the end-of-text token of pretraining, not an instruct model's end of turn."""
@@ -31,13 +29,13 @@ class TokenizerConfig:
             raise ValueError("data.tokenizer.train_vocab_size needs data.tokenizer.folder, and no data.tokenizer.path")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class LessonConfig:
     """A part of the curriculum of facts: sequences that are shorter or simpler than later ones."""
 
     kind: Literal["copies", "pairs", "facts"]
     """copies: random tokens repeated once; pairs: keys and values without text; facts: facts and questions in text."""
-    length: Annotated[int, Bounds(least=8, most=2**24, whole=True, note="tokens of a sequence")]
+    length: Annotated[StrictInt, Field(ge=8, le=2**24)]
     """Tokens of a sequence, a divisor of the run's length."""
     sequences: Count
     """Length of the lesson in sequences of the run's length: whole optimizer steps."""
@@ -50,7 +48,7 @@ class LessonConfig:
 Words = Literal["all", "first_half", "second_half"]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class FactsConfig:
     """Facts and questions that are written into the text, see `dmc.data.facts`."""
 
@@ -58,13 +56,13 @@ class FactsConfig:
     """Number of keys asked for in a sequence."""
     num_keys: Count = 57
     """Number of words of keys in all, and of values."""
-    key_words: Annotated[int, Bounds(least=1, most=4, whole=True)] = 1
+    key_words: Annotated[StrictInt, Field(ge=1, le=4)] = 1
     """Number of words of a key."""
     words: Words = "all"
     """Words of keys and values to use: a half leaves the other half unseen, for measuring generalization."""
     rebinding: Share = 0.2
     """Share of keys that are assigned twice, where the newer value counts."""
-    answer_weight: Annotated[float, Bounds(above=0, most=1e3, note="that of other tokens is 1")] = 9.0
+    answer_weight: Annotated[StrictFloat, Field(gt=0, le=1e3)] = 9.0
     """Weight of an answer in the loss."""
     lessons: list[LessonConfig] = field(default_factory=list)
     """Lessons, one after the other, before sequences of the run's length; empty: no lessons."""
@@ -93,25 +91,25 @@ class FactsConfig:
                 )
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class DataConfig:
     """Text of a run. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
 
-    train: dict[str, dict[str, Any]]
-    validation: dict[str, dict[str, Any]]
-    calibration: dict[str, dict[str, Any]] | None = None
+    train: Named[dict[str, Any]]
+    validation: Named[dict[str, Any]]
+    calibration: Named[dict[str, Any]] | None = None
     """Held-out text for calibration; None: the validation text."""
-    test: dict[str, dict[str, Any]] | None = None
+    test: Named[dict[str, Any]] | None = None
     """Held-out text for reports, never for choosing; None: the validation text, and reports say so."""
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
-    streaming: bool = False
+    streaming: StrictBool = False
     """Tokenize the training text on the fly."""
     stream_shards: Count = 16
     """Number of parts of a stream, read in turn: a multiple of the number of ranks at every start of the run."""
-    num_workers: Annotated[int, READERS] = 0
+    num_workers: Annotated[StrictInt, Field(ge=0, le=4096)] = 0
     """Processes per rank that read cached text, or threads that read streams; samples do not depend on it."""
-    tokenize_num_proc: Annotated[int, PROCESSES] | None = None
+    tokenize_num_proc: Annotated[StrictInt, Field(ge=1, le=4096)] | None = None
     """Processes that tokenize; None: as many as the process may use cores."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     facts: FactsConfig | None = None

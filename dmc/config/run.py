@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, Count
+from pydantic import Field, StrictBool, StrictInt
+
 from dmc.compression import CompressionConfig
-from dmc.config.build import build_config
 from dmc.config.data import DataConfig
 from dmc.config.trainer import TrainerConfig
 from dmc.config.training import DistillationConfig, TrainingConfig
 from dmc.earlier_names import refuse_earlier_settings
+from dmc.settings import Count, Named, build_config, checked_dataclass
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ModelConfig:
     """The model to start from: a folder or hub name, or a fresh one built from a Hugging Face configuration."""
 
@@ -44,7 +45,7 @@ class ModelConfig:
             )
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class RunConfig:
     """One training run."""
 
@@ -53,17 +54,17 @@ class RunConfig:
     training: TrainingConfig
     compression: CompressionConfig | None = None
     """Settings of the gates; None: train a base, without gates."""
-    control: bool = False
+    control: StrictBool = False
     """Train a control: as many steps as with `compression`, on the same text, without gates."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    logger: dict[str, dict[str, Any]] = field(default_factory=dict)
+    logger: Named[dict[str, Any]] = field(default_factory=dict)
     """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    callbacks: Named[dict[str, Any]] = field(default_factory=dict)
     """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
     output_dir: str = "outputs/run"
-    use_previous_checkpoint: bool = False
+    use_previous_checkpoint: StrictBool = False
     """Whether to continue from the previous checkpoint if the last one is damaged; False: refuse."""
-    seed: Annotated[int, Bounds(least=0, most=2**32 - 1, whole=True, note="what NumPy takes")] = 0
+    seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 0
 
     def __post_init__(self) -> None:
         for contradiction in self._contradictions():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from dmc.bounds import Bounds, Count
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+
+from dmc.settings import Count, checked_dataclass
 from dmc.target import suggest
 
 Precision = Literal["32-true", "bf16-mixed"]
@@ -43,7 +45,7 @@ ELSEWHERE = {
 """Arguments of Lightning's Trainer that a run sets itself, by what takes their place."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TrainerConfig:
     """Devices, precision, and parallelism of the model over the devices.
 
@@ -52,7 +54,7 @@ class TrainerConfig:
     """
 
     accelerator: str = "auto"
-    devices: int | str = 1
+    devices: StrictInt | str = 1
     """Devices of each node; "auto": all."""
     num_nodes: Count = 1
     strategy: Strategy = "auto"
@@ -61,21 +63,30 @@ class TrainerConfig:
     """Number of devices that share each layer's heads and neurons; fsdp2 and hsdp only."""
     shard_size: Count | None = None
     """Number of devices that shard weights, gradients and optimizer state; hsdp only. None: those of a node."""
-    accumulate_locally: bool = False
+    accumulate_locally: StrictBool = False
     """Each device sums whole gradients over a step's micro-batches, and they are communicated once; False: they are
     divided after each micro-batch. fsdp2 and hsdp only."""
-    offload_optimizer: bool = False
+    offload_optimizer: StrictBool = False
     """Optimizer state in CPU memory; deepspeed only."""
-    offload_parameters: bool = False
+    offload_parameters: StrictBool = False
     """Weights in CPU memory between their uses; deepspeed_zero3 only."""
     precision: Precision = "32-true"
     """bf16-mixed: bfloat16 compute on float32 weights."""
-    peak_teraflops: Annotated[float, Bounds(above=0, most=1e6, note="of one device; null: by its name")] | None = None
+    peak_teraflops: Annotated[StrictFloat, Field(gt=0, le=1e6)] | None = None
     """Peak of one device, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
-    compile: bool = False
+    compile: StrictBool = False
     """Whether to compile each layer's norms and MLP with torch.compile."""
-    lightning: dict[str, Any] = field(default_factory=dict, metadata={"takes_others": True})
+    lightning: dict[str, Any] = field(default_factory=dict)
     """Further arguments of Lightning's Trainer: `trainer.deterministic=true` becomes one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_lightning(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        own = {key: each for key, each in values.items() if key in cls.__dataclass_fields__}
+        others = {key: each for key, each in values.items() if key not in own}
+        return own | {"lightning": {**(own.get("lightning") or {}), **others}}
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.devices, (int, str)) and str(self.devices).isdecimal() and int(self.devices) > 0
@@ -129,13 +140,13 @@ class TrainerConfig:
         return num_ranks // shard, shard, tensor
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class PlannerConfig:
     """A plan's assumptions about the devices."""
 
     device: str | None = None
     """Name of the GPU; None: this machine's, or an H100."""
-    device_memory_gib: Annotated[float, Bounds(above=0, most=1e6, note="GiB")] | None = None
+    device_memory_gib: Annotated[StrictFloat, Field(gt=0, le=1e6)] | None = None
     """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
-    utilization: Annotated[float, Bounds(above=0, most=1, note="share of the peak")] = 0.35
+    utilization: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""

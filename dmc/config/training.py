@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
-from dmc.bounds import Bounds, Count, Share
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
+
 from dmc.compression import HeadAgreement
+from dmc.settings import WITHOUT_NULLS, Count, Ratio, Share, Whole, checked_dataclass
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 
 
-Rate = Annotated[float, Bounds(above=0, most=1, note="AdamW moves every weight by about so much a step")]
-Tokens = Annotated[float, Bounds(above=0, most=1e15, note="the largest trainings have 1e14 tokens")]
-Average = Annotated[float, Bounds(least=0, below=1, note="share of an average that is kept each step")]
-Ratio = Annotated[float, Bounds(least=1, note="a compression ratio")]
-LossWeight = Annotated[float, Bounds(least=0, most=1e6, note="beside a cross-entropy of some nats")]
+Rate = Annotated[StrictFloat, Field(gt=0, le=1)]
+Tokens = Annotated[StrictFloat, Field(gt=0, le=1e15)]
+Average = Annotated[StrictFloat, Field(ge=0, lt=1)]
+LossWeight = Annotated[StrictFloat, Field(ge=0, le=1e6)]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class StageConfig:
     """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio."""
 
-    steps: Annotated[int, Bounds(least=1, most=10**9, whole=True, note="at 1 ms each more take weeks")] | None = None
+    steps: Annotated[StrictInt, Field(ge=1, le=10**9)] | None = None
     """Optimizer steps."""
     tokens: Tokens | None = None
     """Tokens; rounded to whole steps."""
@@ -31,14 +32,14 @@ class StageConfig:
     """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
     learning_rate: Rate | None = None
     """Learning rate of the stage; None: the run's."""
-    warmup_steps: Annotated[int, Bounds(least=0, most=10**9, whole=True)] = 0
+    warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
     """Steps of a linear rise from 0."""
     final_fraction: Share = 1.0
     """Learning rate at the end as a fraction of `learning_rate`, reached by a cosine; 1 is constant."""
     ramp_fraction: Share | None = None
     """Share of a retrofit stage in which the target CR climbs; 0: it is reached at the first step (DMC-immediate);
     None: 1 for learned decisions, 0 for fixed ones."""
-    ramp_to: Annotated[float, Bounds(above=1, most=1e6, note="a compression ratio")] | None = None
+    ramp_to: Annotated[StrictFloat, Field(gt=1, le=1e6)] | None = None
     """CR that the ramp of a retrofit stage reaches at its end. A run with a lower target ends after the first part of
     it, so that runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is always
     shared."""
@@ -77,29 +78,29 @@ class StageConfig:
         return max(1, math.ceil(round(steps, 6)))
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class DistillationConfig:
     """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model)."""
 
-    weight: Annotated[float, Bounds(above=0, most=1, note="share of the divergence")] = 1.0
+    weight: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
-    temperature: Annotated[float, Bounds(least=1e-3, most=1e3, note="beyond, float32 has one-hot or uniform")] = 1.0
+    temperature: Annotated[StrictFloat, Field(ge=1e-3, le=1e3)] = 1.0
     """Softens both distributions."""
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class RatioControlConfig:
     """Integral control of the ratio loss's weight: its log grows by gain * (target CR * share held - 1) each step."""
 
-    gain: Annotated[float, Bounds(above=0, most=1, note="at 1 a cache twice too large adds 170 % a step")] = 0.05
+    gain: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.05
     """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
-    max_weight: Annotated[float, Bounds(above=1, most=1e6)] = 100.0
+    max_weight: Annotated[StrictFloat, Field(gt=1, le=1e6)] = 100.0
     """The weight stays between 1 / max_weight and max_weight."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SensitivityInitConfig:
     """Initializes adapters by the sensitivity of each head to compression, so that cheap heads are compressed first.
 
@@ -110,13 +111,13 @@ class SensitivityInitConfig:
 
     sequences: Count = 16
     """Number of held-out sequences, read once for every KV head of the model."""
-    spread: Annotated[float, Bounds(above=0, most=100, note="logits")] = 1.5
+    spread: Annotated[StrictFloat, Field(gt=0, le=100)] = 1.5
     """Logits per standard deviation of the log cost."""
-    floor: Annotated[float, Bounds(above=0, below=1, note="a share")] = 0.01
+    floor: Annotated[StrictFloat, Field(gt=0, lt=1)] = 0.01
     """Costs below this share of the largest count as equal: they are noise."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class RegressionInitConfig:
     """Initializes adapters by a linear fit to the attention of a second pass over the text (KVzip+, as KVzap's).
 
@@ -125,11 +126,11 @@ class RegressionInitConfig:
 
     sequences: Count = 64
     """Number of calibration sequences, whose first halves are read twice; at most training.calibration_sequences."""
-    ridge: Annotated[float, Bounds(above=0, most=1e6, note="in units of the inputs' mean square")] = 1e-3
+    ridge: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1e-3
     """Penalty on squared weights."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class MilestonesConfig:
     """Checkpoints that are kept for good, in the run's folder `milestones`, for branches and analysis."""
 
@@ -139,14 +140,14 @@ class MilestonesConfig:
     """Target CRs of the ramp at which to keep one, `cr4`; the last may be among them."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TrainingConfig:
     """Optimization: stages, batch, AdamW, the compression loss, and what is saved when."""
 
-    stages: dict[StageName, StageConfig]
+    stages: Annotated[dict[StageName, StageConfig], WITHOUT_NULLS]
     """Stages in order; empty where gates are only fitted. pretrain: plain; zero_out: remove the borrowed neuron;
     retrofit: CR on its ramp; solidify: CR at its target."""
-    sequence_length: Annotated[int, Bounds(least=2, whole=True, note="tokens: the last has none to predict")] = 4096
+    sequence_length: Annotated[StrictInt, Field(ge=2)] = 4096
     """Tokens per sequence."""
     batch_size: Count = 1024
     """Sequences per optimizer step, over all devices."""
@@ -154,10 +155,10 @@ class TrainingConfig:
     """Sequences per forward pass on one device; gradients are accumulated over the batch."""
     learning_rate: Rate = 3e-5
     betas: tuple[Average, Average] = (0.9, 0.95)
-    adam_eps: Annotated[float, Bounds(above=0, most=1, note="0 would divide by 0")] = 1e-5
-    weight_decay: Annotated[float, Bounds(least=0, most=10, note="times the rate what a weight loses a step")] = 0.1
+    adam_eps: Annotated[StrictFloat, Field(gt=0, le=1)] = 1e-5
+    weight_decay: Annotated[StrictFloat, Field(ge=0, le=10)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
-    gradient_clip: Annotated[float, Bounds(above=0, most=1e6, note="largest norm; null: never scaled")] | None = 1.0
+    gradient_clip: Annotated[StrictFloat, Field(gt=0, le=1e6)] | None = 1.0
     """Largest gradient norm; None: gradients are never scaled."""
     ratio_weight: LossWeight = 1.0
     """Weight of the compression-ratio loss."""
@@ -169,12 +170,12 @@ class TrainingConfig:
     """Initialize adapters by the cost of compressing each head; None: by zero."""
     regression_init: RegressionInitConfig | None = None
     """Initialize adapters by a fit; without stages that is the whole run."""
-    gates_only: bool = False
+    gates_only: StrictBool = False
     """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
-    delays: list[Annotated[int, Bounds(least=0, whole=True, note="tokens")]] = field(default_factory=list)
+    delays: list[Whole] = field(default_factory=list)
     """Delays of equal parts of the retrofit stage, counted up to its `ramp_to`; the last one is the model's delay,
     which solidify uses; empty: the model's delay throughout."""
-    soft_ratio_loss: bool = False
+    soft_ratio_loss: StrictBool = False
     """Whether the ratio loss uses relaxed decisions; False: straight-through."""
     ratio_prior: Literal["global", "local"] = "global"
     """Whether the mean over all layers (global) or each layer (local) must meet the target."""
@@ -182,17 +183,17 @@ class TrainingConfig:
     """Weight of the loss on heads of a layer that decide differently (DMC-C, eq. 14)."""
     head_agreement: HeadAgreement = "mean"
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
-    document_masking: bool = False
+    document_masking: StrictBool = False
     """Whether decisions and attention restart at each document of a packed sequence."""
     overfit_sequences: Count | None = None
     """Train on this many sequences repeatedly, to check that the loss can fall; None: on all."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: StrictBool = False
     """Recompute activations in backward (non-reentrant)."""
     branch_from: str | None = None
     """Milestone of another run to continue from, such as RUN/milestones/cr4; None: start from the base."""
     snapshot_ratios: list[Ratio] = field(default_factory=list)
     """Target CRs at which a ready-to-use model is exported along the run."""
-    calibrate: bool = True
+    calibrate: StrictBool = True
     """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
     calibration_sequences: Count = 64
     """Held-out sequences used to calibrate."""
@@ -205,7 +206,7 @@ class TrainingConfig:
     log_every_steps: Count = 10
     max_nonfinite_steps: Count = 10
     """Number of consecutive steps with a non-finite loss or gradient, which are skipped, before the run ends."""
-    hang_timeout_minutes: Annotated[float, Bounds(least=0, most=1e6, note="0: never")] = 30.0
+    hang_timeout_minutes: Annotated[StrictFloat, Field(ge=0, le=1e6)] = 30.0
     """Minutes without a micro-batch after which the stacks of all threads are written to a file; 0: never."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,21 +10,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field, StrictBool, StrictInt
 from torch import Tensor
 from tqdm import tqdm
 from transformers import StaticCache
 
-from dmc.bounds import Bounds, Count, check_fields
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.generation import GenerationStats
+from dmc.settings import Count, Ratio, Whole, checked_dataclass
 
 CHUNK = 2048
 """Number of prompt tokens that the engine feeds at once."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class BenchmarkedModel:
     """The model to benchmark.
 
@@ -46,7 +46,7 @@ class BenchmarkedModel:
             raise ValueError(f"model.dtype={self.dtype!r}: expected a torch dtype such as float32 or bfloat16")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class BenchmarkConfig:
     """Settings of a benchmark.
 
@@ -59,30 +59,25 @@ class BenchmarkConfig:
     """Tokens of every prompt, drawn at random."""
     new_tokens: Count = 16
     """Total number of tokens that every sequence decodes, after the first."""
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
-    ratios: list[float] = field(default_factory=lambda: [1.0, 4.0])
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = field(default_factory=lambda: [1, 8])
+    ratios: Annotated[list[Ratio], Field(min_length=1)] = field(default_factory=lambda: [1.0, 4.0])
     """CRs of the engine's decoders; 1 is the full cache, others use synthetic decisions."""
-    delay: Annotated[int, Bounds(least=0, whole=True)] = 0
+    delay: Whole = 0
     """The gates' delay."""
-    hugging_face: bool = True
+    hugging_face: StrictBool = True
     """Whether to measure `generate()` with a preallocated static cache too."""
-    memory: int | None = None
+    memory: StrictInt | None = None
     """Bytes of cache pages for which to find the largest batch; None: do not search."""
     block_size: Count = 16
     kernels: str = "auto"
     rounds: Count = 4
     """Number of turns of every decoder; medians are reported."""
-    seed: int = 0
+    seed: StrictInt = 0
     output: str = "outputs/benchmark"
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.new_tokens < self.rounds:
             raise ValueError(f"new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}: give more")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes={self.batch_sizes}: expected whole numbers >= 1")
-        if not self.ratios or any(not 1 <= ratio < math.inf for ratio in self.ratios):
-            raise ValueError(f"ratios={self.ratios}: expected compression ratios >= 1")
 
 
 class EngineDecoder:

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import StrictFloat, StrictInt
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from dmc.bounds import Bounds, Count, check_fields
 from dmc.budget import Budget
-from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.earlier_names import TASKS, present_name
 from dmc.kernels import BACKENDS
@@ -28,6 +27,7 @@ from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, digest
 from dmc.results.tasks import Task
+from dmc.settings import Count, Whole, build_config, checked_dataclass
 from dmc.target import build_target, suggest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
@@ -36,7 +36,7 @@ FORMAT = 6
 """Version of the cells: raise it when their content or identity changes; finished cells then run again."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ComparedModel:
     """A model of the grid."""
 
@@ -48,7 +48,7 @@ class ComparedModel:
     variant: str | None = None
     """Common name of models that differ in their seed, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b:
     {path: B, variant: cr4, seed: 1}}`; None: the model is its own variant."""
-    seed: int | None = None
+    seed: StrictInt | None = None
     """Seed of the model within its variant: a compressed model is compared with the reference of its seed."""
     policies: list[str] | None = None
     """Names of the grid's policies to run on it; None: all."""
@@ -59,7 +59,7 @@ class ComparedModel:
         return {name: value for name, value in asdict(self).items() if name != "policies"}
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class EngineSettings:
     """Engine settings of all cells; see `Engine`.
 
@@ -68,7 +68,7 @@ class EngineSettings:
     """
 
     block_size: Count = 16
-    memory: int | float | str | None = None
+    memory: StrictInt | StrictFloat | str | None = None
     kernels: str = "auto"
     max_batch_size: Count = 8
     """Number of samples that run at the same time."""
@@ -81,14 +81,13 @@ class EngineSettings:
         return {name: value for name, value in asdict(self).items() if (name, value) != ("kv_cache_dtype", "auto")}
 
     def __post_init__(self) -> None:
-        check_fields(self, "engine.")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"engine.kv_cache_dtype={self.kv_cache_dtype!r}: expected {' or '.join(KV_CACHE_DTYPES)}")
         if self.kernels not in ("auto", *BACKENDS):
             raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class CompareConfig:
     """Settings of a comparison.
 
@@ -106,9 +105,9 @@ class CompareConfig:
     budgets: list[Any]
     """Compression ratios (4), entries per KV head (tokens:128), or bytes (bytes:retrofit): see `equal_bytes`."""
     engine: EngineSettings = field(default_factory=EngineSettings)
-    speed_tokens: Annotated[int, Bounds(least=0, whole=True)] = 16
+    speed_tokens: Whole = 16
     """Number of timed decoding steps; 0: speed is not measured."""
-    seed: int = 0
+    seed: StrictInt = 0
     """Seed of everything that has none of its own."""
     lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
     """Settings of lm-eval's tasks."""
@@ -123,7 +122,6 @@ class CompareConfig:
             raise ValueError(
                 "tasks is empty: give tasks=text_loss, names of configs/task, configs/evaluation or lm-eval"
             )
-        check_fields(self)
         variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
         if self.reference is not None and self.reference not in (*self.models, *variants):
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")

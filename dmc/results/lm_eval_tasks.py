@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from omegaconf import OmegaConf
+from pydantic import StrictBool, StrictInt
 
-from dmc.bounds import Count
-from dmc.config import build_config
 from dmc.data.sources import file_stamps
 from dmc.results.measurement import Row
 from dmc.results.tasks.asking import Question
 from dmc.results.tasks.prompts import check_chat_template
 from dmc.runtime import Engine, GenerationStats
+from dmc.settings import Count, build_config, checked_dataclass
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -31,7 +31,7 @@ CODE_CONSENT = "HF_ALLOW_CODE_EVAL"
 """Environment variable that allows Hugging Face's code_eval to run generated code."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Benchmark:
     """One column of a table: a task of lm-eval, or the mean of several."""
 
@@ -39,7 +39,7 @@ class Benchmark:
     """Name of a task or group of lm-eval, or a new name for the mean of several."""
     members: list[str] = field(default_factory=list)
     """Tasks or groups of lm-eval to average with equal weights; empty: the one named `name`."""
-    num_fewshot: int | None = None
+    num_fewshot: StrictInt | None = None
     """Number of examples before each question; None: the task's default."""
     metric: str | list[str] | None = None
     """Metric to show, or several of which the first that a task has is shown; None: a task's first."""
@@ -113,7 +113,7 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
     return found
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class LMEvalSettings:
     """Settings of lm-eval's tasks.
 
@@ -133,10 +133,10 @@ class LMEvalSettings:
     question: Question | Literal["both"] = "known"
     """hidden: the context of a generating task is compressed before the question is fed, if its benchmark says where
     that begins; both: each such task runs both ways."""
-    chat_template: bool = False
+    chat_template: StrictBool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
-    save_samples: bool = False
+    save_samples: StrictBool = False
     """Whether every prompt, answer and score is written to `samples/`."""
 
     def __post_init__(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
-from dmc.bounds import Bounds, Count, check_fields
+from pydantic import Field, StrictFloat, StrictInt
+
+from dmc.settings import Count, Positive, checked_dataclass
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class LoadConfig:
     """Settings of a load test.
 
@@ -22,36 +23,33 @@ class LoadConfig:
     """Address of the server, with or without /v1."""
     model: str | None = None
     """Name of the model on the server; None: its first, and all of them for a crowd."""
-    rates: list[float | None] = field(default_factory=lambda: [None])
+    rates: Annotated[list[Positive | None], Field(min_length=1)] = field(default_factory=lambda: [None])
     """Rates of requests per second, as a Poisson process; None: all at once, up to `concurrency`."""
     num_requests: Count = 64
     """Number of requests at each rate."""
     concurrency: Count = 256
     """Maximum number of concurrent requests."""
-    prompt_tokens: tuple[int, int] = (64, 256)
+    prompt_tokens: tuple[Count, Count] = (64, 256)
     """Minimum and maximum tokens of a prompt, all lengths equally likely."""
-    new_tokens: tuple[int, int] = (32, 128)
+    new_tokens: tuple[Count, Count] = (32, 128)
     vocab_size: Count = 1000
     """Prompts are tokens below it."""
-    first_seconds: float = 2.0
+    first_seconds: StrictFloat = 2.0
     """A request is in time if its first token takes at most this many seconds, and the others on average at most:"""
-    token_seconds: float = 0.2
+    token_seconds: StrictFloat = 0.2
     api_key: str = "none"
     fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
     """Further fields of a request's body; `ignore_eos` is an extension of this server and vLLM."""
-    seed: int = 0
-    crowd_seconds: Annotated[float, Bounds(above=0)] | None = None
+    seed: StrictInt = 0
+    crowd_seconds: Positive | None = None
     """`concurrency` clients that also break off, drop and send nonsense, for so long; None: requests at `rates`."""
     output: str = "outputs/load"
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for name in ("prompt_tokens", "new_tokens"):
             least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise ValueError(f"{name}={[least, most]}: expected the least and the most, whole numbers >= 1")
-        if not self.rates or any(rate is not None and not 0 < rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates={self.rates}: expected requests a second > 0, or null for all at once")
+            if least > most:
+                raise ValueError(f"{name}={[least, most]}: expected the least and the most")
         if not self.server.startswith(("http://", "https://")):
             raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:8000")
 

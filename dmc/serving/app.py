@@ -9,17 +9,16 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from openai.types import Model
+from pydantic import StrictBool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from dmc.bounds import Bounds, Count
 from dmc.policies.from_config import budget_name
 from dmc.runtime import Engine
 from dmc.serving import requests
@@ -27,6 +26,7 @@ from dmc.serving.answers import Answer
 from dmc.serving.metrics import written
 from dmc.serving.requests import APIError
 from dmc.serving.worker import Job, Worker
+from dmc.settings import Count, Positive, checked_dataclass
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
@@ -37,15 +37,15 @@ OPEN = ("/", "/health")
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Limits:
     """Limits of what a client may send."""
 
     max_body_bytes: Count = 4 * 2**20
     """Most bytes of a request's body."""
-    body_seconds: Annotated[float, Bounds(above=0)] = 30.0
+    body_seconds: Positive = 30.0
     """Seconds until the whole body of a request must have come; else it is refused."""
-    log_prompts: bool = False
+    log_prompts: StrictBool = False
     """Whether prompts are written to the log."""
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field, StrictFloat, StrictInt
 
-from dmc.bounds import Bounds, Count
-from dmc.config import build_config
 from dmc.loading import load_tokenizer, load_with_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.policies.from_config import policy_from_config
@@ -20,11 +19,10 @@ from dmc.results.grid import named_settings
 from dmc.runtime import Engine
 from dmc.serving.app import Limits
 from dmc.serving.worker import Worker
+from dmc.settings import Count, Named, Positive, Whole, build_config, checked_dataclass
 
-Whole = Annotated[int, Bounds(least=0, whole=True)]
 
-
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ServedModel:
     """A model, with its method and memory, that clients ask for by a name."""
 
@@ -37,11 +35,11 @@ class ServedModel:
     """A file of `configs/policy`, or a mapping with `_target_`, or with `like` and options."""
     budget: Any = None
     """Budget of the policy: a ratio, or tokens:N."""
-    memory: int | float | str | None = None
+    memory: StrictInt | StrictFloat | str | None = None
     """Memory of its cache, see `Engine`; None: its share of what is free when it starts."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ServeConfig:
     """Configuration of a server: its models, address, keys, limits and replicas.
 
@@ -49,13 +47,13 @@ class ServeConfig:
         ValueError: a value is out of range, or others could reach the server without a key.
     """
 
-    models: dict[str, ServedModel]
-    memory: int | float | str | None = "auto"
+    models: Named[ServedModel]
+    memory: StrictInt | StrictFloat | str | None = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
     """Options of `Engine`."""
     limits: Limits = field(default_factory=Limits)
     host: str = "127.0.0.1"
-    port: Annotated[int, Bounds(least=0, most=65535, whole=True)] = 8000
+    port: Annotated[StrictInt, Field(ge=0, le=65535)] = 8000
     api_key_file: str | None = None
     max_waiting: Whole = 256
     grace_seconds: Whole = 30
@@ -63,7 +61,7 @@ class ServeConfig:
     """Processes of Ray Serve, each with engines of its own; None: this process."""
     max_replicas: Count | None = None
     """As many are started when requests wait; None: no more than `replicas`."""
-    target_ongoing_requests: Annotated[float, Bounds(above=0)] = 32.0
+    target_ongoing_requests: Positive = 32.0
     """Requests under way for each replica, beyond which one more is started."""
 
     def __post_init__(self) -> None:

@@ -10,11 +10,11 @@ from dmc.compression import CompressionConfig
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "evict"}, "action='evict': expected one of merge, drop"),
+        ({"action": "evict"}, "action='evict': expected 'merge' or 'drop'"),
         ({"action": "drop"}, "needs delay >= 1"),
         ({"action": "drop", "delay": 0}, "needs delay >= 1"),
-        ({"decisions": "per_token"}, "decisions='per_token': expected one of per_head, per_layer, fixed"),
-        ({"weighting": "equal"}, "weighting='equal': expected one of learned, uniform"),
+        ({"decisions": "per_token"}, "decisions='per_token': expected 'per_head', 'per_layer' or 'fixed'"),
+        ({"weighting": "equal"}, "weighting='equal': expected 'learned' or 'uniform'"),
         ({"decisions": "fixed", "action": "drop", "delay": 4}, "decisions='fixed' pools tokens .* use action='merge'"),
         ({"decisions": "fixed"}, "decisions='fixed' borrows no neuron .* use weighting='uniform'"),
         ({"decided_token": "previous"}, "decided_token='previous' needs delay >= 1"),
@@ -42,7 +42,7 @@ def test_folders_from_before_the_variants_decide_per_head_and_learn_the_weights(
 
 
 def test_an_unknown_key_is_named_together_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown compression setting windowsize: .*window_size"):
+    with pytest.raises(ValueError, match=r"unknown setting compression.windowsize: did you mean 'window_size'"):
         CompressionConfig.from_dict({"windowsize": 12})
 
 

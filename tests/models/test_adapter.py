@@ -64,7 +64,7 @@ def test_a_compressed_model_gains_or_loses_no_adapter(make_compressed):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gate_input": "keys"}, "gate_input='keys': expected one of"),
+        ({"gate_input": "keys"}, "gate_input='keys': expected 'neuron', "),
         ({"gate_input": "both", "decisions": "fixed", "weighting": "uniform"}, "decisions='fixed' reads nothing"),
     ],
 )

@@ -117,7 +117,7 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
         ("ratio=4", "the full cache has no budget"),
         ("policy=h2o,ratio=4,policy.recnt=3", "has no option 'recnt': did you mean 'recent'?"),
         ("polcy=h2o", "model_args: 'polcy' is unknown; did you mean 'policy'?"),
-        ("engine.block_size=0", "engine.block_size=0: expected a whole number >= 1"),
+        ("engine.block_size=0", "engine.block_size=0: expected greater than or equal to 1"),
     ],
 )
 def test_arguments_of_the_model_that_make_no_sense_are_told_in_one_line(

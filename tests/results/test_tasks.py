@@ -541,7 +541,7 @@ def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer: Any) -> None:
         {(*each.after, *each.continuation) for each in half.samples(word_tokenizer, 300)} for half in halves
     )
     assert len(first) == len(second) == 1 and not first & second
-    with pytest.raises(ValueError, match="keys=2: expected a whole number <= 1"):
+    with pytest.raises(ValueError, match="keys=2: expected at most 1"):
         dataclasses.replace(FACTS, keys=2, num_keys=3, words="first_half")
 
 
@@ -660,13 +660,13 @@ def test_metrics_are_averaged_by_coordinates() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths[0]=2: expected a number >= 0 and <= 1"),
+        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths[0]=2: expected less than or equal to 1"),
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
-        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected a list, each a whole number >= 1"),
-        (lambda _: Needle(haystack=FILLER, lengths=512), "lengths=512: expected a list"),
+        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected at least 1 item"),
+        (lambda _: Needle(haystack=FILLER, lengths=512), "lengths=512: expected an instance of Sequence"),
         (lambda _: Needle(haystack=" ").identity(), "haystack is empty"),
-        (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected a whole number"),
-        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected one of known, hidden"),
+        (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected greater than or"),
+        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected 'known' or 'hidden'"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
@@ -674,17 +674,17 @@ def test_metrics_are_averaged_by_coordinates() -> None:
         (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
         (lambda _: KeyValuePairs(lengths=[0]), "lengths[0]=0"),
         (lambda _: TwoStageRetrieval(entries=[]), "entries=[]"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns[0]=1: expected a whole number >= 2"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected one of hidden"),
-        (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected a whole number <= 5"),
-        (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected a whole number <= 8"),
-        (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected one of seen, unseen"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns[0]=1: expected greater than or equal to 2"),
+        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected 'hidden'"),
+        (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected at most the keys=5"),
+        (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),
+        (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected 'seen' or 'unseen'"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
         (lambda _: FactRecall(haystack=" ").identity(), "haystack is empty"),
         (lambda _: Recall("copy", sequence_length=9), "sequence_length=9 has no room"),
         (lambda _: Recall("key_value", vocab_size=5), "vocab_size=5 is too small for 'key_value'; it needs at least"),
         (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows only 300"),
-        (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected a whole number >= 1"),
+        (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected greater than or equal to 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
         (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),
     ],

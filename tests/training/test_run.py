@@ -83,7 +83,7 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
     with pytest.raises(FileExistsError, match="not empty"):
         export_checkpoint(run.folder, again)
-    with pytest.raises(ValueError, match="calibration_sequences=0: expected a whole number >= 1"):
+    with pytest.raises(ValueError, match="calibration_sequences=0: expected greater than or equal to 1"):
         export_checkpoint(run.folder, tmp_path / "none", measured={"calibration_sequences": 0})
     plain = export_checkpoint(run.folder, tmp_path / "plain", measured={"calibrate": False, "validation_sequences": 2})
     assert "decision_offset" not in run.metrics(plain)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from dmc.bounds import check_fields
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
@@ -40,9 +39,6 @@ class Asking:
     main_metric = "exact_match"
     higher_is_better = True
     question: str
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def identity(self) -> Any:
         """See `Task.identity`: the text or the files of `haystack`, if the task has one."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import pandas
+from pydantic import Field
 
-from dmc.bounds import Bounds
 from dmc.runtime import Engine, GenerationStats
+from dmc.settings import Count, Share
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,8 @@ class SampleResult:
     """Metrics by coordinate: one for a sample with coordinates, several if it covers several coordinates."""
 
 
-@dataclass(frozen=True)
-class Each:
-    """Bounds of every number of a list with at least one."""
-
-    bounds: Bounds
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse another list: see `Bounds.check`."""
-        if not isinstance(value, Sequence) or not value:
-            raise ValueError(f"{name}={value!r}: expected a list, each {self.bounds}")
-        for index, each in enumerate(value):
-            self.bounds.check(f"{name}[{index}]", each)
-
-
-Counts = Annotated[Sequence[int], Each(Bounds(least=1, whole=True))]
-Depths = Annotated[Sequence[float], Each(Bounds(least=0, most=1))]
+Counts = Annotated[Sequence[Count], Field(min_length=1)]
+Depths = Annotated[Sequence[Share], Field(min_length=1)]
 """Positions in a text: 0 is the beginning, 1 the end."""
 
 

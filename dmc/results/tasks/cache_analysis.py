@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmc.bounds import Count, check_fields
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.data import DocumentSource, build_packed
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
 from dmc.runtime import Engine, SamplingParams, Session
+from dmc.settings import Count, checked_dataclass
 
 NUM_BINS = 64
 """Points of a curve, and the longest segment with its own count."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class CacheAnalysis:
     """Reads text and records the entries that are left, for plots of the page; it measures no quality.
 
@@ -41,9 +40,6 @@ class CacheAnalysis:
     """Folder of tokenized text."""
     main_metric = "share_held"
     higher_is_better = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def identity(self) -> Any:
         """See `Task.identity`."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, StrictInt
 
-from dmc.bounds import Bounds, Count, Share
 from dmc.config.data import Words
 from dmc.data import DocumentSource, FactWriter
 from dmc.data.facts import Key, half, weave
@@ -15,9 +14,10 @@ from dmc.results.tasks.asking import Asking, Turns
 from dmc.results.tasks.base import Counts, Sample
 from dmc.results.tasks.prompts import Encoder
 from dmc.runtime import SamplingParams
+from dmc.settings import Count, Share, checked_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class FactRecall(Asking):
     """Asks for the values that facts in a text assign to keys, see `dmc.data.facts`: answers of one token.
 
@@ -41,7 +41,7 @@ class FactRecall(Asking):
     """Number of keys with a value in a context."""
     num_keys: Count = 57
     """Number of words of keys in all, and of values, as the model was trained."""
-    key_words: Annotated[int, Bounds(least=1, most=4, whole=True)] = 1
+    key_words: Annotated[StrictInt, Field(ge=1, le=4)] = 1
     """Number of words of a key."""
     words: Words = "all"
     """Keys and values to use: if gates were trained on one half, the other tests whether they generalize to unseen
@@ -55,16 +55,17 @@ class FactRecall(Asking):
     questions: Count = 8
     """Number of questions about each context, on keys drawn from it."""
     question: Literal["known", "hidden", "in_turn"] = "hidden"
-    seed: int = 0
+    seed: StrictInt = 0
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        Bounds(most=self.keys, whole=True, note="the keys of a context").check("questions", self.questions)
         there = len(range(self.num_keys)[half(self.num_keys, self.words)])
-        note = f"num_keys={self.num_keys}, words={self.words}, key_words={self.key_words}"
-        Bounds(most=there**self.key_words, whole=True, note=note).check("keys", self.keys)
+        if self.keys > (most := there**self.key_words):
+            words = f"num_keys={self.num_keys}, words={self.words}, key_words={self.key_words}"
+            raise ValueError(f"keys={self.keys}: expected at most {most} ({words})")
+        if self.questions > self.keys:
+            raise ValueError(f"questions={self.questions}: expected at most the keys={self.keys} of a context")
 
     def params(self) -> SamplingParams:
         """See `Asking.params`."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import StrictInt
 
-from dmc.bounds import Count
 from dmc.results.tasks.asking import Asking, Question
 from dmc.results.tasks.base import Sample
 from dmc.runtime import SamplingParams
+from dmc.settings import Count, checked_dataclass
 
 QUERY_ID, MARK_ID, NUM_MARKERS = 0, 1, 2
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Recall(Asking):
     """Asks to repeat tokens from far back among random tokens; sample i is a pure function of (seed, i).
 
@@ -39,13 +39,12 @@ class Recall(Asking):
     sequence_length: Count = 1024
     """Number of tokens of prompt and answer."""
     answer_length: Count = 4
-    vocab_size: int | None = None
+    vocab_size: StrictInt | None = None
     """Tokens are drawn below it; None: from the model's whole vocabulary."""
     question: Question = "known"
-    seed: int = 0
+    seed: StrictInt = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.sequence_length < 2 * self._record:
             raise ValueError(
                 f"sequence_length={self.sequence_length} has no room for {self.task!r} with "

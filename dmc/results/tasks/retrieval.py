@@ -6,15 +6,16 @@ import random
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from dmc.bounds import Bounds, Count
+from pydantic import Field, StrictBool, StrictInt
+
 from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question, Turns
-from dmc.results.tasks.base import Counts, Depths, Each, Sample
+from dmc.results.tasks.base import Counts, Depths, Sample
 from dmc.results.tasks.prompts import Encoder, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
+from dmc.settings import Count, checked_dataclass
 
 NAMES = ("Lisbon", "Oslo", "Nairobi", "Lima", "Hanoi", "Quito", "Dublin", "Cairo", "Vienna", "Toronto", "Seoul", "Rome")
 COLORS = (
@@ -23,7 +24,7 @@ COLORS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class TextRecall(Asking):
     """Asks for something in the prompt: greedy generation, exact match, and the loss of the right answer.
 
@@ -35,13 +36,13 @@ class TextRecall(Asking):
     """Number of samples at each coordinate of the grid."""
     max_new_tokens: Count = 24
     """Maximum tokens of a generated answer."""
-    chat_template: bool = False
+    chat_template: StrictBool = False
     """Whether to write the tokenizer's chat template around the prompt: the text after the last question mark or line
     end of a question then begins the reply."""
     question: Question = "known"
     """Whether the cache is compressed with the question in the prompt. The text after its last question mark or line
     end, the same for every sample, is fed after that and predicts the answer's first token."""
-    seed: int = 0
+    seed: StrictInt = 0
     stop: ClassVar[tuple[str, ...]] = ("\n",)
     """Strings that end an answer."""
 
@@ -84,7 +85,7 @@ def first_number(text: str) -> str | None:
     return found[0] if found else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class Needle(TextRecall):
     """Asks for a number at `depths` of texts of `lengths`: needle in a haystack, and passkey.
 
@@ -104,14 +105,13 @@ class Needle(TextRecall):
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
     """Digits of the number."""
-    shares_context: bool = False
+    shares_context: StrictBool = False
     """Whether one text holds the facts of all depths, each asked for by its own sample: several questions about one
     context."""
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         start = beginning_of_answer(self.question_text)
         if not start.strip() or "{" in start:
             raise ValueError(
@@ -162,7 +162,7 @@ class Needle(TextRecall):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class KeyValuePairs(TextRecall):
     """Asks for the value of one key of a JSON object of UUIDs (Liu et al., arXiv:2307.03172).
 
@@ -217,7 +217,7 @@ class KeyValuePairs(TextRecall):
         return self.sample(context, asked, answer, {"length": length, "depth": depth}, (length, number))
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class TwoStageRetrieval(TextRecall):
     """Asks for a dictionary's color of the sum of two numbers: OmniKV's 2StageRetr.
 
@@ -232,7 +232,7 @@ class TwoStageRetrieval(TextRecall):
 
     entries: Counts = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
     """Entries of the dictionary; the authors' sizes."""
-    chain_of_thought: bool = True
+    chain_of_thought: StrictBool = True
     samples_per_place: Count = 15
     max_new_tokens: Count = 48
     stop: ClassVar[tuple[str, ...]] = ("\n\n",)
@@ -267,7 +267,7 @@ class TwoStageRetrieval(TextRecall):
         return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), {"entries": size})
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class MultiTurnRecall(TextRecall):
     """States a number in turn 1 and asks for it in turn k, with text and the model's replies in between.
 
@@ -279,7 +279,7 @@ class MultiTurnRecall(TextRecall):
 
     haystack: DocumentSource | str
     """Text in between: a source of documents, or a text that is repeated."""
-    turns: Annotated[Sequence[int], Each(Bounds(least=2, whole=True, note="the fact is told in turn 1"))] = (2, 4, 8)
+    turns: Annotated[Sequence[Annotated[StrictInt, Field(ge=2)]], Field(min_length=1)] = (2, 4, 8)
     """Turns in which the question is asked; the first turn is 1."""
     turn_tokens: Count = 128
     """Tokens of filler in each turn before."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from dmc.bounds import Count, check_fields
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text, spread
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
+from dmc.settings import Count, checked_dataclass
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TextLoss:
     """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
 
@@ -46,9 +45,6 @@ class TextLoss:
     """Folder of tokenized text."""
     main_metric = "loss"
     higher_is_better = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def identity(self) -> Any:
         """See `Task.identity`."""
