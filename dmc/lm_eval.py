@@ -22,6 +22,7 @@ from dmc.results.compare import memory_of
 from dmc.results.grid import EngineSettings, named_settings
 from dmc.results.harness import EngineLM
 from dmc.runtime import Engine
+from dmc.settings import build_config
 from dmc.target import suggest
 
 PACKAGE = Path(__file__).resolve().parent
@@ -76,7 +77,8 @@ class FolderLM(EngineLM):
                 raise ValueError(
                     f"model_args: {name!r} is unknown; {suggest(name, [*signature(FolderLM).parameters, *known])}"
                 )
-        served = EngineSettings(**{name.partition(".")[2]: engine[name] for name in engine if name in known})
+        values = {name.partition(".")[2]: engine[name] for name in engine if name in known}
+        served = build_config(EngineSettings, values, "engine")
         built = policy_from_config(settings, budget)  # before the model is loaded
         model, tokenizer = load_with_tokenizer(pretrained, dtype, revision)
         if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):

@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictFloat, StrictInt,
 from dmc.target import suggest
 
 Value = TypeVar("Value")
+UNKNOWN = "unexpected_keyword_argument"
+"""Pydantic's name of the error that is told first: a misspelt setting is often a missing one too."""
 Count = Annotated[StrictInt, Field(ge=1)]
 Whole = Annotated[StrictInt, Field(ge=0)]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
@@ -82,7 +84,7 @@ def build_config(config_class: type[Value], values: Any, name: str = "") -> Valu
 
 def _in_one_line(error: ValidationError, owner: Any, values: Any, name: str) -> str:
     """Tell the first error, with what each type of a union expects."""
-    first, *others = error.errors(include_url=False)
+    first, *others = sorted(error.errors(include_url=False), key=lambda each: each["type"] != UNKNOWN)
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])  # a class's own check, which names its settings itself
     path = _path(first, values)
@@ -90,7 +92,7 @@ def _in_one_line(error: ValidationError, owner: Any, values: Any, name: str) -> 
     named = named.removeprefix(".") or "the configuration"
     if first["type"] == "missing":
         return f"setting {named} is missing"
-    if first["type"] == "unexpected_keyword_argument":
+    if first["type"] == UNKNOWN:
         for key in path[:-1]:
             field = owner.__pydantic_fields__.get(key)
             owner = (field and _settings_in(field.annotation)) or owner

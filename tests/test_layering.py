@@ -46,7 +46,7 @@ ALLOWED = {
         *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
         *("settings", "claims", "json_file", "earlier_names"),
     },
-    "lm_eval": {"results", "runtime", "policies", "loading", "budget", "target", "command_line"},
+    "lm_eval": {"settings", "results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
     "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention", "settings"},
     "study": {"settings", "results", "training", "data", "loading", "export", "target", "json_file"},

@@ -97,7 +97,7 @@ def test_the_script_prints_a_table_and_keeps_the_rows(
         ("server=http://127.0.0.1:9", "lists no models"),
         (f"server={served.url} load.model=none", "answers no request: 404"),
         (f"server={served.url} load.crowd_seconds=0", "crowd_seconds=0: expected greater than 0"),
-        (f"server={served.url} load.rates=[0]", "expected requests a second > 0"),
+        (f"server={served.url} load.rates=[0]", "rates[0]=0: expected greater than 0"),
         (f"server={served.url} load.new_tokens=[5,3]", "expected the least and the most"),
     ):
         error = run_script("benchmark.py", *wrong.split(), "load.num_requests=2", "output=out")

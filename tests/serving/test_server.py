@@ -44,10 +44,10 @@ REFUSED = [
     ("model={stock} max_waiting=-1", "max_waiting=-1"),
     ("model={stock} max_waiting=0 replicas=1", "max_waiting=0: replicas= needs at least 1"),
     ("model={stock} port={taken}", "cannot listen on 127.0.0.1:{taken} (Address already in use): give another port="),
-    ("model={stock} replicas=0", "replicas=0: expected a whole number >= 1"),
+    ("model={stock} replicas=0", "replicas=0: expected greater than or equal to 1"),
     ("model={stock} replicas=3 max_replicas=2", "expected 1 <= replicas <= max_replicas"),
     ("model={stock} max_replicas=2", "replicas=None max_replicas=2"),
-    ("model={stock} target_ongoing_requests=0", "target_ongoing_requests=0.0: expected a number > 0"),
+    ("model={stock} target_ongoing_requests=0", "target_ongoing_requests=0: expected greater than 0"),
 ]
 
 
