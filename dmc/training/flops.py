@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-from transformers import PretrainedConfig
+import torch
+from lightning.fabric.utilities.throughput import measure_flops
+from torch._subclasses import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),
@@ -18,23 +21,21 @@ PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
 
 
 def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
-    """Count the floating-point operations of forward and backward for one token (PaLM, arXiv:2204.02311, appendix B).
+    """Count the floating-point operations of the stock model's forward and backward for one token.
 
-    6 N + 12 L H D T: N weights of matrices (the output projection among them; no embedding, which is looked up), L
-    layers of H query heads of D channels, T tokens. By that convention causal attention counts in full, and neither
-    recomputed activations nor the compression count.
+    Causal attention counts in full, and neither recomputed activations nor the compression count, as is usual for MFU
+    (PaLM, arXiv:2204.02311, appendix B).
 
     Args:
         config: configuration of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
         sequence_length: tokens per sequence.
     """
-    hidden, num_heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
-    weights = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
-    weights += hidden * config.vocab_size
-    return 6.0 * weights + 12.0 * config.num_hidden_layers * num_heads * head_dim * sequence_length
+    values = {key: value for key, value in config.to_dict().items() if key != "compression"}
+    stock = AutoConfig.for_model(values.pop("model_type").removeprefix("dmc_"), **values)
+    with FakeTensorMode():  # of fused attention torch counts only some kernels
+        model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")
+        tokens = torch.zeros(1, sequence_length, dtype=torch.long)
+        return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum) / sequence_length
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

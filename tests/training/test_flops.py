@@ -1,8 +1,8 @@
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dmc import retrofit
+from dmc.compression import CompressionConfig
 from dmc.training.flops import flops_per_token, peak_flops
 
 SHAPE = {
@@ -13,16 +13,19 @@ SHAPE = {
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("extra", [{}, {"head_dim": 12}, {"tie_word_embeddings": True}])
-def test_operations_are_those_that_torch_counts(family, extra):
-    config = AutoConfig.for_model(family, **SHAPE, **extra)
-    if family == "mistral":
-        config.sliding_window = None
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    length = 16
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(2, length, dtype=torch.long)).logits.sum().backward()
-    rotary = 2 * (getattr(config, "head_dim", None) or 8) // 2 * length * 2  # torch computes the angles by a product
-    assert abs(counter.get_total_flops() - 2 * length * flops_per_token(config, length)) <= rotary
+def test_operations_are_six_for_each_weight_of_a_matrix_and_all_scores_of_attention(family, extra):
+    config, length = AutoConfig.for_model(family, **SHAPE, **extra), 16
+    head_dim = getattr(config, "head_dim", None) or 8
+    attention = 2 * 32 * head_dim * (4 + 2)
+    weights = 3 * (attention + 3 * 32 * 48) + 32 * 96  # of three layers and the output; embeddings are looked up
+    expected = 6 * weights + 12 * 3 * 4 * head_dim * length
+    assert abs(flops_per_token(config, length) - expected) <= head_dim  # the angles' product
+
+
+def test_gates_add_no_operations_to_those_that_count():
+    config = AutoConfig.for_model("llama", **SHAPE)
+    compressed = retrofit(AutoModelForCausalLM.from_config(config), CompressionConfig()).config
+    assert flops_per_token(compressed, 16) == flops_per_token(config, 16)
 
 
 @pytest.mark.parametrize(

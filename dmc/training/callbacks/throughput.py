@@ -28,7 +28,7 @@ class Throughput(AfterStep):
         self.config = config
         self._steps = -1  # the first is a warm-up
         self._seconds = self._data_seconds = 0.0
-        self._batch_started = 0.0
+        self._batch_started = self._flops = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Note the start of a micro-batch; between it and the end of the one before the run has waited for data."""
@@ -63,8 +63,8 @@ class Throughput(AfterStep):
         }
         peak = self._peak_flops(module.device)
         if peak is not None:
-            needed = flops_per_token(module.model.config, training.sequence_length) * tokens_per_second
-            measured["train/mfu"] = needed / (peak * trainer.world_size)
+            self._flops = self._flops or flops_per_token(module.model.config, training.sequence_length)
+            measured["train/mfu"] = self._flops * tokens_per_second / (peak * trainer.world_size)
         return measured
 
     def _peak_flops(self, device: torch.device) -> float | None:
