@@ -66,6 +66,7 @@ TABLE = {
     "compression.target_ratio": [0, 0.5, -4],
     "data.facts.keys": [*COUNT, 58],
     "data.facts.num_keys": COUNT,
+    "data.facts.key_words": [*COUNT, 5],
     "data.facts.rebinding": [-0.1, 1.1],
     "data.facts.answer_weight": [0, -1, 1e30],
     "data.facts.random_forms": [-0.1, 1.1],
