@@ -173,7 +173,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     positions, mass = eviction.read_metadata(layer, rows, ["position", "mass"], LENGTH)
     eviction.add_attention(layer, rows, torch.empty(BATCH, GROUP * KV_HEADS, LENGTH), {"mass": 1}, LENGTH)
     eviction.nth_newest(positions, counts)
-    eviction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
+    compaction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
 
 
 def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: str = "") -> pandas.DataFrame:

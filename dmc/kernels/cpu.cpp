@@ -212,7 +212,7 @@ void on_threads(int64_t threads, const Work& work) {
 
 }  // namespace
 
-// Tensors by address; steps count elements. Mirrored in cpu.py.
+// Tensors by address; steps count elements. Calls in cpu.py give the fields of each structure in order, 8 bytes each.
 struct Attention {
     int64_t sequences, kv_heads, group, dim, block, threads;
     double scaling;
@@ -604,7 +604,7 @@ void attend(const Attention& a) {
 
 }  // namespace
 
-// The next tokens of each sequence, side by side in one row. Mirrored in cpu.py.
+// The next tokens of each sequence, side by side in one row.
 struct Append {
     int64_t sequences, heads, dim, block, history, delay, threads;
     int64_t gated, merges, window;  // window 0: exact accumulation
@@ -888,7 +888,7 @@ void linear(const Linear& a) {
 
 }  // namespace
 
-// What eviction works on: heads of some rows, and what is kept for their slots. Mirrored in cpu.py, as are the others.
+// What eviction works on: heads of some rows, and what is kept for their slots.
 struct Heads {
     int64_t sequences, heads, block, threads;
     const int64_t* rows;  // [S]
@@ -917,7 +917,7 @@ struct ReadMetadata {  // the first `count` slots of each head
     Heads heads;
     int64_t count;
     int32_t* const* metadata;  // [F], the bits of each, [S, H, count]
-    const int32_t* fills;   // [F], what is read beyond the length
+    const int64_t* fills;   // [F], what is read beyond the length
 };
 
 struct WriteMetadata {  // the slots of the newest tokens
@@ -1064,7 +1064,7 @@ void read_metadata(const ReadMetadata& n) {
             own.for_each_run(0, end, [&](int64_t slot, int64_t count) {
                 std::copy_n(own.at<int32_t>(field, slot), count, to + slot);
             });
-            std::fill(to + end, to + n.count, n.fills[field]);
+            std::fill(to + end, to + n.count, int32_t(n.fills[field]));
         }
     });
 }
@@ -1129,7 +1129,7 @@ void candidates(const Candidate& c) {
 
 }  // namespace
 
-// What slots receive from all queries of a prompt. Mirrored in cpu.py.
+// What slots receive from all queries of a prompt.
 struct Received {
     Heads heads;  // its pages are the keys, and the factors of 8-bit ones
     int64_t dim, group, most, entries;  // most: queries of a sequence

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
 """Compiled head sizes: multiples of `DIM_STEP` up to `MAX_DIM`."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LINEAR_ROWS, LINEAR_STEP = 16, 32
 """Maximum rows of a compiled linear layer, and the divisor of its number of inputs."""
 
@@ -34,44 +39,16 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
     return None if device.type == "cpu" else f"kernels.cpu works on the CPU, not on {device}"
 
 
-# Fields of the structures of the same names in cpu.cpp, in their order.
-_ATTENTION = """
-    sequences kv_heads group dim block threads scaling starts query query_step query_head_step key_pages value_pages
-    key_scales value_scales rows tables table_row_step table_head_step slots slots_by_row
-    top_key top_value top_exists recent_key recent_value recent_exists delay out scores scores_step
-    num_rows num_slots
-"""
-_APPEND = """
-    sequences heads dim block history delay threads gated merges window rows starts positions
-    key value key_step key_head_step value_step value_head_step
-    decisions decisions_step decisions_head_step omega omega_step omega_head_step cos sin
-    key_pages value_pages key_scales value_scales free_blocks num_free tables table_row_step table_head_step lengths
-    history_key history_value history_decisions history_omega mean weight seen
-    top_key top_value top_exists recent_key recent_value recent_exists num_rows num_slots
-"""
-_HEADS = """
-    sequences heads block threads rows pages widths num_pages free_blocks num_free
-    tables table_row_step table_head_step lengths num_rows num_slots
-"""
-_RECEIVED = """
-    dim group most entries scaling starts query query_step query_head_step slots columns squares
-"""
+def _or_reference(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the reference serve where there are no compiled kernels."""
 
+    @functools.wraps(function)
+    def serve(*args: P.args, **options: P.kwargs) -> R:
+        if load_library() is None:
+            return getattr(reference, function.__name__)(*args, **options)  # type: ignore[no-any-return]
+        return function(*args, **options)
 
-def _structure(fields: str) -> type[ctypes.Structure]:
-    kinds = [(name, ctypes.c_double if name == "scaling" else ctypes.c_int64) for name in fields.split()]
-    return type("Arguments", (ctypes.Structure,), {"_fields_": kinds})
-
-
-_Attention, _Append, _Received = map(_structure, (_ATTENTION, _APPEND, _HEADS + _RECEIVED))
-_Compact, _Evict = _structure(_HEADS + "keep keep_step"), _structure(_HEADS + "slots")
-_ReadMetadata, _WriteMetadata = _structure(_HEADS + "count metadata fills"), _structure(_HEADS + "starts metadata")
-_AddAttention = _structure(_HEADS + "group entries scores score_sequence_step score_head_step powers attention")
-_NthNewest = _structure("heads entries threads positions counts found")
-_Candidate = _structure(
-    "sequences heads entries threads scores score_sequence_step score_head_step positions lengths limits slots"
-)
-_Linear = _structure("rows inputs outputs threads x weight out")
+    return serve
 
 
 def append_or_merge(
@@ -79,8 +56,7 @@ def append_or_merge(
 ) -> VisibleKeys:
     """See `reference.append_or_merge`."""
     raw = _raw_like(cache)
-    library = _library(cache.key_pages, raw)
-    if library is None:
+    if not _has_code(cache.key_pages, raw):
         return reference.append_or_merge(cache, batch, tokens, config)
     sequences, num_tokens = len(batch.rows), batch.num_tokens
     heads, dim = cache.lengths.shape[1], cache.key_pages.shape[-1]
@@ -105,164 +81,95 @@ def append_or_merge(
         seen.top = OpenSlotState(*_raw(key, num_tokens))
     if delay > 0:
         seen.recent = Recent(*_raw(key, num_tokens + sequences * (delay - 1)))
-    arguments = _Append(
-        sequences,
-        heads,
-        dim,
-        cache.block_size,
-        history_size(config),
-        delay,
-        torch.get_num_threads(),
-        config is not None,
-        merges,
-        0 if config is None else config.window_size or 0,
-        batch.row_index.data_ptr(),
-        batch.cu_seqlens.data_ptr(),
-        batch.positions.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        _address(tokens.decisions),
-        *_strides(tokens.decisions),
-        _address(tokens.omega),
-        *_strides(tokens.omega),
-        _address(cos),
-        _address(sin),
-        cache.key_pages.data_ptr(),
-        cache.value_pages.data_ptr(),
-        _address(cache.key_scales),
-        _address(cache.value_scales),
-        cache.free_blocks.data_ptr(),
-        cache.num_free.data_ptr(),
-        cache.block_tables.data_ptr(),
-        *cache.block_tables.stride()[:2],
-        cache.lengths.data_ptr(),
-        cache.history_key.data_ptr(),
-        cache.history_value.data_ptr(),
-        cache.history_decisions.data_ptr(),
-        cache.history_omega.data_ptr(),
-        _address(cache.mean),
-        _address(cache.weight),
-        seen.slots.data_ptr(),
-        *_addresses(seen.top),
-        *_addresses(seen.recent),
+    _call(
+        "append_" + SUFFIXES[key.dtype],
+        *(sequences, heads, dim, cache.block_size, history_size(config), delay, torch.get_num_threads()),
+        *(config is not None, merges, 0 if config is None else config.window_size or 0),
+        *(batch.row_index, batch.cu_seqlens, batch.positions, key, value, *key.stride()[:2], *value.stride()[:2]),
+        *(tokens.decisions, *_strides(tokens.decisions), tokens.omega, *_strides(tokens.omega), cos, sin),
+        *(*_entry_pages(cache), cache.free_blocks, cache.num_free, *_table(cache.block_tables), cache.lengths),
+        *(cache.history_key, cache.history_value, cache.history_decisions, cache.history_omega),
+        *(cache.mean, cache.weight, seen.slots, *_parts(seen.top), *_parts(seen.recent)),
         *_bounds(cache.block_tables, cache.block_size),
     )
-    _call(library, "append_" + SUFFIXES[key.dtype], arguments)
     return seen
 
 
+@_or_reference
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     """See `reference.compact`."""
-    if (library := load_library()) is None:
-        return reference.compact(cache, rows, keep)
     keep = keep.contiguous()
     _expect("keep", keep, torch.bool, (len(rows), cache.lengths.shape[1], keep.shape[-1]))
-    heads, _held = _heads(cache, rows, cache.slot_pages)
-    _call(library, "compact", _Compact(*heads, keep.data_ptr(), keep.shape[-1]))
+    _call("compact", *_heads(cache, rows, cache.slot_pages), keep, keep.shape[-1])
 
 
+@_or_reference
 def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     """See `reference.evict`."""
-    if (library := load_library()) is None:
-        return reference.evict(cache, rows, slots)
     slots = slots.contiguous()
     _expect("slots", slots, torch.int64, (len(rows), cache.lengths.shape[1]))
-    heads, _held = _heads(cache, rows, cache.slot_pages)
-    _call(library, "evict", _Evict(*heads, slots.data_ptr()))
+    _call("evict", *_heads(cache, rows, cache.slot_pages), slots)
 
 
+@_or_reference
 def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, Tensor]) -> None:
     """See `reference.write_metadata`."""
-    if (library := load_library()) is None:
-        return reference.write_metadata(cache, batch, metadata)
     pages = [cache.entry_metadata[name] for name in metadata]
     numbers = [each.contiguous() for each in metadata.values()]
     for name, page, each in zip(metadata, pages, numbers, strict=True):
         _expect(name, each, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
     _expect_batch(batch)
-    heads, _held = _heads(cache, batch.row_index, pages)
     addresses = _int64s(each.data_ptr() for each in numbers)
-    _call(library, "write_metadata", _WriteMetadata(*heads, batch.cu_seqlens.data_ptr(), ctypes.addressof(addresses)))
+    _call("write_metadata", *_heads(cache, batch.row_index, pages), batch.cu_seqlens, addresses)
 
 
+@_or_reference
 def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slots: int) -> list[Tensor]:
     """See `reference.read_metadata`."""
-    if (library := load_library()) is None:
-        return reference.read_metadata(cache, rows, names, num_slots)
     pages = [cache.entry_metadata[name] for name in names]
     read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
-    heads, _held = _heads(cache, rows, pages)
     addresses = _int64s(each.data_ptr() for each in read)
-    fills = (ctypes.c_int32 * len(pages))(*(0 if page.is_floating_point() else -1 for page in pages))
-    arguments = _ReadMetadata(*heads, num_slots, ctypes.addressof(addresses), ctypes.addressof(fills))
-    _call(library, "read_metadata", arguments)
+    fills = _int64s(0 if page.is_floating_point() else -1 for page in pages)
+    _call("read_metadata", *_heads(cache, rows, pages), num_slots, addresses, fills)
     return read
 
 
+@_or_reference
 def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[str, int], num_slots: int) -> Tensor:
     """See `reference.add_attention`."""
-    if (library := load_library()) is None:
-        return reference.add_attention(cache, rows, scores, powers, num_slots)
     sequences, kv_heads = len(rows), cache.lengths.shape[1]
     query_heads = scores.shape[1] // kv_heads * kv_heads
     _expect("scores", scores, torch.float32, (sequences, query_heads, max(scores.shape[-1], num_slots)), dense=False)
     assert scores.stride(-1) == 1
     attention = torch.empty(sequences, kv_heads, num_slots)
-    heads, _held = _heads(cache, rows, [cache.entry_metadata[name] for name in powers])
-    wanted = _int64s(powers.values())
-    arguments = _AddAttention(
-        *heads,
-        query_heads // kv_heads,
-        num_slots,
-        scores.data_ptr(),
-        *scores.stride()[:2],
-        ctypes.addressof(wanted),
-        attention.data_ptr(),
-    )
-    _call(library, "add_attention", arguments)
+    heads = _heads(cache, rows, [cache.entry_metadata[name] for name in powers])
+    scored = (scores, *scores.stride()[:2], _int64s(powers.values()), attention)
+    _call("add_attention", *heads, query_heads // kv_heads, num_slots, *scored)
     return attention
 
 
+@_or_reference
 def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
     """See `reference.nth_newest`."""
-    if (library := load_library()) is None:
-        return reference.nth_newest(positions, counts)
     positions, counts = positions.contiguous(), counts.contiguous()
     _expect("positions", positions, torch.int32, positions.shape)
     _expect("counts", counts, torch.int64, positions.shape[:-1])
     found = torch.empty(counts.shape, dtype=torch.int32)
-    pointers = positions.data_ptr(), counts.data_ptr(), found.data_ptr()
-    _call(
-        library,
-        "nth_newest",
-        _NthNewest(counts.numel(), positions.shape[-1], torch.get_num_threads(), *pointers),
-    )
+    _call("nth_newest", counts.numel(), positions.shape[-1], torch.get_num_threads(), positions, counts, found)
     return found
 
 
+@_or_reference
 def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
     """See `reference.eviction_candidate`."""
-    if (library := load_library()) is None:
-        return reference.eviction_candidate(scores, positions, lengths, limits)
     scores, slots = _rows_of_channels(scores), torch.empty(lengths.shape, dtype=torch.int64)
     positions, lengths, limits = positions.contiguous(), lengths.contiguous(), limits.contiguous()
     _expect("scores", scores, torch.float32, (*lengths.shape, scores.shape[-1]), dense=False)
     _expect("positions", positions, torch.int32, scores.shape)
     _expect("lengths", lengths, torch.int64, scores.shape[:2])
     _expect("limits", limits, torch.int64, scores.shape[:1])
-    arguments = _Candidate(
-        *scores.shape,
-        torch.get_num_threads(),
-        scores.data_ptr(),
-        *scores.stride()[:2],
-        positions.data_ptr(),
-        lengths.data_ptr(),
-        limits.data_ptr(),
-        slots.data_ptr(),
-    )
-    _call(library, "eviction_candidate", arguments)
+    given = (scores, *scores.stride()[:2], positions, lengths, limits, slots)
+    _call("eviction_candidate", *scores.shape, torch.get_num_threads(), *given)
     return slots
 
 
@@ -270,8 +177,7 @@ def attention_received(
     query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """See `dmc.kernels.probabilities.attention_received`."""
-    library = _library(cache.key_pages, query)
-    if library is None:
+    if not _has_code(cache.key_pages, query):
         return reference.attention_received(query, cache, batch, slots, scaling)
     query, slots = _rows_of_channels(query), slots.int().contiguous()
     heads, num_entries = cache.lengths.shape[1], int(slots.max())
@@ -283,22 +189,12 @@ def attention_received(
     columns = torch.zeros(len(batch.rows), heads, group, num_entries)
     squares = torch.zeros(len(batch.rows), heads, num_entries)
     keys = [cache.key_pages] if cache.key_scales is None else [cache.key_pages, cache.key_scales]
-    heads_given, _held = _heads(cache, batch.row_index, keys)
-    arguments = _Received(
-        *heads_given,
-        query.shape[-1],
-        group,
-        batch.most_new,
-        num_entries,
-        scaling,
-        batch.cu_seqlens.data_ptr(),
-        query.data_ptr(),
-        *query.stride()[:2],
-        slots.data_ptr(),
-        columns.data_ptr(),
-        squares.data_ptr(),
+    _call(
+        _named("receive", query, cache.key_pages),
+        *_heads(cache, batch.row_index, keys),
+        *(query.shape[-1], group, batch.most_new, num_entries, float(scaling), batch.cu_seqlens),
+        *(query, *query.stride()[:2], slots, columns, squares),
     )
-    _call(library, _named("receive", query, cache.key_pages), arguments)
     return columns, squares
 
 
@@ -317,26 +213,15 @@ def paged_attention(
     num_scores: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`."""
-    library = _library(key_pages, query)
-    if library is None:
-        return reference.paged_attention(
-            query,
-            key_pages,
-            value_pages,
-            block_tables,
-            lengths,
-            scaling,
-            scales=scales,
-            rows=rows,
-            recent=recent,
-            return_scores=return_scores,
-            num_scores=num_scores,
-        )
+    if not _has_code(key_pages, query):
+        options: dict[str, Any] = {"scales": scales, "rows": rows, "recent": recent}
+        options |= {"return_scores": return_scores, "num_scores": num_scores}
+        return reference.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     scores = None
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
-    attended = _attend(library, query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores)
+    attended = _attend(query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores)
     return attended if scores is None else (attended, scores)
 
 
@@ -351,12 +236,11 @@ def prefill_attention(
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `reference.prefill_attention`."""
-    library = _library(key_pages, query)
-    if library is None:
+    if not _has_code(key_pages, query):
         return reference.prefill_attention(query, key_pages, value_pages, block_tables, batch, seen, scaling, scales)
     _expect_batch(batch)
     pages = key_pages, value_pages, block_tables
-    return _attend(library, query, *pages, seen, scaling, scales, batch.row_index, batch=batch)
+    return _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -370,19 +254,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
     alike = x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and x.shape[-1] == inputs
     fits = alike and 1 <= rows <= LINEAR_ROWS and inputs % LINEAR_STEP == 0 and weight.is_contiguous()
-    library = load_library() if fits and x.dtype in SUFFIXES else None
-    if library is None:
+    if not fits or x.dtype not in SUFFIXES or load_library() is None:
         return torch.nn.functional.linear(x, weight, bias)
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], outputs)
-    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    arguments = _Linear(rows, inputs, outputs, torch.get_num_threads(), *pointers)
-    _call(library, "linear_" + SUFFIXES[x.dtype], arguments)
+    _call("linear_" + SUFFIXES[x.dtype], rows, inputs, outputs, torch.get_num_threads(), x, weight, out)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _attend(
-    library: ctypes.CDLL,
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -417,34 +297,13 @@ def _attend(
             _expect("raw keys", raw.key, query.dtype, (num_tokens + extra, kv_heads, dim))
             _expect("raw values", raw.value, query.dtype, raw.key.shape)
             _expect("exists", raw.exists, torch.bool, raw.key.shape[:1])
-    arguments = _Attention(
-        sequences,
-        kv_heads,
-        heads // kv_heads,
-        dim,
-        key_pages.shape[1],
-        torch.get_num_threads(),
-        scaling,
-        0 if batch is None else batch.cu_seqlens.data_ptr(),
-        query.data_ptr(),
-        *query.stride()[:2],
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
-        *map(_address, scales or (None, None)),
-        _address(rows),
-        tables.data_ptr(),
-        *tables.stride()[:2],
-        slots.data_ptr(),
-        batch is None,
-        *_addresses(top),
-        *_addresses(recent),
-        delay,
-        out.data_ptr(),
-        _address(scores),
-        0 if scores is None else scores.shape[-1],
-        *_bounds(tables, key_pages.shape[1]),
+    _call(
+        _named("attend", query, key_pages),
+        *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
+        *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
+        *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(top), *_parts(recent)),
+        *(delay, out, scores, 0 if scores is None else scores.shape[-1], *_bounds(tables, key_pages.shape[1])),
     )
-    _call(library, _named("attend", query, key_pages), arguments)
     return out
 
 
@@ -459,31 +318,19 @@ def _expect_batch(batch: ForwardBatch) -> None:
     _expect("positions", batch.positions, torch.int64, (batch.num_tokens,))
 
 
-def _heads(cache: LayerCache, rows: Tensor, pages: Sequence[Tensor]) -> tuple[tuple[int, ...], object]:
-    """Return the fields of `Heads` for slot data in `pages`, and the object that keeps their targets alive."""
+def _heads(cache: LayerCache, rows: Tensor, pages: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the fields of `Heads` for slot data in `pages`."""
     _expect_cache(cache, None)
     _expect("rows", rows, torch.int64, (len(rows),))
     for page in pages:
         _expect("pages", page, page.dtype, (*cache.key_pages.shape[:2], *page.shape[2:]))
     addresses = _int64s(page.data_ptr() for page in pages)
     widths = _int64s(page.stride(1) * page.element_size() for page in pages)
-    fields = (
-        len(rows),
-        cache.lengths.shape[1],
-        cache.block_size,
-        torch.get_num_threads(),
-        rows.data_ptr(),
-        ctypes.addressof(addresses),
-        ctypes.addressof(widths),
-        len(addresses),
-        cache.free_blocks.data_ptr(),
-        cache.num_free.data_ptr(),
-        cache.block_tables.data_ptr(),
-        *cache.block_tables.stride()[:2],
-        cache.lengths.data_ptr(),
-        *_bounds(cache.block_tables, cache.block_size),
+    return (
+        *(len(rows), cache.lengths.shape[1], cache.block_size, torch.get_num_threads(), rows),
+        *(addresses, widths, len(addresses), cache.free_blocks, cache.num_free),
+        *(*_table(cache.block_tables), cache.lengths, *_bounds(cache.block_tables, cache.block_size)),
     )
-    return fields, (addresses, widths)
 
 
 def _int64s(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -496,14 +343,26 @@ def _bounds(tables: Tensor, block_size: int) -> tuple[int, int]:
     return tables.shape[0], tables.shape[2] * block_size
 
 
-def _call(library: ctypes.CDLL, name: str, arguments: ctypes.Structure) -> None:
-    """Run a compiled function.
+def _call(name: str, *given: Any) -> None:
+    """Run a compiled function, which takes a structure with these fields: tensors, arrays (by address) and numbers.
 
     Raises:
         ValueError: an index is out of bounds; nothing has changed.
     """
-    if (problem := _function(library, name)(ctypes.byref(arguments))) is not None:
+    library = load_library()
+    assert library is not None
+    fields = (ctypes.c_int64 * len(given))(*map(_field, given))
+    if (problem := _function(library, name)(fields)) is not None:
         raise ValueError(f"kernels.cpu: {problem.decode()}; nothing has changed")
+
+
+def _field(given: Tensor | ctypes.Array[ctypes.c_int64] | float | None) -> int:
+    """Return the 8 bytes of a field as a number."""
+    if isinstance(given, Tensor):
+        return given.data_ptr()
+    if isinstance(given, float):
+        return int.from_bytes(struct.pack("=d", given), sys.byteorder, signed=True)
+    return 0 if given is None else given if isinstance(given, int) else ctypes.addressof(given)
 
 
 @functools.cache
@@ -559,18 +418,18 @@ def _expect_pages(key: Tensor, value: Tensor, key_scales: Tensor | None, value_s
             _expect(name, scales, torch.float32, (*key.shape[:2], 1))
 
 
-def _library(pages: Tensor, states: Tensor) -> ctypes.CDLL | None:
-    """Return the compiled kernels for pages, and for queries or new tokens; None where the reference has to serve."""
+def _has_code(pages: Tensor, states: Tensor) -> bool:
+    """Whether there are compiled kernels for pages, and for queries or new tokens; else the reference has to serve."""
     dim, alike = pages.shape[-1], pages.dtype in (states.dtype, torch.int8)
     if alike and states.dtype in SUFFIXES and dim % DIM_STEP == 0 and dim <= MAX_DIM:
-        return load_library()
+        return load_library() is not None
     given = f"{pages.dtype} with head_dim={dim}" + ("" if states.dtype == pages.dtype else f", {states.dtype} queries")
     _warn_once(
         f"kernels.cpu has no compiled code for {given}: the slower reference backend serves; compiled are "
         f"{' and '.join(map(str, SUFFIXES))}, pages alike or int8, with head_dim a multiple of {DIM_STEP} up to "
         f"{MAX_DIM}"
     )
-    return None
+    return False
 
 
 @functools.cache
@@ -599,9 +458,13 @@ def _strides(gate: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if gate is None else gate.stride()
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _parts(raw: OpenSlotState | Recent | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if raw is None else (raw.key, raw.value, raw.exists)
 
 
-def _addresses(raw: OpenSlotState | Recent | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if raw is None else (raw.key.data_ptr(), raw.value.data_ptr(), raw.exists.data_ptr())
+def _table(tables: Tensor) -> tuple[Any, ...]:
+    return (tables, *tables.stride()[:2])
+
+
+def _entry_pages(cache: LayerCache) -> tuple[Tensor | None, ...]:
+    return cache.key_pages, cache.value_pages, cache.key_scales, cache.value_scales

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -77,8 +76,13 @@ class OmniKV(ReadingPolicy):
         if self.memory is not None and not 0 < self.memory <= 1:
             raise ValueError(f"memory={self.memory}: expected a share of the cache in (0, 1], such as 0.3")
         if self.filter_layers is not None:
-            object.__setattr__(self, "filter_layers", tuple(self.filter_layers))
-            check_filter_layers(self.filter_layers)
+            layers = tuple(self.filter_layers)
+            object.__setattr__(self, "filter_layers", layers)
+            if not layers or layers[0] < 0 or any(after - before < 2 for before, after in itertools.pairwise(layers)):
+                raise ValueError(
+                    f"filter_layers={layers}: expected ascending layers, from 0, at least one and no two adjacent (the "
+                    "layer after a filter layer reads everything), such as (2, 8, 18)"
+                )
         if self.selector not in ("last", "uniform", "exponential"):
             raise ValueError(f"selector={self.selector!r}: expected 'last', 'uniform' or 'exponential'")
         if self.raw_scores and self.selector != "last":
@@ -163,43 +167,21 @@ def default_filter_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({num_layers * layer // 32 for layer in (2, 8, 18)}))
 
 
-def check_filter_layers(filter_layers: Sequence[int]) -> None:
-    """Refuse filter layers that choose for no layer.
-
-    Raises:
-        ValueError: the layers are empty, negative, not ascending, or adjacent.
-    """
-    gaps = [after - before for before, after in itertools.pairwise(filter_layers)]
-    if not filter_layers or filter_layers[0] < 0 or any(gap < 2 for gap in gaps):
-        raise ValueError(
-            f"filter_layers={tuple(filter_layers)}: expected ascending layers, from 0, at least one and no two "
-            "adjacent (the layer after a filter layer reads everything), such as (2, 8, 18)"
-        )
-
-
 def reads_all(layer_index: int, filter_layers: Sequence[int]) -> bool:
     """Whether a layer reads everything: it is before all filter layers, or is one, or comes right after one."""
     return layer_index < filter_layers[0] or layer_index in filter_layers or layer_index - 1 in filter_layers
 
 
-def full_share(num_layers: int, filter_layers: Sequence[int]) -> float:
-    """Share of the layers that read everything: (2 m + L_0) / L for m filter layers, none of them the last layer."""
-    return sum(reads_all(index, filter_layers) for index in range(num_layers)) / num_layers
-
-
-def memory_share(chosen: float, num_layers: int, filter_layers: Sequence[int]) -> float:
-    """Share of the prompt's entries in fast memory (Mem%) when a share `chosen` of its tokens is chosen."""
-    full = full_share(num_layers, filter_layers)
-    return full + chosen * (1 - full)
-
-
 def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -> float:
-    """Share of a prompt's tokens to choose so that `memory_share` is `memory`; 1 where every layer reads everything.
+    """Share of a prompt's tokens to choose so that a share `memory` of its entries is in fast memory (Mem%).
+
+    The layers that read everything hold a share of (2 m + L_0) / L for m filter layers, none of them the last layer; 1
+    where that is every layer.
 
     Raises:
         ValueError: the layers that read everything already take as much.
     """
-    full = full_share(num_layers, filter_layers)
+    full = sum(reads_all(index, filter_layers) for index in range(num_layers)) / num_layers
     if full == 1:
         return 1.0
     if memory <= full:
@@ -208,15 +190,6 @@ def prompt_share(memory: float, num_layers: int, filter_layers: Sequence[int]) -
             f"filter_layers={tuple(filter_layers)} of {num_layers} layers; raise memory, or choose fewer filter layers"
         )
     return (memory - full) / (1 - full)
-
-
-def tokens_for_memory(memory: float, prompt_length: int, num_layers: int, filter_layers: Sequence[int]) -> int:
-    """Number of prompt tokens to choose for a share of the cache in fast memory, rounded down, at least 1.
-
-    Raises:
-        ValueError: see `prompt_share`.
-    """
-    return max(1, math.floor(prompt_share(memory, num_layers, filter_layers) * prompt_length + 1e-6))
 
 
 def selector_weights(distances: Tensor, selector: Selector) -> Tensor:

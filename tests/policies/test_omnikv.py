@@ -10,13 +10,10 @@ from dmc.budget import Budget
 from dmc.policies import OmniKV
 from dmc.policies.omnikv import (
     default_filter_layers,
-    full_share,
-    memory_share,
     prompt_share,
     reads_all,
     selection_scores,
     selector_weights,
-    tokens_for_memory,
 )
 
 TOLERANCE = 1e-4
@@ -45,15 +42,13 @@ def test_layers_of_llama_3_8b():
 
 
 def test_worked_numbers_of_memory_shares():
-    assert [full_share(*model) for model in (LLAMA_3_8B, YI_9B, LLAMA_3_70B)] == [0.25, 0.25, 0.125]
     assert prompt_share(0.3, *LLAMA_3_8B) == pytest.approx(1 / 15)
     assert prompt_share(0.2, *LLAMA_3_70B) == pytest.approx(0.08571, abs=1e-5)
     assert prompt_share(0.3, 48, (3, 11, 30)) == pytest.approx(0.13846, abs=1e-5)
-    assert memory_share(2048 / 131072, *LLAMA_3_8B) == pytest.approx(0.262, abs=1e-3)
-    assert tokens_for_memory(0.3, 739, *YI_9B) == 49
-    assert tokens_for_memory(0.3, 150, *LLAMA_3_8B) == 10
-    for share in (0.01, 0.5, 1.0):
-        assert prompt_share(memory_share(share, *LLAMA_3_70B), *LLAMA_3_70B) == pytest.approx(share)
+    assert prompt_share(0.262, *LLAMA_3_8B) == pytest.approx(2048 / 131072, abs=1e-3)
+    assert int(739 * prompt_share(0.3, *YI_9B)) == 49
+    with pytest.raises(ValueError, match=r"memory=0.25: the layers that read everything hold 0.25 of the cache"):
+        prompt_share(0.25, *YI_9B)
 
 
 def test_a_share_of_memory_gives_the_budget():

@@ -3,8 +3,8 @@
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
 attention.py   decode: the ragged heads' slots dealt out evenly, then a merge of the heads that were cut
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
-eviction.py    after a generated token: metadata of entries, attention received, which entry goes, and its eviction
-compaction.py  close the gaps that a prompt's eviction leaves
+eviction.py    after a generated token: metadata of entries, attention received, and which entry goes
+compaction.py  evict entries, and close the gaps
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import triton
 from dmc.kernels.probabilities import attention_received
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
-from dmc.kernels.triton.compaction import compact
+from dmc.kernels.triton.compaction import compact, evict
 from dmc.kernels.triton.eviction import (
     add_attention,
-    evict,
     eviction_candidate,
     nth_newest,
     read_metadata,

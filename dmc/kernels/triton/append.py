@@ -13,8 +13,8 @@ from dmc.kernels.base import LayerCache, NewTokens, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 
-PLANNED_TOGETHER = 1024
-"""Heads that the planning program handles at once."""
+PLANNED_TOGETHER = 256
+"""Heads that the planning program handles at once: no number of sequences compiles a kernel of its own."""
 RECENT_TILE = 16
 """Raw recent tokens that one program rotates."""
 
@@ -50,7 +50,7 @@ def append_or_merge(
             *_strides(tokens.decisions),
             BLOCK_SIZE=cache.block_size,
             DROPS=config is not None and config.action == "drop",
-            PAIRS=min(PLANNED_TOGETHER, triton.next_power_of_2(sequences * kv_heads)),
+            PAIRS=PLANNED_TOGETHER,
             **constants,
         )
         cos, sin = (None, None) if config is None or batch.rotary is None else batch.rotary

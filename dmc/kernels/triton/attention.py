@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import Recent
-from dmc.kernels.triton.tile import LOG2_E, attend_tile, load_rows, places, tile_keys, tile_warps
+from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_tile, load_rows, places, tile_keys, tile_warps
 
 CHUNK = 128
 """Slots of a chunk, a multiple of every tile; heads are cut between chunks."""
@@ -23,11 +23,8 @@ PROGRAMS = 2
 """Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
 TILE_BYTES = 8192
 """Size of a tile's keys."""
-STAGES = 5
-"""Of the loop over tiles: two for a table's entries, two for what they point to, so that two tiles have a buffer each,
-and one to compute."""
-COUNTED_TOGETHER = 1024
-"""Heads whose chunks a program counts at once."""
+COUNTED_TOGETHER = 256
+"""Heads whose chunks a program counts at once: no number of sequences compiles a kernel of its own."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -92,7 +89,7 @@ def paged_attention(
             KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size,
             CHUNK=CHUNK,
-            PAIRS=min(COUNTED_TOGETHER, triton.next_power_of_2(pairs)),
+            PAIRS=COUNTED_TOGETHER,
             MEMBERS=max(16, triton.next_power_of_2(group)),
             KEYS=tile_keys(row_bytes, TILE_BYTES),
             RECENT_KEYS=16,

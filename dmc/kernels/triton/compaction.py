@@ -1,4 +1,4 @@
-"""Close the gaps that eviction leaves: move the kept slots within each head's own pages, and free blocks."""
+"""Evict entries: move those that stay into the gaps, within each head's own pages, and free blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dmc.kernels.triton.tile import load_rows, places
 
 MOVED_TOGETHER = 32
 """Number of slots that a program moves at once."""
+SHRUNK_TOGETHER = 256
+"""Heads whose freed blocks are pushed at once: no number of sequences compiles a kernel of its own."""
 
 
 def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
@@ -19,7 +21,6 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     sequences, kv_heads, num_slots = keep.shape
     num_pairs = sequences * kv_heads
     kept = cache.lengths.new_empty(sequences, kv_heads)
-    released = torch.empty_like(kept)
     constants = {"KV_HEADS": kv_heads, "BLOCK_SIZE": cache.block_size}
     with torch.cuda.device_of(keep):
         for pages in cache.slot_pages:
@@ -30,7 +31,6 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
                 cache.block_tables,
                 pages,
                 kept,
-                released,
                 num_slots,
                 cache.block_tables.shape[-1],
                 WIDTH=pages.stride(1),
@@ -38,21 +38,45 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
                 SLOTS=MOVED_TOGETHER,
                 **constants,
             )
-        _release_kernel[(num_pairs,)](
+        _shrink(cache, rows, kept)
+
+
+def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
+    """See `dmc.kernels.reference.evict`; no host sync."""
+    slots, pages = slots.contiguous(), cache.slot_pages
+    kept = cache.lengths.new_empty(slots.shape)
+    widths = tuple(each.stride(1) for each in pages)
+    with torch.cuda.device_of(slots):
+        _move_last_kernel[(slots.numel(),)](
             rows,
+            slots,
             cache.lengths,
             cache.block_tables,
-            cache.free_blocks,
-            cache.num_free,
-            released,
-            num_pairs,
+            tuple(pages),
+            kept,
             cache.block_tables.shape[-1],
-            PAIRS=triton.next_power_of_2(num_pairs),
-            BLOCKS=128,
-            **constants,
+            WIDTHS=widths,
+            KV_HEADS=slots.shape[1],
+            BLOCK_SIZE=cache.block_size,
+            CHANNELS=triton.next_power_of_2(max(widths)),
         )
-    cache.lengths[rows] = kept
-    cache.num_free += released.sum(dtype=released.dtype)
+        _shrink(cache, rows, kept)
+
+
+def _shrink(cache: LayerCache, rows: Tensor, kept: Tensor) -> None:
+    _shrink_kernel[(1,)](
+        rows,
+        kept,
+        cache.lengths,
+        cache.block_tables,
+        cache.free_blocks,
+        cache.num_free,
+        kept.numel(),
+        cache.block_tables.shape[-1],
+        KV_HEADS=kept.shape[1],
+        BLOCK_SIZE=cache.block_size,
+        PAIRS=SHRUNK_TOGETHER,
+    )
 
 
 @triton.jit
@@ -63,7 +87,6 @@ def _move_kernel(
     block_tables,
     pages,
     kept,
-    released,
     num_slots,
     num_blocks,
     KV_HEADS: tl.constexpr,
@@ -72,7 +95,7 @@ def _move_kernel(
     CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Move one field of one head's kept slots down, in order; count them and the blocks that become free."""
+    """Move one field of one head's kept slots down, in order, and count them."""
     pair = tl.program_id(0).to(tl.int64)
     cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
     length = tl.load(lengths + cell)
@@ -92,33 +115,64 @@ def _move_kernel(
         tl.debug_barrier()
         count += tl.sum(stays, 0)
     tl.store(kept + pair, count)
-    tl.store(released + pair, tl.cdiv(length, BLOCK_SIZE) - tl.cdiv(count, BLOCK_SIZE))
 
 
 @triton.jit
-def _release_kernel(
+def _move_last_kernel(
     rows,
+    slots,
+    lengths,
+    block_tables,
+    pages,
+    kept,
+    num_blocks,
+    WIDTHS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Move what lies in one head's last slot, with all its data, to where the evicted entry lies; count what stays."""
+    pair = tl.program_id(0).to(tl.int64)
+    cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
+    hole, last = tl.load(slots + pair), tl.load(lengths + cell) - 1
+    moves = (hole >= 0) & (hole != last)
+    source = places(block_tables + cell * num_blocks, tl.maximum(last, 0), moves, BLOCK_SIZE)
+    target = places(block_tables + cell * num_blocks, tl.maximum(hole, 0), moves, BLOCK_SIZE)
+    channel = tl.arange(0, CHANNELS)
+    for field in tl.static_range(len(pages)):
+        moved = moves & (channel < WIDTHS[field])
+        states = tl.load(pages[field] + source * WIDTHS[field] + channel, mask=moved)
+        tl.store(pages[field] + target * WIDTHS[field] + channel, states, mask=moved)
+    tl.store(kept + pair, tl.where(hole >= 0, last, last + 1))
+
+
+@triton.jit
+def _shrink_kernel(
+    rows,
+    kept,
     lengths,
     block_tables,
     free_blocks,
     num_free,
-    released,
     num_pairs,
     num_blocks,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Push one head's freed blocks onto the free stack, above those of the heads before it."""
-    pair = tl.program_id(0)
-    cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
-    every = tl.arange(0, PAIRS)
-    before = tl.sum(tl.load(released + every, mask=every < pair, other=0), 0)
-    own = tl.load(released + pair)
-    first = tl.cdiv(tl.load(lengths + cell), BLOCK_SIZE) - own
-    height = tl.load(num_free) + before
-    for start in range(0, own, BLOCKS):
-        index = start + tl.arange(0, BLOCKS)
-        block = tl.load(block_tables + cell * num_blocks + first + index, mask=index < own, other=0)
-        tl.store(free_blocks + height + index, block, mask=index < own)
+    """Shorten heads to what they kept, and push the blocks that become free onto the free stack, in order."""
+    height = tl.load(num_free)
+    for start in range(0, num_pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        exists = pair < num_pairs
+        cell = tl.load(rows + pair // KV_HEADS, mask=exists, other=0) * KV_HEADS + pair % KV_HEADS
+        length = tl.load(kept + pair, mask=exists, other=0)
+        first = tl.cdiv(length, BLOCK_SIZE)
+        count = tl.cdiv(tl.load(lengths + cell, mask=exists, other=0), BLOCK_SIZE) - first
+        place = height + tl.cumsum(count, 0) - count
+        for index in range(0, tl.max(count, 0)):
+            block = tl.load(block_tables + cell * num_blocks + first + index, mask=index < count, other=0)
+            tl.store(free_blocks + place + index, block, mask=index < count)
+        tl.store(lengths + cell, length, mask=exists)
+        height += tl.sum(count, 0)
+    tl.store(num_free, height)

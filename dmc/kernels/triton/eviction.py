@@ -1,4 +1,4 @@
-"""What eviction does after a generated token: entries' metadata and attention, which one goes, and how."""
+"""What eviction asks after a generated token: entries' metadata and attention, and which one goes."""
 
 from __future__ import annotations
 
@@ -106,36 +106,6 @@ def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limit
             SLOTS=TILE,
         )
     return slots
-
-
-def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
-    """See `dmc.kernels.reference.evict`."""
-    slots, num_pairs, pages = slots.contiguous(), slots.numel(), cache.slot_pages
-    widths = tuple(each.stride(1) for each in pages)
-    with torch.cuda.device_of(slots):
-        _move_last_kernel[(num_pairs,)](
-            rows,
-            slots,
-            cache.lengths,
-            cache.block_tables,
-            tuple(pages),
-            cache.block_tables.shape[-1],
-            WIDTHS=widths,
-            CHANNELS=triton.next_power_of_2(max(widths)),
-            **_constants(cache),
-        )
-        _shrink_kernel[(1,)](
-            rows,
-            slots,
-            cache.lengths,
-            cache.block_tables,
-            cache.free_blocks,
-            cache.num_free,
-            num_pairs,
-            cache.block_tables.shape[-1],
-            PAIRS=min(TILE, triton.next_power_of_2(num_pairs)),
-            **_constants(cache),
-        )
 
 
 def _constants(cache: LayerCache) -> dict[str, int]:
@@ -293,61 +263,3 @@ def _candidate_kernel(
         youngest = tl.where(is_next, latest, youngest)
         candidate = tl.where(is_next, place, candidate)
     tl.store(slots + pair, tl.where(length > tl.load(limits + sequence), candidate, -1).to(tl.int64))
-
-
-@triton.jit
-def _move_last_kernel(
-    rows,
-    slots,
-    lengths,
-    block_tables,
-    pages,
-    num_blocks,
-    WIDTHS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """Move what lies in one head's last slot, with all its data, to where the evicted entry lies."""
-    pair = tl.program_id(0).to(tl.int64)
-    cell = tl.load(rows + pair // KV_HEADS) * KV_HEADS + pair % KV_HEADS
-    hole, last = tl.load(slots + pair), tl.load(lengths + cell) - 1
-    moves = (hole >= 0) & (hole != last)
-    source = places(block_tables + cell * num_blocks, tl.maximum(last, 0), moves, BLOCK_SIZE)
-    target = places(block_tables + cell * num_blocks, tl.maximum(hole, 0), moves, BLOCK_SIZE)
-    channel = tl.arange(0, CHANNELS)
-    for field in tl.static_range(len(pages)):
-        moved = moves & (channel < WIDTHS[field])
-        states = tl.load(pages[field] + source * WIDTHS[field] + channel, mask=moved)
-        tl.store(pages[field] + target * WIDTHS[field] + channel, states, mask=moved)
-
-
-@triton.jit
-def _shrink_kernel(
-    rows,
-    slots,
-    lengths,
-    block_tables,
-    free_blocks,
-    num_free,
-    num_pairs,
-    num_blocks,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Shorten the heads that evict, and push the blocks that become free onto the free stack, in order."""
-    height = tl.load(num_free)
-    for start in range(0, num_pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        exists = pair < num_pairs
-        cell = tl.load(rows + pair // KV_HEADS, mask=exists, other=0) * KV_HEADS + pair % KV_HEADS
-        evicts = tl.load(slots + pair, mask=exists, other=-1) >= 0
-        length = tl.load(lengths + cell, mask=evicts, other=1) - 1
-        frees = evicts & (length % BLOCK_SIZE == 0)
-        block = tl.load(block_tables + cell * num_blocks + length // BLOCK_SIZE, mask=frees, other=0)
-        rank = tl.cumsum(frees.to(tl.int32), 0)
-        tl.store(free_blocks + height + rank - 1, block, mask=frees)
-        tl.store(lengths + cell, length, mask=evicts)
-        height += tl.sum(frees.to(tl.int32), 0)
-    tl.store(num_free, height)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton.tile import LOG2_E, attend_own, attend_tile, load_rows, places, tile_keys, tile_warps
+from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_own, attend_tile, load_rows, places, tile_keys, tile_warps
 
 QUERY_BYTES = 16384
 """Size of a block of query rows, at most 64 of them, in float32 half as many."""
@@ -72,6 +72,7 @@ def prefill_attention(
             ROWS=rows,
             CHANNELS=channels,
             KEYS=min(most, tile_keys(row_bytes, TILE_BYTES if scales is None else TILE_BYTES // 2)),
+            STAGES=STAGES,
             num_warps=tile_warps(row_bytes),
         )
     return out
@@ -107,6 +108,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend from one block of queries of one KV head; row r is query r // GROUP of member r % GROUP."""
     pair = tl.program_id(0).to(tl.int64)
@@ -127,7 +129,7 @@ def _prefill_kernel(
     seen = tl.load(slots + token * KV_HEADS + head, mask=asks, other=0).to(tl.int32)
     most = tl.max(seen, 0)
     table = block_tables + (tl.load(cache_rows + sequence) * KV_HEADS + head) * num_blocks
-    for begin in range(0, most, KEYS):
+    for begin in tl.range(0, most, KEYS, num_stages=STAGES):
         slot = begin + tl.arange(0, KEYS)
         held = slot < most
         place = places(table, slot, held, BLOCK_SIZE)

@@ -8,6 +8,10 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 """Factor that turns exp into exp2."""
 
+STAGES = 5
+"""Of a loop over tiles: two for a table's entries, two for what they point to, so that two tiles have a buffer each,
+and one to compute."""
+
 
 def tile_keys(row_bytes: int, most_bytes: int) -> int:
     """Keys of one tile, of at most so many bytes; but 16 at least, as `tl.dot` demands."""
