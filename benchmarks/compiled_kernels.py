@@ -137,7 +137,7 @@ def layer_of(config: CompressionConfig | None, dtype: torch.dtype, head_dim: int
 
 
 def tokens_of(num_new: int, delay: int, dtype: torch.dtype, head_dim: int) -> tuple[ForwardBatch, NewTokens]:
-    batch = ForwardBatch([0, 1], [15] * BATCH, [num_new] * BATCH)
+    batch = ForwardBatch(list(range(BATCH)), [15] * BATCH, [num_new] * BATCH)
     tables = torch.empty(BATCH * (num_new + delay), head_dim, dtype=dtype)
     batch.rotary = tables, tables
     states, gates = torch.empty(BATCH * num_new, KV_HEADS, head_dim, dtype=dtype), (BATCH * num_new, KV_HEADS)

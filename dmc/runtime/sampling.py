@@ -129,7 +129,7 @@ class SamplingParams:
 
     def _check_searches(self) -> None:
         """Refuse what a search for the most likely continuations would not heed."""
-        unused = {"n": 1, "top_k": None, "top_p": 1, "min_p": 0, "seed": None, "stop": ()}
+        unused: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1, "min_p": 0, "seed": None, "stop": ()}
         unused |= {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
         unused["logits_processor"] = None
         for name, default in unused.items():

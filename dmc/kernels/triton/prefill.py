@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_own, attend_tile, load_rows, places, tile_keys, tile_warps
+from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_own, attend_tile, load_rows, places, tile_keys
 
 QUERY_BYTES = 16384
-"""Size of a block of query rows, at most 64 of them, in float32 half as many."""
-
-TILE_BYTES = 16384
-"""Size of a tile's keys; half as much where they pass through registers, out of 8 bits."""
+"""Size of a block of query rows, at most 64 of them; in float32 half as much."""
+TILE_BYTES = 8192
+"""Size of a tile's keys, at most 32 of them; in float32 half as many."""
 
 
 def prefill_attention(
@@ -42,8 +41,9 @@ def prefill_attention(
     channels = max(16, triton.next_power_of_2(head_dim))
     row_bytes = channels * query.element_size()
     # products of float32 take their operands, and those of 8 bits in it their copies, from registers
-    most = 64 if query.element_size() < 4 else 32 if scales is None else 16
-    rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // row_bytes))
+    is_wide = query.element_size() == 4
+    most = 64 if not is_wide else 32 if scales is None else 16
+    rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (1 + is_wide) // row_bytes))
     with torch.cuda.device_of(query):
         _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
             query,
@@ -71,9 +71,9 @@ def prefill_attention(
             BLOCK_SIZE=key_pages.shape[1],
             ROWS=rows,
             CHANNELS=channels,
-            KEYS=min(most, tile_keys(row_bytes, TILE_BYTES if scales is None else TILE_BYTES // 2)),
+            KEYS=min(16 if is_wide else 32, tile_keys(row_bytes, TILE_BYTES)),
             STAGES=STAGES,
-            num_warps=tile_warps(row_bytes),
+            num_warps=4 if channels <= 64 else 8,
         )
     return out
 
@@ -148,7 +148,7 @@ def _prefill_kernel(
     if recent_key is not None:
         num_recent = num_new + delay - 1
         recent_start = start + sequence * (delay - 1)
-        for begin in range(first, tl.minimum(first + queries + delay - 1, num_recent), KEYS):
+        for begin in tl.range(first, tl.minimum(first + queries + delay - 1, num_recent), KEYS, num_stages=1):
             other = begin + tl.arange(0, KEYS)
             exists = tl.load(recent_exists + recent_start + other, mask=other < num_recent, other=0) != 0
             place = ((recent_start + other) * KV_HEADS + head) * HEAD_DIM
