@@ -27,13 +27,14 @@ import decode_kernels
 import torch
 import training_kernels
 from timings import Case, medians
+from torch import Tensor
 
 from dmc import Engine, retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
 from dmc.kernels import BACKENDS
 from dmc.models import next_tokens, with_token_losses
 from dmc.models.build import random_model, twin
-from dmc.models.masked_attention import eager_masked_attention, masked_attention
+from dmc.models.masked_attention import masked_attention
 from dmc.models.modeling import for_unpadded
 from dmc.provenance import provenance
 from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchmark
@@ -102,6 +103,15 @@ def check_tests(place: Place) -> Rows:
     yield row("pytest -m gpu", done.returncode, "exit code", last, holds=done.returncode == 0)
 
 
+def attention_by_definition(query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float) -> Tensor:
+    """Compute `masked_attention` with T x T scores in float32; as many query heads as KV heads."""
+    bias = log_keep.unsqueeze(-2).repeat_interleave(query.shape[2], 2)
+    bias = bias.masked_fill(torch.eye(query.shape[2], dtype=torch.bool, device=query.device), 0.0)
+    scores = query.float() @ key.float().mT * scaling + bias
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ value.float()).to(query.dtype)
+
+
 def check_parity(place: Place) -> Rows:
     """Every backend against the reference on a whole engine, and training attention against its definition."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -129,7 +139,7 @@ def check_parity(place: Place) -> Rows:
         states[0][..., -1], states[1][..., -1] = torch.zeros(2, 1, device=place.device, dtype=dtype)
         log_keep = torch.nn.functional.logsigmoid(torch.randn(1, heads, length, device=place.device))
         results = []
-        for attend in (masked_attention, eager_masked_attention):
+        for attend in (masked_attention, attention_by_definition):
             leaves = [each.clone().requires_grad_() for each in (*states, log_keep)]
             out = attend(*leaves, dim**-0.5)
             results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
 from dmc.models.adapter import GateAdapter
-from dmc.models.masked_attention import delayed_masked_attention, masked_attention
+from dmc.models.masked_attention import delayed_masked_attention
 
 THRESHOLDED = GateMode()
 
@@ -174,18 +174,13 @@ class CompressedAttentionMixin(nn.Module):
         query = compressor.without_decision(rotate(gated.query, cos, sin), value.shape[1])
         stream_key = rotate(stream_key, cos, sin)
         log_keep = compressor.log_keep(gated)
-        if config.delay == 0:
-            operands = [query, stream_key, stream_value, log_keep]
-        else:
-            recent_key = stream_key if config.action == "drop" else rotate(gated.key, cos, sin)
-            operands = [query, recent_key, value, stream_key, stream_value, log_keep]
+        keep_top = config.action == "merge"
+        recent_key = rotate(gated.key, cos, sin) if keep_top and config.delay else stream_key
+        operands = [query, recent_key, value, stream_key, stream_value, log_keep]
 
-        def attend(operands: list[Any], hidden: Tensor | None) -> Tensor:
-            options: dict[str, Any] = {"scaling": self.scaling, "hidden": hidden, "free_channel": compressor.neuron}
-            if config.delay == 0:
-                return masked_attention(*operands, **options)
-            keep_top = config.action == "merge"
-            return delayed_masked_attention(*operands, delay=config.delay, keep_top=keep_top, **options)
+        def attend(operands: list[Tensor], hidden: Tensor | None) -> Tensor:
+            options = {"delay": config.delay, "keep_top": keep_top, "free_channel": compressor.neuron}
+            return delayed_masked_attention(*operands, self.scaling, hidden=hidden, **options)
 
         if documents is None:
             return attend(operands, hidden)

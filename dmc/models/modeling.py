@@ -150,15 +150,6 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         """Return the layers' adapters; empty where the gates read the borrowed neuron alone."""
         return [module for module in self.modules() if isinstance(module, GateAdapter)]
 
-    @torch.no_grad()
-    def remove_neuron(self) -> None:
-        """Set the rows that produce the borrowed neuron to exactly zero.
-
-        This ends the zero-out stage: the retrofit starts with every decision logit at -c and equal importance.
-        """
-        for parameter, rows in self.neuron_rows():
-            parameter[rows] = 0
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load an exported folder as safetensors and JSON only.

@@ -17,6 +17,8 @@ from dmc.compression import CompressionConfig
         ({"weighting": "equal"}, "weighting='equal': expected 'learned' or 'uniform'"),
         ({"decisions": "fixed", "action": "drop", "delay": 4}, "decisions='fixed' pools tokens .* use action='merge'"),
         ({"decisions": "fixed"}, "decisions='fixed' borrows no neuron .* use weighting='uniform'"),
+        ({"gate_input": "keys"}, "gate_input='keys': expected 'neuron', "),
+        ({"gate_input": "both", "decisions": "fixed", "weighting": "uniform"}, "decisions='fixed' reads nothing"),
         ({"decided_token": "previous"}, "decided_token='previous' needs delay >= 1"),
     ],
 )

@@ -99,37 +99,29 @@ def test_calibrated_gates_keep_their_decisions_under_one_offset(make_stock, tmp_
 
 
 @pytest.mark.parametrize(
-    ("gates", "message"),
+    ("changes", "gates", "options", "message"),
     [
-        ({"delay": 4}, "delay=4: Megatron's gates merge at once"),
-        ({"delay": 4, "action": "drop"}, "action='drop', delay=4"),
-        ({"neuron_index": 0}, "neuron_index=0"),
-        ({"eps": 0.1}, "eps=0.1"),
-        ({"decision_offset": -0.5}, "decision_offset=-0.5 and omega_offset=5.0 differ"),
+        ({}, {"delay": 4}, {}, "delay=4: Megatron's gates merge at once"),
+        ({}, {"delay": 4, "action": "drop"}, {}, "action='drop', delay=4"),
+        ({}, {"neuron_index": 0}, {}, "neuron_index=0"),
+        ({}, {"eps": 0.1}, {}, "eps=0.1"),
+        ({}, {"decision_offset": -0.5}, {}, "decision_offset=-0.5 and omega_offset=5.0 differ"),
+        ({}, {}, {"tensor_size": 3}, "num_key_value_heads=2 cannot be divided among 3 ranks evenly"),
+        ({"intermediate_size": 97}, {}, {"tensor_size": 2}, "intermediate_size=97 cannot be divided among 2"),
+        ({}, {}, {"tensor_size": 0}, "tensor_size=0"),
+        ({"family": "qwen3"}, {}, {}, "model_type='dmc_qwen3' is not written for Megatron"),
+        ({"attention_bias": True}, {}, {}, "biases are not written for Megatron"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+            {},
+            {},
+            "rope_type='linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 100.5}}, {}, {}, "rope_theta=100.5"),
     ],
 )
-def test_gates_without_a_form_in_megatron_are_refused(gates, message, make_stock, tmp_path):
-    retrofit(make_stock(), CompressionConfig(**gates)).save_pretrained(tmp_path / "folder")
-    with pytest.raises(ValueError, match=message):
-        export_checkpoint(tmp_path / "folder", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({}, {"tensor_size": 3}, "num_key_value_heads=2 cannot be divided among 3 ranks evenly"),
-        ({}, {"tensor_size": 4}, "num_key_value_heads=2 cannot be divided among 4"),
-        ({"intermediate_size": 97}, {"tensor_size": 2}, "intermediate_size=97 cannot be divided among 2"),
-        ({}, {"tensor_size": 0}, "tensor_size=0"),
-        ({"family": "qwen3"}, {}, "model_type='qwen3' is not written for Megatron"),
-        ({"attention_bias": True}, {}, "biases are not written for Megatron"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}, {}, "rope_type='linear'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 100.5}}, {}, "rope_theta=100.5"),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(changes, options, message, make_stock, tmp_path):
-    make_stock(**changes).save_pretrained(tmp_path / "folder")
+def test_what_megatron_has_no_form_for_is_refused(changes, gates, options, message, make_stock, tmp_path):
+    retrofit(make_stock(**changes), CompressionConfig(**gates)).save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match=message):
         export_checkpoint(tmp_path / "folder", tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -188,35 +188,43 @@ def test_stored_argument_can_be_overruled(tmp_path):
     assert type(load_model(import_checkpoint(source, tmp_path / "out", arguments=given))) is LlamaForCausalLM
 
 
-@pytest.mark.parametrize("missing", ["mp_rank_01_000", "mp_rank_00_001"])
-def test_a_missing_rank_is_named(missing, tmp_path):
-    source = write(GROUPED, tmp_path / "source", sizes=(2, 2))
-    ranks = source / "iter_0000040"
-    (ranks / missing / "model_optim_rng.pt").unlink()
+@pytest.mark.parametrize(
+    ("sizes", "missing", "message"),
+    [
+        ((2, 2), "mp_rank_01_000", "lacks tensor-parallel rank"),
+        ((2, 2), "mp_rank_00_001", "lacks tensor-parallel rank"),
+        ((1, 2), "mp_rank_00_001", "1 tensor x 1 pipeline ranks, its arguments say 1 x 2"),
+    ],
+)
+def test_a_missing_rank_is_named(sizes, missing, message, tmp_path):
+    rank = write(GROUPED, tmp_path / "source", sizes=sizes) / "iter_0000040" / missing
+    (rank / "model_optim_rng.pt").unlink()
     with pytest.raises(FileNotFoundError, match=f"{missing}/model_optim_rng.pt is missing"):
-        import_checkpoint(source, tmp_path / "out")
-    (ranks / missing).rmdir()
-    with pytest.raises(FileNotFoundError, match="lacks tensor-parallel rank"):
-        import_checkpoint(source, tmp_path / "out")
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
+    rank.rmdir()
+    with pytest.raises(FileNotFoundError, match=message):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
 
 
-def test_all_ranks_of_a_stage_missing_are_named(tmp_path):
-    source = write(GROUPED, tmp_path / "source", sizes=(1, 2))
-    (source / "iter_0000040" / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
-    (source / "iter_0000040" / "mp_rank_00_001").rmdir()
-    with pytest.raises(FileNotFoundError, match="1 tensor x 1 pipeline ranks, its arguments say 1 x 2"):
-        import_checkpoint(source, tmp_path / "out")
-
-
-def test_folders_of_another_kind_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        import_checkpoint(tmp_path / "absent", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no mp_rank_00: it is not a Megatron checkpoint"):
-        import_checkpoint(tmp_path / "empty", tmp_path / "out")
-    (tmp_path / "empty" / "metadata.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a distributed checkpoint"):
-        import_checkpoint(tmp_path / "empty", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("file", "content", "error", "message"),
+    [
+        (None, "", FileNotFoundError, "there is no folder"),
+        ("notes.md", "mine", ValueError, "holds no mp_rank_00: it is not a Megatron checkpoint"),
+        ("metadata.json", "{}", ValueError, "is a distributed checkpoint"),
+        *(
+            ("latest_checkpointed_iteration.txt", named, ValueError, "names .*: expected a number, or release")
+            for named in ("../elsewhere", "/", "..")
+        ),
+    ],
+)
+def test_folders_of_another_kind_are_refused(file, content, error, message, tmp_path):
+    write(GROUPED, tmp_path / "elsewhere")  # what a tracker that leads outside would find
+    if file is not None:
+        (tmp_path / "source").mkdir()
+        (tmp_path / "source" / file).write_text(content)
+    with pytest.raises(error, match=message):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -297,26 +305,15 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path):
         import_checkpoint(source, tmp_path / "out", vocab_size=25)
 
 
-def test_output_with_content_is_left_alone_without_overwrite(tmp_path):
-    source = write(GROUPED, tmp_path / "source")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="is not empty"):
-        import_checkpoint(source, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-    with pytest.raises(FileExistsError, match=r"holds files but no files.json"):
-        import_checkpoint(source, tmp_path / "out", overwrite=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-    (tmp_path / "out" / "thesis.txt").unlink()
+def test_output_with_content_is_left_alone(tmp_path):
+    source, thesis = write(GROUPED, tmp_path / "source"), tmp_path / "out" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for overwrite, message in ((False, "is not empty"), (True, "holds files but no files.json")):
+        with pytest.raises(FileExistsError, match=message):
+            import_checkpoint(source, tmp_path / "out", overwrite=overwrite)
+        assert [*thesis.parent.iterdir()] == [thesis]
+    thesis.unlink()
     for _ in range(2):
         import_checkpoint(source, tmp_path / "out", overwrite=True)
     load_model(tmp_path / "out")
-
-
-@pytest.mark.parametrize("named", ["../elsewhere", "/", ".."])
-def test_a_tracker_that_leads_outside_its_folder_is_refused(named, tmp_path):
-    write(GROUPED, tmp_path / "elsewhere")
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "latest_checkpointed_iteration.txt").write_text(named)
-    with pytest.raises(ValueError, match=r"names .*: expected a number, or release"):
-        import_checkpoint(tmp_path / "source", tmp_path / "out")

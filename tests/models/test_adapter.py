@@ -59,15 +59,3 @@ def test_an_exported_adapter_comes_back(make_compressed, make_prompts, tmp_path)
 def test_a_compressed_model_gains_or_loses_no_adapter(make_compressed):
     with pytest.raises(ValueError, match="gate_input='hidden' cannot replace 'neuron'"):
         retrofit(make_compressed(), CompressionConfig(gate_input="hidden"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gate_input": "keys"}, "gate_input='keys': expected 'neuron', "),
-        ({"gate_input": "both", "decisions": "fixed", "weighting": "uniform"}, "decisions='fixed' reads nothing"),
-    ],
-)
-def test_gates_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        CompressionConfig(**settings)

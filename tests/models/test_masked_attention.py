@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from dmc.models import masked_attention as module
 from dmc.models.masked_attention import (
     delayed_masked_attention,
-    eager_delayed_masked_attention,
-    eager_masked_attention,
     flash,
     flash_ops,
     masked_attention,
@@ -177,21 +175,6 @@ def test_sixteen_bit_is_as_near_as_its_rounding(implementation, autocast, delay,
         assert (got - want).norm() <= 3e-2 * want.norm(), name
 
 
-@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (16, True), (16, False), (300, True)])
-@pytest.mark.parametrize("hide", [False, True])
-def test_the_eager_form_is_the_definition(delay, keep_top, hide):
-    tensors = draw(40)
-    hidden = torch.zeros(2, 40, dtype=torch.bool)
-    hidden[0, :5] = True
-    options = {"hidden": hidden if hide else None}
-    out = eager_delayed_masked_attention(*tensors, SCALING, delay=delay, keep_top=keep_top, **options)
-    compare(tensors, out, naive(tensors, delay, keep_top, **options))
-    if delay == 0:
-        query, _, _, key, value, log_keep = tensors
-        out = eager_masked_attention(query, key, value, log_keep, SCALING, **options)
-        compare(tensors, out, naive(tensors, delay, keep_top, **options))
-
-
 class _LargestOutput(TorchDispatchMode):
     """Remember the most elements that any operation's result held in memory."""
 
@@ -253,7 +236,7 @@ def test_the_gpu_kernels_take_these_operands(kernel, dtype, time):
     out, log_sum_exp, state = forward(query, key, key, SCALING)
     assert out.shape == query.shape
     assert (log_sum_exp.shape, log_sum_exp.dtype) == (query.shape[:-1], torch.float32)
-    gradients = backward(out, query, key, key, out, log_sum_exp, state, SCALING)
+    gradients = backward(out, (query, key, key), out, log_sum_exp, state, SCALING)
     assert [gradient.shape for gradient in gradients] == [query.shape] * 3
 
 

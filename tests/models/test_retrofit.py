@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from oracles.step_by_step import ModelOracle
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from dmc import Engine, SamplingParams, load_model, retrofit
+from dmc import Engine, load_model, retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
 from dmc.models.attention import Documents
 
@@ -91,34 +91,7 @@ def test_fixed_pooling_at_ratio_one_is_the_stock_model(family, delay, make_stock
     for mode in (None, GateMode(noise_seeds=[1], fixed_ratio=1.0)):
         assert difference(parallel_log_probs(model, tokens, gate_mode=mode), expected) < TOLERANCE / 10
     assert difference(Engine(model).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE / 10
-    model.remove_neuron()  # there is none
-    assert all(torch.equal(each, model.state_dict()[name]) for name, each in stock.state_dict().items())
-
-
-def test_heads_that_decide_as_one_hold_equally_much(make_compressed, make_prompts):
-    prompts = make_prompts(70, 33)
-    for gates in SHARED:
-        model, trace = make_compressed(group=1, gates=gates), GateTrace()
-        for generation in Engine(model).generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.0)):
-            slots = generation.stats.slots
-            assert (slots == slots[:, :1]).all()
-            assert 1.1 < generation.stats.achieved_ratio
-        model(torch.tensor(prompts[:1]), use_cache=False, gate_mode=GateMode(noise_seeds=[3]), gate_trace=trace)
-        alpha = trace.stacked_alpha()
-        assert (alpha == alpha[:, :, :1]).all()
-        assert alpha.std() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("ratio", "pattern"), [(4.0, "01110111"), (2.5, "0110101101"), (1.0, "0000"), (9.0, "011111111")]
-)
-def test_fixed_pooling_merges_by_position(ratio, pattern, make_stock, make_prompts):
-    model = retrofit(make_stock(), CompressionConfig(**{**FIXED[0], "target_ratio": ratio}))
-    tokens, trace = make_prompts(len(pattern))[0], GateTrace()
-    parallel_log_probs(model, tokens, gate_trace=trace)
-    assert (trace.stacked_alpha() == torch.tensor([float(each) for each in pattern])).all()
-    (generation,) = Engine(model).generate([tokens], SamplingParams(max_new_tokens=1, temperature=0.0))
-    assert (generation.stats.slots == pattern.count("0")).all()
+    assert not [*model.neuron_rows()]
 
 
 @pytest.mark.parametrize("gates", [{"delay": 40}, {"action": "drop", "delay": 40}, {"delay": 1000}], ids=name_of)
@@ -325,24 +298,18 @@ def test_same_parameters_as_the_stock_model(family, make_stock):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_remove_neuron_zeroes_its_rows_and_no_others(family, make_compressed):
-    model = make_compressed(family, gates={"neuron_index": 5})
+def test_without_the_neurons_rows_every_decision_logit_is_minus_the_offset(family, make_compressed, make_prompts):
+    model, trace = make_compressed(family, gates={"neuron_index": 5, "decision_offset": 5.0}), GateTrace()
     before = copy.deepcopy(model.state_dict())
-    model.remove_neuron()
+    for parameter, rows in model.neuron_rows():
+        parameter.data[rows] = 0
+    parallel_log_probs(model, make_prompts(9)[0], gate_trace=trace)
+    assert all((logits == -5).all() for logits in trace.logits.values())
     for name, after in model.state_dict().items():
         expected = before[name].clone()
         if ".q_proj." in name or ".k_proj." in name:
             expected[5::16] = 0
-        torch.testing.assert_close(after, expected, rtol=0, atol=0)
-    assert ("model.layers.0.self_attn.k_proj.bias" in before) == (family == "qwen2")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_after_remove_neuron_every_decision_logit_is_minus_the_offset(family, make_compressed, make_prompts):
-    model, trace = make_compressed(family, gates={"decision_offset": 5.0}), GateTrace()
-    model.remove_neuron()
-    parallel_log_probs(model, make_prompts(9)[0], gate_trace=trace)
-    assert all((logits == -5).all() for logits in trace.logits.values())
+        assert torch.equal(after, expected), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -469,33 +436,34 @@ def test_a_foreign_cache_is_refused(make_compressed, make_prompts):
         make_compressed()(torch.tensor(make_prompts(5)), past_key_values=DynamicCache())
 
 
-def test_unsupported_families_are_refused_by_name():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
-    with pytest.raises(
-        ValueError, match=r"GPT2LMHeadModel .*'gpt2'.* cannot be retrofitted.*llama, mistral, qwen2, qwen3"
-    ):
-        retrofit(model, CompressionConfig())
-    with pytest.raises(ValueError, match=r"Linear .* cannot be retrofitted"):
-        retrofit(torch.nn.Linear(2, 2), CompressionConfig())
+WINDOW = r"layer {} of this .*{} model has a sliding window of 8 tokens"
 
 
-def test_a_headless_model_of_a_known_family_is_refused(make_stock):
-    with pytest.raises(ValueError, match=r"LlamaModel .* cannot be retrofitted"):
-        retrofit(make_stock().model, CompressionConfig())
-
-
-def test_sliding_windows_are_refused_with_the_layer(make_stock):
-    with pytest.raises(NotImplementedError, match=r"layer 0 of this .*mistral model has a sliding window of 8 tokens"):
-        retrofit(make_stock("mistral", sliding_window=8), CompressionConfig())
-    partly = make_stock("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(NotImplementedError, match=r"layer 1 of this .*qwen2 model has a sliding window of 8 tokens"):
-        retrofit(partly, CompressionConfig())
-
-
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}])
-def test_rope_that_depends_on_the_length_is_refused(rope, make_stock):
-    with pytest.raises(NotImplementedError, match="rope_type='dynamic' changes its angles"):
-        retrofit(make_stock(rope_parameters={"rope_theta": 100.0, **rope}), CompressionConfig())
+@pytest.mark.parametrize(
+    ("build", "gates", "error", "message"),
+    [
+        (
+            lambda _: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)),
+            *({}, ValueError, r"GPT2LMHeadModel .*'gpt2'.* cannot be retrofitted.*llama, mistral, qwen2, qwen3"),
+        ),
+        (lambda _: torch.nn.Linear(2, 2), {}, ValueError, "Linear .* cannot be retrofitted"),
+        (lambda make: make().model, {}, ValueError, "LlamaModel .* cannot be retrofitted"),
+        (lambda make: make("mistral", sliding_window=8), {}, NotImplementedError, WINDOW.format(0, "mistral")),
+        (
+            lambda make: make("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            *({}, NotImplementedError, WINDOW.format(1, "qwen2")),
+        ),
+        (
+            lambda make: make(rope_parameters={"rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0}),
+            *({}, NotImplementedError, "rope_type='dynamic' changes its angles"),
+        ),
+        (lambda make: make(head_dim=2), {}, ValueError, "head_dim=2 is too small for a borrowed neuron"),
+        (lambda make: make(), {"neuron_index": 16}, ValueError, "neuron_index=16 does not exist in heads of 16"),
+    ],
+)
+def test_what_cannot_have_gates_is_refused_by_name(build, gates, error, message, make_stock):
+    with pytest.raises(error, match=message):
+        retrofit(build(make_stock), CompressionConfig(**gates))
 
 
 @pytest.mark.parametrize(
@@ -522,10 +490,3 @@ def test_scaled_rope_acts_as_in_the_stock_model(rope, make_stock, make_prompts, 
     for each in (model, load_model(tmp_path)):
         assert difference(parallel_log_probs(each, tokens), expected) < TOLERANCE
         assert difference(Engine(each).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE
-
-
-def test_gates_that_do_not_fit_the_heads_are_refused(make_stock):
-    with pytest.raises(ValueError, match="head_dim=2 is too small for a borrowed neuron"):
-        retrofit(make_stock(head_dim=2), CompressionConfig())
-    with pytest.raises(ValueError, match="neuron_index=16 does not exist in heads of 16 channels"):
-        retrofit(make_stock(), CompressionConfig(neuron_index=16))

@@ -83,17 +83,41 @@ def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def change_config(folder, **changes):
+    """Change values of a folder's config.json; None takes one away."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def pickle_the_weights(path):
+    torch.save(load_file(path), path.with_name("pytorch_model.bin"))
+    path.unlink()
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "error", "message"),
     [
-        (cut_a_weight, rf"weight {WEIGHT} has shape \(16, 48\), its config.json asks for \(32, 48\)"),
-        (forget_a_weight, rf"lacks the weight {WEIGHT} \(32, 48\)"),
+        (cut_a_weight, ValueError, rf"weight {WEIGHT} has shape \(16, 48\), its config.json asks for \(32, 48\)"),
+        (forget_a_weight, ValueError, rf"lacks the weight {WEIGHT} \(32, 48\)"),
+        (pickle_the_weights, FileNotFoundError, r"neither model\.safetensors nor .*no pickle"),
+        (lambda path: path.with_name("config.json").unlink(), FileNotFoundError, "{folder} has no config.json"),
+        (lambda path: shutil.rmtree(path.parent), FileNotFoundError, "there is no folder {folder}"),
+        (
+            lambda path: change_config(path.parent, num_hidden_layers=1),
+            *(ValueError, r"holds model\.layers\.1\..*num_hidden_layers=1: half a model"),
+        ),
+        (
+            lambda path: change_config(path.parent, attn_implementation="someone/kernel"),
+            *(ValueError, "names the attention someone/kernel, code on the hub"),
+        ),
     ],
 )
-def test_what_is_wrong_with_a_weight_is_named(folder, damage, message):
+def test_what_is_wrong_with_a_folder_is_named(model, folder, damage, error, message):
     damage(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load_model(folder)
+    for load in (load_model, type(model).from_pretrained)[: 1 + model.config.model_type.startswith("dmc_")]:
+        with pytest.raises(error, match=message.replace("{folder}", re.escape(str(folder)))):
+            load(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +126,10 @@ def test_what_is_wrong_with_a_weight_is_named(folder, damage, message):
         (Path.unlink, FileNotFoundError, "{} is missing"),
         (cut_in_half, ValueError, r"{} \(\d+ bytes\) is cut off"),
         (forget_a_weight, ValueError, "{} lacks " + WEIGHT),
+        (
+            lambda shard: cut_in_half(shard.with_name("model.safetensors.index.json")),
+            *(ValueError, r"model\.safetensors\.index\.json is damaged"),
+        ),
     ],
 )
 def test_what_is_wrong_with_a_shard_is_named(sharded, damage, error, message):
@@ -111,27 +139,10 @@ def test_what_is_wrong_with_a_shard_is_named(sharded, damage, error, message):
         load_model(sharded)
 
 
-def test_a_damaged_index_is_named(sharded):
-    path = sharded / "model.safetensors.index.json"
-    path.write_text(path.read_text()[:50])
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
-        load_model(sharded)
-
-
-def test_a_folder_without_a_config_is_refused(folder):
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{folder} has no config.json")):
-        load_model(folder)
-
-
-def test_a_folder_with_pickled_weights_only_is_refused(model, folder):
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*no pickle"):
-        load_model(folder)
-    if model.config.model_type.startswith("dmc_"):
-        with pytest.raises(FileNotFoundError, match="no pickle"):
-            load_compressed(folder)
+def test_attention_from_the_hub_is_not_assembled(folder):
+    change_config(folder, attn_implementation="someone/kernel")
+    with pytest.raises(ValueError, match="code on the hub"):
+        assemble(AutoConfig.from_pretrained(folder), {})
 
 
 def test_tied_head_may_be_absent_from_the_file(make_compressed, tmp_path):
@@ -150,11 +161,6 @@ def test_remote_code_is_never_run(folder):
     load_model(folder, trust_remote_code=True)
 
 
-def test_an_absent_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*absent"):
-        load_model(tmp_path / "absent")
-
-
 @pytest.mark.parametrize("name", ["../elsewhere/model.safetensors", "/etc/passwd", "sub/model.safetensors", "", 3])
 def test_an_index_that_leads_outside_its_folder_is_refused(sharded, name):
     index = index_of(sharded)
@@ -166,28 +172,6 @@ def test_an_index_that_leads_outside_its_folder_is_refused(sharded, name):
     for read in (load_model, stored_shapes, weight_files):
         with pytest.raises(ValueError, match=r"names .*: expected files of its own folder"):
             read(sharded)
-
-
-def test_attention_from_the_hub_is_refused(sharded):
-    config = json.loads((sharded / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps(config | {"attn_implementation": "someone/kernel"}))
-    with pytest.raises(ValueError, match="names the attention someone/kernel, code on the hub"):
-        load_model(sharded)
-    with pytest.raises(ValueError, match="code on the hub"):
-        assemble(AutoConfig.from_pretrained(sharded), {})
-
-
-def change_config(folder, **changes):
-    """Change values of a folder's config.json; None takes one away."""
-    path = folder / "config.json"
-    values = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-
-
-def test_half_of_a_models_layers_are_not_loaded_with_a_warning(folder):
-    change_config(folder, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"holds model\.layers\.1\..*num_hidden_layers=1: half a model"):
-        load_model(folder)
 
 
 def test_weights_that_are_missing_behind_a_hub_name_are_no_warning(folder, monkeypatch):

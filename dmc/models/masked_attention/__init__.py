@@ -1,14 +1,12 @@
 """Causal attention over a compressed cache, as every position sees it, in parallel and without a T x T mask."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from dmc.models.masked_attention.blocked import BlockedAttention
 from dmc.models.masked_attention.flash import FlashAttention
 from dmc.models.masked_attention.flash_ops import find_flash_kernel
-from dmc.models.masked_attention.form import AttentionForm, accumulation_dtype
+from dmc.models.masked_attention.form import AttentionForm
 
 _SHORT, _WIDE = 1536, 128
 """Sequence length up to which, and delay above which, matrix products beat the flash kernel of a CPU."""
@@ -98,52 +96,6 @@ def delayed_masked_attention(
     form = AttentionForm(scaling, delay, keep_top, free_channel)
     raw_key, raw_value = (recent_key, recent_value) if delay else (None, None)
     return _attend(form, query, raw_key, raw_value, stream_key, stream_value, log_keep, hidden)
-
-
-def eager_delayed_masked_attention(
-    query: Tensor,
-    recent_key: Tensor,
-    recent_value: Tensor,
-    stream_key: Tensor,
-    stream_value: Tensor,
-    log_keep: Tensor,
-    scaling: float,
-    *,
-    delay: int,
-    keep_top: bool,
-    hidden: Tensor | None = None,
-) -> Tensor:
-    """Compute `delayed_masked_attention` by its definition, with T x T scores; arguments and result are the same."""
-    group, dtype = query.shape[1] // stream_key.shape[1], accumulation_dtype(query)
-
-    def of_query_heads(states: Tensor) -> Tensor:
-        return states.to(dtype).repeat_interleave(group, dim=1)
-
-    row = torch.arange(query.shape[2], device=query.device).unsqueeze(-1)
-    column = row.mT
-    bias = of_query_heads(log_keep).unsqueeze(-2)
-    if keep_top:
-        bias = torch.where(column == row - delay, 0.0, bias)
-    recent = query.to(dtype) @ of_query_heads(recent_key).mT * scaling
-    recent = recent.masked_fill((column > row) | (column <= row - delay), -math.inf)
-    stream = query.to(dtype) @ of_query_heads(stream_key).mT * scaling + bias
-    stream = stream.masked_fill(column > row - delay, -math.inf)
-    scores = torch.cat([recent, stream], dim=-1)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden.repeat(1, 2)[:, None, None], -math.inf)
-    blind = (scores == -math.inf).all(dim=-1, keepdim=True)
-    probabilities = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    values = torch.cat([of_query_heads(recent_value), of_query_heads(stream_value)], dim=-2)
-    return (probabilities @ values).to(query.dtype)
-
-
-def eager_masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float, *, hidden: Tensor | None = None
-) -> Tensor:
-    """Compute `masked_attention` by its definition, with T x T scores; arguments and result are the same."""
-    return eager_delayed_masked_attention(
-        query, key, value, key, value, log_keep, scaling, delay=0, keep_top=True, hidden=hidden
-    )
 
 
 def _attend(

@@ -73,13 +73,9 @@ class FlashAttention(torch.autograd.Function):
             # Where all is masked, score - log-sum-exp is a rounding error of MASKED; with 0 the keys get no weight.
             safe = torch.where(log_sum_exp > MASKED / 2, log_sum_exp, 0.0)
             grad_rows, out_rows = (states[:, shift:].transpose(1, 2) for states in (grad, out))
+            safe = safe[:, shift:].transpose(1, 2).contiguous()
             far_query, far_key, far_value = kernel.backward(
-                grad_rows,
-                *_far(operands, shift),
-                out_rows,
-                safe[:, shift:].transpose(1, 2).contiguous(),
-                ctx.state,
-                form.scaling,
+                grad_rows, _far(operands, shift), out_rows, safe, ctx.state, form.scaling
             )
             gradients.query[:, shift:] = far_query.transpose(1, 2)
             gradients.stream_key[:, : time - shift] = far_key.sum(1, dtype=part_lse.dtype)

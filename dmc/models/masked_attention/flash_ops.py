@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _aten: Any = torch.ops.aten
+Three = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,13 @@ class FlashKernel:
     """One device's causal flash attention; all states are [batch, heads, time, channels].
 
     `forward(query, key, value, scaling)` gives (out, log-sum-exp float32 [batch, heads, time], state for backward).
-    `backward(grad, query, key, value, out, log_sum_exp, state, scaling)` gives the gradients of query, key and value.
+    `backward(grad, (query, key, value), out, log_sum_exp, state, scaling)` gives the gradients of the three.
     With the output and log-sum-exp of a softmax over *more* keys than these, backward gives these keys' share of the
     gradient, as in ring attention.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Sequence[Any]]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Tensor, Three, Tensor, Tensor, Any, float], Three]
     multiple: int
     """The head dimension must be a multiple of this."""
 
@@ -46,18 +48,9 @@ def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> t
     return out, log_sum_exp, ()
 
 
-def _cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    state: Sequence[Any],
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(grad: Tensor, given: Three, out: Tensor, log_sum_exp: Tensor, state: Any, scaling: float) -> Three:
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, log_sum_exp, 0.0, True, scale=scaling
+        grad, *given, out, log_sum_exp, 0.0, True, scale=scaling
     )
 
 
@@ -68,19 +61,10 @@ def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
     return out, log_sum_exp, state  # state: cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused
 
 
-def _cuda_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    state: Sequence[Any],
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(grad: Tensor, given: Three, out: Tensor, log_sum_exp: Tensor, state: Any, scaling: float) -> Three:
     cum_seq_q, cum_seq_k, max_q, max_k, seed, offset = state
     return _aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, out, log_sum_exp.contiguous(), cum_seq_q, cum_seq_k, max_q, max_k, 0.0, True,
+        grad, *given, out, log_sum_exp.contiguous(), cum_seq_q, cum_seq_k, max_q, max_k, 0.0, True,
         seed, offset, scale=scaling,
     )  # fmt: skip
 
@@ -95,18 +79,11 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    state: Sequence[Any],
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, given: Three, out: Tensor, log_sum_exp: Tensor, state: Any, scaling: float
+) -> Three:
     # This kernel reads the log-sum-exp of whole tiles of 32 rows; +inf gives the rows behind the end no weight.
     padded = functional.pad(log_sum_exp, (0, -log_sum_exp.shape[-1] % 32), value=torch.inf).contiguous()
     grads = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, None, out, padded, *state, 0.0, [True, True, True, False], True, scale=scaling
+        grad, *given, None, out, padded, *state, 0.0, [True, True, True, False], True, scale=scaling
     )
     return grads[:3]
