@@ -178,9 +178,9 @@ class CompressedAttentionMixin(nn.Module):
         recent_key = rotate(gated.key, cos, sin) if keep_top and config.delay else stream_key
         operands = [query, recent_key, value, stream_key, stream_value, log_keep]
 
-        def attend(operands: list[Tensor], hidden: Tensor | None) -> Tensor:
-            options = {"delay": config.delay, "keep_top": keep_top, "free_channel": compressor.neuron}
-            return delayed_masked_attention(*operands, self.scaling, hidden=hidden, **options)
+        def attend(operands: list[Any], hidden: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {"scaling": self.scaling, "hidden": hidden, "free_channel": compressor.neuron}
+            return delayed_masked_attention(*operands, delay=config.delay, keep_top=keep_top, **options)
 
         if documents is None:
             return attend(operands, hidden)
