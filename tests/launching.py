@@ -117,6 +117,16 @@ def train_ranks(values, count, log):
     assert codes == [0] * count, f"{codes}\n{log.read_text()[-4000:]}"
 
 
+def write_corpus(folder):
+    """Write made-up documents to train on and to hold out, a file each, into two folders."""
+    for split, count in (("train", 60), ("held_out", 20)):
+        (folder / split).mkdir()
+        for number in range(count):
+            lines = [f"{split} {number}: the {i}th line adds {number} and {i} to {number + i}." for i in range(12)]
+            (folder / split / f"{number:03d}.txt").write_text("\n".join(lines))
+    return folder
+
+
 def draw_nothing(values, path, *_, **__):
     """Make the folder of a heat map: drawing them takes a third of a short run's time."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from hydra import compose, initialize_config_dir
-from launching import logged_losses, logged_parts, train_ranks
+from launching import logged_losses, logged_parts, train_ranks, write_corpus
 from scripts_here import run_script
 
 from dmc.config import run_config
@@ -27,12 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """Settings of a run that takes seconds."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for split, count in (("train", 60), ("held_out", 20)):
-        (folder / split).mkdir()
-        for number in range(count):
-            lines = [f"{split} {number}: the {i}th line adds {number} and {i} to {number + i}." for i in range(12)]
-            (folder / split / f"{number:03d}.txt").write_text("\n".join(lines))
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
     return [
         "debug=tiny", "trainer=cpu", "data=text_files", "training.snapshot_ratios=[]",
         "training.validate_every_steps=1000",

@@ -1,7 +1,7 @@
 """A run small enough to train in a test: a random tiny Llama on a few made-up documents."""
 
 import pytest
-from launching import draw_nothing
+from launching import draw_nothing, write_corpus
 
 from dmc.config import RunConfig, build_config
 from dmc.training.callbacks.validation import Validation
@@ -12,13 +12,7 @@ STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"step
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for split, count in (("train", 60), ("held_out", 20)):
-        (folder / split).mkdir()
-        for number in range(count):
-            lines = [f"{split} {number}: the {i}th line adds {number} and {i} to {number + i}." for i in range(12)]
-            (folder / split / f"{number:03d}.txt").write_text("\n".join(lines))
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
