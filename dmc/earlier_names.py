@@ -8,7 +8,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-TASKS = {"inside": "cache_analysis"}
+TASKS = {"inside": "cache_analysis", "haystack": "needle", "key_value_text": "key_value"}
 """Tasks of `compare.py`."""
 SETTINGS = {
     "training.measured_start": "training.sensitivity_init",

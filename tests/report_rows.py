@@ -21,6 +21,16 @@ PROVENANCE = {
     "machine": "x86_64 Linux",
 }
 BYTES = 2048
+TINY_NEEDLE = {
+    **{"like": "passkey", "haystack": "a ", "fact": "{number}.", "question_text": "? It is", "max_new_tokens": 2},
+    **{"lengths": [40], "depths": [0.5], "samples_per_place": 2},
+}
+"""A task of `compare.py` with prompts of 40 tokens."""
+
+
+def on_command_line(**values):
+    """Write a mapping as Hydra reads it."""
+    return f"{{{', '.join(f'{name}: {json.dumps(value)}' for name, value in values.items())}}}"
 
 
 def compare_row(policy, ratio=1.0, task="loss", *, model="base", learned=False, **changes):

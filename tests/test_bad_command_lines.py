@@ -149,7 +149,7 @@ def told(script, prefix, words):
 
 
 GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
-COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=copy "
+COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=passkey "
 ANALYSIS = "models={{m:{retrofit}}} policies=full speed_tokens=0 tasks=[{{name:i,"
 CASES = [
     # A model that is none, and settings of a generation.
@@ -281,8 +281,8 @@ CASES = [
         """
         models={{m:{world}/nowhere}}|nowhere models={{m:{stock}k}}|/stock? models={{m:{world}/empty_config}}|config.json
         models=[{stock}]|models budgets=none|none lm_eval.tasks_folder={world}/nowhere|nowhere lm_eval.limit=0
-        lm_eval.limit=some|limit tasks=[{{like:copy}}]|name tasks=[{{name:a,like:copy,num_samples:0}}]|num_samples=0
-        tasks=[{{name:a,like:copy,num_smples:1}}]|num_smples engine.block_size=0 engine.kernels=nonesuch|nonesuch
+        lm_eval.limit=some|limit tasks=[{{like:needle}}]|name tasks=[{{name:a,like:needle,digits:0}}]|digits=0
+        tasks=[{{name:a,like:needle,digts:1}}]|digts engine.block_size=0 engine.kernels=nonesuch|nonesuch
         reference=nobody|nobody output={text}|text.txt output={text}/below|text.txt
         """,
     ),
@@ -298,7 +298,6 @@ CASES = [
             ("policies=h2o budgets=[]", "budgets is empty"),
             ("tasks=needel", "tasks[0]='needel' is not in configs/task; did you mean 'needle'?"),
             ("tasks=[]", "tasks is empty"),
-            ("tasks=[{{name:a,like:copy,sequence_length:3}}]", "sequence_length=3 has no room"),
             ("engine.max_batch_size=0", "engine.max_batch_size=0: expected greater than or equal to 1"),
             ("speed_tokens=-1", "speed_tokens=-1: expected greater than or equal to 0"),
             ("output={world}/bare_cells reference=nobody", "nobody"),
@@ -325,7 +324,7 @@ CASES = [
             ("like:cache_analysis,new_tokens:0", "new_tokens=0"),
             ("like:cache_analysis,source:null", "source=None"),
             ("like:text_loss,source:null", "source=None"),
-            ("like:haystack,haystack:null", "haystack=None"),
+            ("like:needle,haystack:null", "haystack=None"),
             ("like:cache_analysis,source:{{_target_:dmc.data.TextSource,name:{world}/nowhere.txt}}", "nowhere.txt"),
         )
     ),

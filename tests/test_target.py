@@ -23,12 +23,15 @@ def test_nested_targets_are_built_first():
     ("settings", "message"),
     [
         ({}, r"task has no _target_"),
-        ({"_target_": "Recall"}, r"task._target_='Recall': expected a dotted path"),
-        ({"_target_": "no_such_module.Recall"}, r"cannot be imported: No module named 'no_such_module'"),
-        ({"_target_": "dmc.results.tasks.Recal"}, r"dmc.results.tasks has no Recal; did you mean 'Recall'\?"),
-        ({"_target_": "dmc.results.tasks.Recall", "task": "copy", "sed": 1}, r"no option 'sed': did you mean 'seed'"),
-        ({"_target_": "dmc.results.tasks.Recall"}, r"task \(dmc.results.tasks.Recall\): option 'task' is missing"),
-        ({"_target_": "dmc.results.tasks.Recall", "task": "juggle"}, r"task: task='juggle': expected one of copy"),
+        ({"_target_": "Needle"}, r"task._target_='Needle': expected a dotted path"),
+        ({"_target_": "no_such_module.Needle"}, r"cannot be imported: No module named 'no_such_module'"),
+        ({"_target_": "dmc.results.tasks.Needl"}, r"dmc.results.tasks has no Needl; did you mean 'Needle'\?"),
+        ({"_target_": "dmc.results.tasks.Needle", "sed": 1}, r"no option 'sed': did you mean 'seed'"),
+        ({"_target_": "dmc.results.tasks.Needle"}, r"task \(dmc.results.tasks.Needle\): option 'haystack' is missing"),
+        (
+            {"_target_": "dmc.results.tasks.Needle", "haystack": "a", "question": "no"},
+            r"question='no': expected 'known' or 'hidden'",
+        ),
         (
             {"_target_": "dmc.results.tasks.TextLoss", "source": {"_target_": "dmc.data.TextSource", "nme": "a"}},
             r"task.source \(dmc.data.TextSource\) has no option 'nme': did you mean 'name'\?",

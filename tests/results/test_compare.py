@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_rows import plain_row, write_report
+from report_rows import TINY_NEEDLE, on_command_line, plain_row, write_report
 from scripts_here import run_script
-from transformers import AutoTokenizer
 
 from dmc import Engine, load_model
 from dmc.config import build_config
+from dmc.loading import load_with_tokenizer
 from dmc.results.compare import checked, describe, run_cells, unfinished
 from dmc.results.grid import CompareConfig, named_settings, plan_grid
 from dmc.results.report import read_folders, write_page
@@ -21,7 +21,7 @@ from dmc.results.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-NEEDLE = {"name": "needle", "like": "needle", "num_samples": 3, "sequence_length": 40, "answer_length": 2}
+NEEDLE = {"name": "needle", **TINY_NEEDLE, "samples_per_place": 3}
 PROVENANCE = {"provenance": {"command": "compare.py", "git_commit": None, "versions": {}}}
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
 MODULE = """
@@ -77,7 +77,7 @@ class Workshop:
 
     def load(self, model):
         self.loaded.append(model.path)
-        return load_model(model.path), None
+        return load_with_tokenizer(model.path)
 
     def make_engine(self, model, tokenizer, policy=None, **options):
         if self.num_engines == self.stop_at:
@@ -118,44 +118,45 @@ def test_a_row_tells_quality_memory_and_speed(make_config, folders):
     assert [row["status"] for row in rows] == ["done"] * 3
     assert [(row["budget"], row["requested_ratio"]) for row in rows] == [
         (None, 1.0),
-        ("tokens:8", 38.5 / 8),
+        ("tokens:8", full["mean_tokens"] / 8),
         (None, 2.0),
     ]
     assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
-    entries = 39 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
+    entries = full["peak_tokens"] * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
     assert entries <= full["bytes_used"] <= full["bytes_allocated"]
-    assert full["bytes_allocated_per_token"] == full["bytes_allocated"] / 39
-    assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (38.5, 1.0)  # two tokens behind a prompt of 38
+    assert (
+        full["bytes_allocated_per_token"] == full["bytes_allocated"] / full["peak_tokens"] and full["peak_tokens"] == 41
+    )
+    assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (40.5, 1.0)  # two tokens behind a prompt of 40
     assert 0 < keep["mean_bytes_used_per_token"] <= keep["mean_bytes_allocated_per_token"]
     assert small["achieved_ratio"] > 1.2
     assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
     assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
     assert keep["settings"]["policy"].items() >= {"_target_": "users_keep.Keep", "fails": False}.items()
-    assert keep["settings"]["task"]["sequence_length"] == 40
+    assert keep["settings"]["task"]["lengths"] == [40]
     assert "versions" in full["provenance"]
 
 
 def test_every_task_that_is_shipped_can_be_planned(make_config):
     names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
     grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
-    assert sorted(grid.tasks) == names and len(names) > 9
+    assert sorted(grid.tasks) == names and len(names) > 8
     assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match", "share_held"}
 
 
 def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config, caplog):
-    tasks = ["inside", {"name": "mine", "like": "inside"}]
-    assert [*plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS).tasks] == ["cache_analysis", "mine"]
+    tasks = ["haystack", {"name": "mine", "like": "inside"}]
+    assert [*plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS).tasks] == ["needle", "mine"]
     assert {each.getMessage() for each in caplog.records} == {
-        "inside is an earlier version's name and is read as cache_analysis"
+        f"{earlier} is an earlier version's name and is read as {present}"
+        for earlier, present in (("haystack", "needle"), ("inside", "cache_analysis"))
     }
 
 
 def test_a_row_keeps_its_figures_by_length_and_depth(make_config, tmp_path):
     task = {"name": "passkey", "like": "passkey", "lengths": [130, 180], "depths": [0, 1], "samples_per_place": 2}
-    workshop = Workshop()
-    workshop.load = lambda model: (load_model(model.path), AutoTokenizer.from_pretrained(model.path))
-    (row,) = run(make_config(tasks=[task], policies=["full"]), workshop)
+    (row,) = run(make_config(tasks=[task], policies=["full"]), Workshop())
     table = row["by_length_and_depth"]
     assert (table["length"], table["depth"], table["samples"]) == ([130, 180], [0, 1], [[2, 2], [2, 2]])
     for metric in ("exact_match", "loss"):
@@ -228,7 +229,7 @@ def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_confi
         loaded.append(model.path)
         if model.path == str(folders.compressed):
             raise OSError("no file named model.safetensors")
-        return load_model(model.path), None
+        return load_with_tokenizer(model.path)
 
     workshop.load = load
     rows = run(config, workshop)
@@ -243,8 +244,13 @@ def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(models, folde
     (tmp_path / "broken" / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)
     paths = {"broken": tmp_path / "broken", "stock": folders.stock}
-    needle = json.dumps(NEEDLE).replace('"', "")
-    command = ["compare.py", "policies=full", f"tasks=[{needle}]", "speed_tokens=0", f"output={tmp_path / 'out'}"]
+    command = [
+        "compare.py",
+        "policies=full",
+        f"tasks=[{on_command_line(**NEEDLE)}]",
+        "speed_tokens=0",
+        f"output={tmp_path / 'out'}",
+    ]
     command.append(f"models={{{', '.join(f'{name}: {paths[name]}' for name in models)}}}")
     assert run_script(*command)
     told = capsys.readouterr()
@@ -261,7 +267,7 @@ def full_disk(*_):
 @pytest.mark.parametrize(("place", "name"), [("os.write", "cells.jsonl"), ("pathlib.Path.write_bytes", "table.md")])
 def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, name, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = ["compare.py", "policies=full", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', ""), "speed_tokens=0"]
+    command = ["compare.py", "policies=full", f"tasks=[{on_command_line(**NEEDLE)}]", "speed_tokens=0"]
     command += [f"models={{base: {folders.stock}}}", f"output={tmp_path / 'out'}"]
     with monkeypatch.context() as context:
         context.setattr(place, full_disk)
@@ -320,11 +326,10 @@ def test_figures_that_cannot_be_written_fail_their_cell_only():
 
 
 def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config):
-    tasks = ["text_loss", {**NEEDLE, "vocab_size": 500}, {**NEEDLE, "name": "n"}]
+    tasks = [{**NEEDLE, "lengths": [9]}, {**NEEDLE, "name": "n"}]
     rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
-    assert [row["status"] for row in rows] == ["failed", "failed", "done"]
-    assert rows[0]["error"] == "ValueError: text_loss needs a tokenizer in the model's folder"
-    assert "the model knows only 300 tokens" in rows[1]["error"]
+    assert [row["status"] for row in rows] == ["failed", "done"]
+    assert "9 tokens have no room for fact and question" in rows[0]["error"]
 
 
 def keys(config):
@@ -385,8 +390,7 @@ def test_a_file_can_be_taken_with_other_options():
 
 def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    needle = json.dumps(NEEDLE).replace('"', "")
-    command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{needle}]"]
+    command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{on_command_line(**NEEDLE)}]"]
     command += [f"models={{base: {folders.stock}, small: {folders.compressed}}}", f"output={tmp_path / 'out'}"]
     assert run_script(*command) == ""
     said = capsys.readouterr()
@@ -399,7 +403,7 @@ def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config, tmp_path):
-    names = ["text_loss", "text_loss_by_position", "haystack", "multi_turn", "needle", "passkey"]
+    names = ["text_loss", "text_loss_by_position", "needle", "multi_turn", "passkey"]
     own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
     held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
     tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
@@ -408,8 +412,8 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     grid = plan_grid(config, CONFIGS)
     rows = {cell.task: describe(cell, grid, config) for cell in grid.cells}
     splits = {name: row["split"] for name, row in rows.items()}
-    none = dict.fromkeys(["needle", "passkey", "own"])
-    assert splits == dict.fromkeys(names[:-2], "test") | none | {"chosen": "validation"}
+    none = dict.fromkeys(["passkey", "own"])
+    assert splits == dict.fromkeys(names[:-1], "test") | none | {"chosen": "validation"}
     table = write_report([plain_row("full", None, [1.0, 2.0], split="validation")], tmp_path)
     assert table.startswith("### text: loss of 2 samples of the validation split (lower is better)")
     asked = {name: row["question"] for name, row in rows.items()}

@@ -16,7 +16,6 @@ from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-TASK = {"name": "copy", "like": "copy", "num_samples": 2, "sequence_length": 256, "answer_length": 64}
 SIZES = {
     "in proportion": lambda share: 1000 * share,
     "state beside": lambda share: 150 + 850 * share,
@@ -85,8 +84,14 @@ def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_an
 @pytest.fixture
 def make_config(folders, tmp_path):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    text = {"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "cache_folder": str(tmp_path)}
+    text |= {"context_tokens": 192, "scored_tokens": 64, "num_samples": 2}
     values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
-    values |= {"tasks": [TASK], "speed_tokens": 0, "output": str(tmp_path / "out")}
+    values |= {
+        "tasks": [{"name": "text", "like": "text_loss", **text}],
+        "speed_tokens": 0,
+        "output": str(tmp_path / "out"),
+    }
     return lambda **changes: build_config(CompareConfig, {**values, **changes})
 
 

@@ -1,11 +1,10 @@
 """Rows that differ in anything stand apart: in the store, in every table, on the page and in the study."""
 
 import csv
-import json
 import shutil
 from pathlib import Path
 
-from report_rows import compare_row, lm_eval_row, write_report, write_rows
+from report_rows import TINY_NEEDLE, compare_row, lm_eval_row, on_command_line, write_report, write_rows
 from scripts_here import run_script
 
 from dmc.config import build_config
@@ -15,7 +14,7 @@ from dmc.results.store import Store
 from dmc.study import StudyConfig, StudyRun, evaluate_runs
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-NEEDLE = {"name": "needle", "like": "needle", "num_samples": 2, "sequence_length": 24, "answer_length": 2}
+NEEDLE = {"name": "needle", **TINY_NEEDLE}
 
 
 def h2o(recent):
@@ -52,7 +51,7 @@ def test_a_sweep_over_an_option_keeps_a_line_for_each_value(tmp_path):
 
 def test_a_grid_of_a_then_b_then_a_shows_both(folders, tmp_path, capsys):
     def compare(recent):
-        command = [f"models={{base: {folders.stock}}}", f"tasks=[{json.dumps(NEEDLE)}]".replace('"', "")]
+        command = [f"models={{base: {folders.stock}}}", f"tasks=[{on_command_line(**NEEDLE)}]"]
         command += [f"policies=[{{name: h2o, like: h2o, recent: {recent}}}]", "budgets=2", "speed_tokens=0"]
         assert run_script("compare.py", *command, f"output={tmp_path / 'out'}") == ""
         return capsys.readouterr().out

@@ -15,6 +15,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
+from report_rows import TINY_NEEDLE
 from scripts_here import run_script
 
 from dmc import Engine, SamplingParams
@@ -306,7 +307,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config, 
 
 
 def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(folders, tasks_folder, tmp_path):
-    ours = {"name": "ours", "like": "needle", "num_samples": 2, "sequence_length": 24, "answer_length": 2}
+    ours = {"name": "ours", **TINY_NEEDLE}
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
     values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "speed_tokens": 0, "output": str(tmp_path / "o")}
     config = build_config(CompareConfig, values | {"lm_eval": {"tasks_folder": str(tasks_folder), "limit": 2}})

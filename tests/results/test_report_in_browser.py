@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from browser import open_browser
+from report_rows import TINY_NEEDLE
 from transformers import AutoTokenizer
 
 from dmc import load_model
@@ -17,7 +18,7 @@ from dmc.results.store import Store
 pytestmark = pytest.mark.browser
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 POLICIES = ["full", "h2o", "snapkv", "d2o"]
-NEEDLE = {"name": "needle", "like": "needle", "num_samples": 2, "sequence_length": 96, "answer_length": 2}
+NEEDLE = {"name": "needle", **TINY_NEEDLE, "lengths": [96]}
 COLUMN = "[...document.querySelectorAll('section table')[0].tBodies[0].rows].map(row => row.cells[{0}].textContent)"
 COLUMNS = "[...document.querySelectorAll('section table')[0].tHead.rows[0].cells].map(cell => cell.textContent)"
 NUMBERS = COLUMN.replace("textContent", "textContent.replaceAll(',', '')")

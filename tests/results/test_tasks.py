@@ -31,7 +31,6 @@ from dmc.results.tasks import (
     KeyValuePairs,
     MultiTurnRecall,
     Needle,
-    Recall,
     SampleResult,
     TextLoss,
     TwoStageRetrieval,
@@ -287,68 +286,6 @@ def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all
     assert (memory["bytes_allocated"], memory["peak_tokens"]) == (3000, 900)
 
 
-@pytest.mark.parametrize("name", ["copy", "needle", "key_value"])
-def test_recall_compares_what_is_generated_with_the_answer(name: Any, folders: Any) -> None:
-    model = load_model(folders.compressed)
-    task = Recall(name, num_samples=3, sequence_length=40, answer_length=2)
-    samples = task.samples(None, model.config.vocab_size)
-    wholes = [[*sample.prompt, *sample.after] for sample in samples]
-    for sample in samples:
-        marks = [i for i, token in enumerate(sample.prompt) if token == 1]
-        asked = sample.prompt[-1:] if name == "key_value" else []
-        places = [i + 1 + len(asked) for i in marks if sample.prompt[i + 1 : i + 1 + len(asked)] == asked]
-        assert sample.coordinates["length"] == 40
-        assert sample.coordinates["depth"] in [round(place / 38, 1) for place in places]
-    engine = Engine(model)
-    greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
-    (generation,) = engine.generate([wholes[1]], greedy)
-    samples[1].continuation[:] = generation.token_ids  # one that the model knows
-    results = task.evaluate(engine, samples)
-    assert [result.metrics["exact_match"] for result in results] == [0.0, 1.0, 0.0]
-    for whole, sample, result in zip(wholes, samples, results, strict=True):
-        assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-3)
-        assert result.stats.tokens_seen == len(whole) + 1 == (41 if name == "key_value" else 39)
-        assert result.stats.achieved_ratio > 1.1
-
-
-@pytest.mark.parametrize("name", ["copy", "needle", "key_value"])
-@pytest.mark.parametrize("length", [1, 4])
-def test_a_random_answer_stands_once_behind_a_mark(name: Any, length: int) -> None:
-    task = Recall(name, num_samples=50, sequence_length=64, answer_length=length, question="hidden", seed=1)
-    samples, depths = task.samples(None, 100), set()
-    for sample in samples:
-        tokens = [*sample.prompt, *sample.after, *sample.continuation]
-        marks = [place for place, token in enumerate(tokens) if token == 1]
-        assert len(tokens) == 64 and tokens.count(0) == 1 and sample.after[0] == 0 and min(sample.continuation) > 1
-        keys = [tokens[place + 1 : place + len(sample.after)] for place in marks]
-        source = marks[keys.index(sample.after[1:])] + len(sample.after)
-        assert tokens[source : source + length] == sample.continuation and source + length <= len(sample.prompt)
-        assert len(marks) == (64 // (2 + length) - 1 if name == "key_value" else 1)
-        assert len({*map(tuple, keys)}) == len(keys)
-        depths.add(source)
-    assert depths == {1} if name == "copy" else len(depths) > 5
-    assert task.samples(None, 100) == samples != dataclasses.replace(task, seed=2).samples(None, 100)
-
-
-@pytest.mark.parametrize("question", ["known", "hidden"])
-@pytest.mark.parametrize("kind", ["copy", "needle", "key_value"])
-def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(kind: Any, question: Any, make_stock: Any) -> None:
-    task, model = Recall(kind, 24, 40, answer_length=1, question=question), make_stock()
-    full, greedy = Engine(model), SamplingParams(max_new_tokens=1, temperature=0.0)
-    asked = task.samples(None, 83)
-    wholes = [[*sample.prompt, *sample.after] for sample in asked]
-    right = [generation.token_ids for generation in full.generate(wholes, greedy)]
-    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
-    assert {result.metrics["exact_match"] for result in task.evaluate(full, samples)} == {1.0}
-    forgetful = Engine(model, policy=LocalWindow(budget=Budget(tokens=1)))
-    at_once = [generation.token_ids for generation in forgetful.generate(wholes, greedy)]
-    assert at_once == right  # the prompt's own pass sees everything: nothing is measured
-    results = task.evaluate(forgetful, samples)
-    assert sum(result.metrics["exact_match"] for result in results) / 24 < 0.5
-    assert all(result.stats.mean_slots.max() <= 2 for result in results)
-    assert forgetful.blocks_in_use == full.blocks_in_use == 0
-
-
 FACTS = FactRecall(haystack="12 34.\n", lengths=[160, 200], keys=3, num_keys=3, contexts=2, questions=2, rebinding=0.5)
 
 
@@ -385,6 +322,29 @@ def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, wo
     once = sum(contexts.values()) + sum(2 * len(each.after) for each in samples)
     assert sum(fed) == twice + (once if question == "hidden" else twice)
     assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("question", ["known", "hidden"])
+def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(
+    question: Any, model: Any, word_tokenizer: Any
+) -> None:
+    task = dataclasses.replace(FACTS, question=question, contexts=6)
+    full, greedy = Engine(model, word_tokenizer), SamplingParams(max_new_tokens=1, temperature=0.0)
+    asked = task.samples(word_tokenizer, 300)
+    wholes = [[*sample.prompt, *sample.after] for sample in asked]
+    right = [generation.token_ids for generation in full.generate(wholes, greedy)]
+    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
+    results = task.evaluate(full, samples)
+    assert {result.metrics["exact_match"] for result in results} == {1.0}
+    for sample, result in zip(samples, results, strict=True):
+        assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-3)
+    forgetful = Engine(model, word_tokenizer, policy=LocalWindow(budget=Budget(tokens=1)))
+    at_once = [generation.token_ids for generation in forgetful.generate(wholes, greedy)]
+    assert at_once == right  # the prompt's own pass sees everything: nothing is measured
+    results = task.evaluate(forgetful, samples)
+    assert fmean(result.metrics["exact_match"] for result in results) < 0.5
+    assert all(result.stats.mean_slots.max() <= 2 for result in results)
+    assert forgetful.blocks_in_use == full.blocks_in_use == 0
 
 
 def test_questions_in_turn_follow_each_other_on_one_cache(model: Any, word_tokenizer: Any) -> None:
@@ -681,9 +641,6 @@ def test_metrics_are_averaged_by_coordinates() -> None:
         (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected 'seen' or 'unseen'"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
         (lambda _: FactRecall(haystack=" ").identity(), "haystack is empty"),
-        (lambda _: Recall("copy", sequence_length=9), "sequence_length=9 has no room"),
-        (lambda _: Recall("key_value", vocab_size=5), "vocab_size=5 is too small for 'key_value'; it needs at least"),
-        (lambda _: Recall("copy", vocab_size=400).samples(None, 300), "vocab_size=400, the model knows only 300"),
         (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected greater than or equal to 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
         (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),

@@ -1,15 +1,13 @@
 """Tasks that measure a compressed cache: predict text, or retrieve tokens from far back.
 
 Read in this order: `base.py` (interface of a task) -> `text_loss.py` (predict text) -> `asking.py` (questions after a
-compressed prompt, conversations) -> `random_tokens.py` (without a tokenizer) -> `prompts.py` (prompts of text) ->
-`retrieval.py` (questions about text) -> `facts.py` (many questions about one context) -> `cache_analysis.py` (no
-question: the entries that are left).
+compressed prompt, conversations) -> `prompts.py` (prompts of text) -> `retrieval.py` (questions about text) ->
+`facts.py` (many questions about one context) -> `cache_analysis.py` (no question: the entries that are left).
 """
 
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.cache_analysis import CacheAnalysis
 from dmc.results.tasks.facts import FactRecall
-from dmc.results.tasks.random_tokens import Recall
 from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, TwoStageRetrieval
 from dmc.results.tasks.text_loss import TextLoss
 
@@ -20,7 +18,6 @@ __all__ = [
     "KeyValuePairs",
     "MultiTurnRecall",
     "Needle",
-    "Recall",
     "Sample",
     "SampleResult",
     "Task",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, held_fraction
-from dmc.data import DocumentSource, build_packed
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult
+from dmc.results.tasks.text_loss import TextTask
 from dmc.runtime import Engine, SamplingParams, Session
 from dmc.settings import Count, checked_dataclass
 
@@ -19,7 +19,7 @@ NUM_BINS = 64
 
 
 @checked_dataclass(frozen=True, kw_only=True)
-class CacheAnalysis:
+class CacheAnalysis(TextTask):
     """Reads text and records the entries that are left, for plots of the page; it measures no quality.
 
     A row has `share_held` by position and layer; for learned gates, which decide token by token, also
@@ -30,26 +30,17 @@ class CacheAnalysis:
         ValueError: a value is out of range.
     """
 
-    source: DocumentSource
     num_samples: Count = 16
     length: Count = 1024
     """Tokens of each text."""
     new_tokens: Count = 1
     """Number of tokens generated before the analysis; all but the last are fed."""
-    cache_folder: str = "outputs/cache"
-    """Folder of tokenized text."""
     main_metric = "share_held"
     higher_is_better = True
 
-    def identity(self) -> Any:
-        """See `Task.identity`."""
-        return describe_text(self.source, "source")
-
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        if tokenizer is None:
-            raise ValueError("cache_analysis reads text, and the model's folder has no tokenizer: add tokenizer.json")
-        windows: Any = build_packed(self.source, tokenizer, self.length, self.cache_folder)
+        windows = self.windows(tokenizer, self.length)
         chosen = range(min(self.num_samples, len(windows)))
         return [Sample(windows[index]["input_ids"].tolist(), []) for index in chosen]
 

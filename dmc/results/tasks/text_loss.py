@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +16,8 @@ from dmc.settings import Count, checked_dataclass
 
 
 @checked_dataclass(frozen=True)
-class TextLoss:
-    """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
-
-    With `repeat_ngram` there is also `long_range_repeat_loss`, the loss of scored tokens that end an n-gram last seen
-    `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are skipped.
-
-    A row has metrics `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and `cumulative_loss`
-    of all scored tokens up to their end. With a context of one token this is the loss along a whole text, as plotted
-    for PG-19.
+class TextTask:
+    """A task over windows of text.
 
     Raises:
         ValueError: a value is out of range.
@@ -32,7 +26,40 @@ class TextLoss:
     source: DocumentSource
     """Held-out text, such as `dmc.data.TextSource` or `dmc.data.StandardLibrarySource`."""
     num_samples: Count = 32
-    """Number of windows, spread evenly over the text; fewer if the text is short."""
+    """Number of windows; fewer if the text is short."""
+    cache_folder: str = field(default="outputs/cache", kw_only=True)
+    """Folder of tokenized text."""
+
+    def identity(self) -> Any:
+        """See `Task.identity`."""
+        return describe_text(self.source, "source")
+
+    def windows(self, tokenizer: Any, length: int) -> Any:
+        """Return all windows of so many tokens, a data set with `input_ids`.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        if tokenizer is None:
+            raise ValueError("a task over text needs a tokenizer in the model's folder")
+        return build_packed(self.source, tokenizer, length, self.cache_folder)
+
+
+@checked_dataclass(frozen=True)
+class TextLoss(TextTask):
+    """Mean negative log-likelihood of text that follows a long context, in nats per token, teacher-forced.
+
+    With `repeat_ngram` there is also `long_range_repeat_loss`, the loss of scored tokens that end an n-gram last seen
+    `repeat_distance` or more tokens before, see `long_range_repeats`; windows without such a token are skipped.
+
+    A row has metrics `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and `cumulative_loss`
+    of all scored tokens up to their end. With a context of one token this is the loss along a whole text, as plotted
+    for PG-19. Windows are spread evenly over the text.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
     context_tokens: Count = 768
     """Number of tokens before the scored ones, the tokenizer's initial special tokens included."""
     scored_tokens: Count = 256
@@ -41,24 +68,16 @@ class TextLoss:
     repeat_ngram: Count | None = None
     """Length of the n-grams; None: no `long_range_repeat_loss`."""
     repeat_distance: Count = 64
-    cache_folder: str = "outputs/cache"
-    """Folder of tokenized text."""
     main_metric = "loss"
     higher_is_better = False
 
-    def identity(self) -> Any:
-        """See `Task.identity`."""
-        return describe_text(self.source, "source")
-
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        if tokenizer is None:
-            raise ValueError("text_loss needs a tokenizer in the model's folder")
-        begin = list(framing_of(tokenizer).begin)
+        begin = list(framing_of(tokenizer).begin) if tokenizer is not None else []
         context = self.context_tokens - len(begin)
         if context < 0:
             raise ValueError(f"context_tokens={self.context_tokens}: a text begins with {len(begin)} special tokens")
-        windows: Any = build_packed(self.source, tokenizer, context + self.scored_tokens, self.cache_folder)
+        windows = self.windows(tokenizer, context + self.scored_tokens)
         samples = []
         for index in spread(self.num_samples, len(windows)):
             tokens = windows[index]["input_ids"].tolist()
