@@ -36,9 +36,8 @@ def main(settings: DictConfig) -> None:
     from dmc.config import build_config
     from dmc.results.benchmark import BenchmarkConfig, run_benchmark
     from dmc.results.load import LoadConfig, report_load
-    from dmc.results.plots import draw_speed
     from dmc.results.store import Store
-    from dmc.results.tables import replace_file, speeds_of, write_tables
+    from dmc.results.tables import write_tables
 
     values: Any = OmegaConf.to_container(settings, resolve=True)
     server, load = values.pop("server"), values.pop("load")
@@ -49,10 +48,7 @@ def main(settings: DictConfig) -> None:
     path = folder / "cells.jsonl"
     rows = run_benchmark(config, *build_models(config), lambda row: Store(path).append(row))  # no folder before a row
     store, keys = Store(path), [row["key"] for row in rows]
-    table = write_tables(store, folder, keys=keys)
-    speeds = speeds_of(store.frame(keys))
-    replace_file(folder / "pareto.png", draw_speed(speeds[speeds["batch"].notna()]).png())
-    print(f"\n{table}\n\n{store.path}, {folder / 'pareto.png'}")
+    print(f"\n{write_tables(store, folder, keys=keys)}\n\n{store.path}")
 
 
 if __name__ == "__main__":

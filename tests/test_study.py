@@ -59,7 +59,7 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def test_every_exported_model_of_a_sweep_is_in_one_table_and_plot(sweep, capsys):
+def test_every_exported_model_of_a_sweep_is_in_one_table(sweep, capsys):
     rows, unfinished = collect(sweep)
     assert [row["model"] for row in rows] == ["control/final", "cr8/cr3", "cr8/final"] and unfinished == ["cr4"]
     for _ in range(2):  # the second replaces the first
@@ -74,7 +74,7 @@ def test_every_exported_model_of_a_sweep_is_in_one_table_and_plot(sweep, capsys)
     ]
     assert "| cr8/final, learned | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
     assert "nan" not in shown and (sweep / "table.md").read_text().strip() in shown
-    assert (sweep / "quality.png").read_bytes().startswith(b"\x89PNG") and (sweep / "results.csv").is_file()
+    assert (sweep / "results.csv").is_file()
 
 
 def test_a_folder_without_runs_says_so(tmp_path):

@@ -33,7 +33,7 @@ from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, m
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
 from dmc.results.store import FINISHED, Store
-from dmc.results.tables import CSV, MEASUREMENTS, PLOT, TABLE, write_tables
+from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.base import spread
 from dmc.runtime import Engine, GenerationStats
@@ -94,7 +94,7 @@ def compare(
     run_cells(cells, grid, config, store, lambda model: load(model.path, model.dtype, model.revision))
     keys = {cell.key for cell in grid.cells} if only_own else None
     table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys)
-    files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS, PLOT))
+    files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
     table = f"\n{table}\n\n{store.path}, {files}"
     if failed := failed_cells(grid.cells, store.rows()):
         print(table)

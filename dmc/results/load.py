@@ -18,9 +18,7 @@ import pandas
 from dmc.results.crowd import run_crowd
 from dmc.results.load_config import LoadConfig, headers_of, percentile
 from dmc.results.measurement import Row, new_row
-from dmc.results.plots import draw_load
 from dmc.results.store import Store
-from dmc.results.tables import replace_file
 
 POLL_SECONDS = 0.1
 
@@ -110,12 +108,8 @@ def summarize(visits: list[Visit], config: LoadConfig, seconds: float) -> dict[s
 
 
 def report_load(config: LoadConfig) -> str:
-    """Load the server, keep the rows beside those of earlier loads, draw all of these, and return a table."""
-    store = Store(Path(config.output) / "cells.jsonl")
-    rows = run_load(config, store.append)
-    if len(loads := loads_of(store.rows())):
-        replace_file(store.path.with_name("load.png"), draw_load(loads, full="full").png())
-    return table_of(rows)
+    """Load the server, keep the rows beside those of earlier loads, and return a table."""
+    return table_of(run_load(config, Store(Path(config.output) / "cells.jsonl").append))
 
 
 def table_of(rows: list[Row]) -> str:
@@ -123,21 +117,6 @@ def table_of(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     table = {row["method"]: [row["metrics"].get(name, math.nan) for name in names] for row in rows}
     return str(pandas.DataFrame(table, index=names).to_string(float_format=lambda value: f"{value:.4g}"))
-
-
-def loads_of(rows: list[Row]) -> pandas.DataFrame:
-    """Turn rows at rates and at saturation into what `plots.draw_load` draws; crowds are left out."""
-    found = [
-        {
-            "name": row["model"],
-            "rate": row.get("coordinates", {}).get("rate", math.nan),
-            "tokens_per_second": row["metrics"]["tokens_per_second"],
-            "seconds": row["metrics"]["request_seconds_p95"],
-        }
-        for row in rows
-        if row["task"] == "load" and "request_seconds_p95" in row["metrics"]
-    ]
-    return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"])
 
 
 def _names(config: LoadConfig) -> list[str]:

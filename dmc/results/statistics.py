@@ -31,8 +31,6 @@ CONFIDENCE = 0.95
 """Confidence of each bound, one-sided."""
 MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
-FLOOR = 5 * MARGIN
-"""Share that the full cache must answer; otherwise a cache without any answer would lose hardly the margin."""
 RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which a target counts as met."""
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
@@ -196,7 +194,7 @@ def summarize(
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
         the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `prefill_tokens_per_second`,
-        `decode_tokens_per_second`, `device`, `tells` (whether the task tells methods apart), `keys`.
+        `decode_tokens_per_second`, `device`, `keys`.
     """
     cells = _Cells(frame, reference)
     whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
@@ -212,9 +210,6 @@ def summarize(
     if len(summary):
         for name in ("budget", "split", "question"):
             summary[name] = pandas.Series([line[name] for line in lines], dtype=object)  # None stays None
-        fails = summary["is_full"] & summary["higher_is_better"] & (summary["value"] <= FLOOR)
-        tasks = summary.groupby("task")["value"].nunique() > 1
-        summary["tells"] = summary["task"].map(tasks) & ~summary["task"].isin(set(summary["task"][fails]))
     return summary
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas
 
 from dmc.results.equal_bytes import SAME_BYTES
-from dmc.results.measurement import DONE, NOT_FINITE, Row
-from dmc.results.plots import cost_of, draw_quality, name_methods
+from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import (
     MARGIN,
     RATIO_TOLERANCE,
@@ -23,9 +22,9 @@ from dmc.results.statistics import (
     pareto_front,
     summarize,
 )
-from dmc.results.store import Store, told_apart
+from dmc.results.store import Store, read_rows
 
-TABLE, CSV, MEASUREMENTS, PLOT = "table.md", "results.csv", "measurements.csv", "quality.png"
+TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
 LEGEND = (
     "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. Worse (✗) and as good "
     f"(✓: at most {MARGIN:g} lost, nats per token or share of the answers; of figures above 1 that share) hold with "
@@ -70,7 +69,7 @@ def write_tables(
     metrics: Sequence[str] | None = None,
     keys: Collection[str] | None = None,
 ) -> str:
-    """Write `table.md`, `results.csv` (a line for each method, budget and task), `measurements.csv` and `quality.png`.
+    """Write `table.md`, `results.csv` (a line for each method, budget and task) and `measurements.csv`.
 
     Args:
         store: the results.
@@ -81,28 +80,16 @@ def write_tables(
     Returns:
         The tables.
     """
-    frame, rows = store.frame(keys), [row for row in store.rows() if keys is None or row["key"] in keys]
+    rows = read_rows([store], keys)
+    frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
     table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *untold(rows)])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
-    write_measurements(frame, folder)
-    if len(summary):
-        replace_file(folder / PLOT, draw_summary(summary).png())
-    return table
-
-
-def write_measurements(frame: pandas.DataFrame, folder: Path) -> None:
-    """Write every measurement to `measurements.csv`."""
     unwritten = ["samples", "contexts", "settings", "provenance", "members", "folder"]
     content = frame.drop(columns=unwritten).dropna(axis=1, how="all").to_csv(index=False)
     replace_file(folder / MEASUREMENTS, content.encode())
-
-
-def draw_summary(summary: pandas.DataFrame) -> Any:
-    """Plot quality over bytes, or over CR where bytes are unknown, with a panel for each task."""
-    lines = name_methods(summary, summary[~summary["learned"]]["variant"].nunique() > 1)
-    return draw_quality([own for _, own in lines.groupby(["task", "metric"], sort=False)], cost_of(lines))
+    return table
 
 
 def format_tables(
@@ -280,25 +267,32 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
     return texts_of(speeds, columns)
 
 
-def untold(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield messages about rows without usable metrics, with the reasons, and about truncated prompts."""
-    for row in told_apart(rows):
+def loads_of(rows: Sequence[Row]) -> pandas.DataFrame:
+    """Make one line of each load of a server at a rate, or at saturation (no rate); crowds are left out."""
+    found = [
+        (row["model"], (row.get("coordinates") or {}).get("rate"), row["metrics"]["tokens_per_second"],
+         row["metrics"]["request_seconds_p95"])
+        for row in rows
+        if row["task"] == "load" and "request_seconds_p95" in row.get("metrics", {})
+    ]  # fmt: skip
+    return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"]).astype({"rate": float})
+
+
+def untold(rows: Sequence[Row]) -> list[str]:
+    """Tell of rows without usable metrics, with the reasons, and of truncated prompts."""
+    told = []
+    for row in rows:
         asked = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
         where = ", ".join([row["method"], *asked, row["task"]])
         if row["status"] == NOT_FINITE:
-            yield f"not finite, left out of the figures: {where}: {reason(row)}"
+            reason = ", ".join(f"{name} is {row['metrics'][name]}" for name in row["not_finite"])
+            told.append(f"not finite, left out of the figures: {where}: {reason}")
         elif row["status"] != DONE:
-            yield f"failed: {where}: {reason(row)}"
+            told.append(f"failed: {where}: {row.get('error', 'unknown')}")
         elif row.get("prompts_cut"):
             cut = "prompts were longer than the model's positions and lost their beginning"
-            yield f"{where}: {row['prompts_cut']} {cut}"
-
-
-def reason(row: Row) -> str:
-    """Return why a row has no usable metrics: its error, or the metrics that are infinite or NaN."""
-    if row["status"] == NOT_FINITE:
-        return ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite") or row["metrics"])
-    return str(row.get("error", "unknown"))
+            told.append(f"{where}: {row['prompts_cut']} {cut}")
+    return told
 
 
 def replace_file(path: Path, content: bytes) -> None:

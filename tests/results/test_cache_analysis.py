@@ -144,7 +144,7 @@ def test_a_grid_analyzes_caches_and_the_page_draws_it(folders, tmp_path):
     own = findings.places[findings.places["learned"]]
     assert set(own["by"]) == {"layer head", "position layer", "tokens layer", "segment_length layer"}
     (plot,) = draw_places(own[own["by"] == "tokens layer"])
-    assert "share held by tokens and layer" in plot.title and len(plot.panels[0].lines) == 3  # two layers, and all
+    assert "share held by tokens and layer" in plot.title and len(plot.axes.lines) == 3  # two layers, and all
     heads = own[own["by"] == "layer head"]
     assert heads["value"].max() > 1 and findings.summary.empty
     text = write_page(findings, tmp_path / "page").read_text()

@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 from browser import open_browser
 from report_rows import TINY_NEEDLE
-from transformers import AutoTokenizer
 
-from dmc import load_model
 from dmc.config import build_config
+from dmc.loading import load_with_tokenizer
 from dmc.results.compare import run_cells
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders, write_page
-from dmc.results.segments import segment_page
 from dmc.results.store import Store
 
 pytestmark = pytest.mark.browser
@@ -44,10 +42,7 @@ def real(tmp_path_factory, folders):
     }
     config = build_config(CompareConfig, values | {"output": str(folder)})
     grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")
-    model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
-    run_cells(grid.cells, grid, config, store, lambda model: (load_model(model.path), tokenizer))
-    page = segment_page(model, tokenizer, folders.text.read_text(), 0, 0, 256)
-    (folder / "segmentation.html").write_text(page)
+    run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
     return write_page(read_folders([folder]), folder / "report")
 
 
@@ -132,23 +127,6 @@ def test_figures_stay_in_one_line_on_paper_and_every_head_of_a_table_is_painted(
     page.show(700, "light", media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('td.number')).whiteSpace") == "nowrap"
     assert page.evaluate("getComputedStyle(document.querySelector('th button')).display") == "contents"
-
-
-def test_a_segmentation_is_readable_in_light_and_dark(page, real, tmp_path):
-    path = real.parent.parent / "segmentation.html"
-    page.events.clear()
-    page.open(path.as_uri())
-    for width in (1280, 390):
-        for scheme in ("light", "dark"):
-            page.show(width, scheme)
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-            for what in ("color", "backgroundColor"):
-                color = (
-                    f"getComputedStyle(document.querySelector('.s')).{what}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
-                )
-                bright = sum(page.evaluate(color)) > 3 * 128
-                assert bright == ((scheme == "dark") == (what == "color")), (what, scheme)
-    assert problems(page) == ([], {path.as_uri()})
 
 
 def test_a_pointed_mark_speaks_and_its_method_lights_up_everywhere(page, grid_page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -14,20 +15,19 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from dmc.results import plots
-from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
+from dmc.results.measurement import DONE, Row, to_frame
 from dmc.results.statistics import asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows
 from dmc.results.tables import (
     LEGEND,
     SPEEDS,
-    Columns,
     all_tasks,
-    reason,
+    loads_of,
     replace_file,
     result_table,
     speed_table,
     speeds_of,
-    texts_of,
+    untold,
 )
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
@@ -35,7 +35,6 @@ PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
 EXPECTED = (
     "expected a folder with cells.jsonl, as compare.py, benchmark.py, collect.py, study.py and the quickstart write it"
 )
-GATES_CAVEAT = "A model with gates of its own has other weights than the full cache it is compared with."
 SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
     **dict.fromkeys(("position", "turn", "length", "entries"), "By position, turn or length"),
@@ -55,7 +54,10 @@ class Findings:
     """Of `statistics.beside_baselines`."""
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
-    failures: pandas.DataFrame
+    loads: pandas.DataFrame
+    """Of `tables.loads_of`."""
+    untold: list[str]
+    """Of `tables.untold`."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Folder, command and environment of groups of rows, which the column `source` counts from 1."""
 
@@ -93,7 +95,7 @@ def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] 
     rows = read_rows(stores, keys)
     sources: list[dict[str, Any]] = []
     numbers = {row["key"]: _source(row, sources) for row in rows}
-    frame = to_frame(row for row in rows if row["status"] == DONE)
+    frame = to_frame(row for row in rows if row["status"] == DONE and row["task"] != "load")
     several = frame[~frame["learned"] & (frame["by"] == "")]["variant"].nunique() > 1
     summary = plots.name_methods(summarize(frame, reference), several)
     if len(summary):
@@ -103,8 +105,8 @@ def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] 
     is_shown = frame["is_main"] | frame["metric"].isin(("compression_ratio", "segments"))
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
-    failures = pandas.DataFrame([_failure(row, numbers) for row in rows if row["status"] != DONE])
-    return Findings(summary, places, beside_baselines(frame, reference), speeds, failures, sources)
+    beside = beside_baselines(frame, reference)
+    return Findings(summary, places, beside, speeds, loads_of(rows), untold(rows), sources)
 
 
 def _source(row: Row, sources: list[dict[str, Any]]) -> int:
@@ -116,13 +118,6 @@ def _source(row: Row, sources: list[dict[str, Any]]) -> int:
     if source not in sources:
         sources.append(source)
     return sources.index(source) + 1
-
-
-def _failure(row: Row, numbers: dict[str, int]) -> dict[str, Any]:
-    error = f"not finite: {reason(row)}" if row["status"] == NOT_FINITE else reason(row)
-    asked = asked_of(row | {"is_full": row["budget"] is None and not row["learned"]})
-    names = {name: row[name] for name in ("method", "task")}
-    return names | {"asked": asked, "error": error, "source": numbers[row["key"]]}
 
 
 def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
@@ -137,9 +132,12 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     """
     for path in (folder / PLOTS).glob("[0-9][0-9][0-9]-*.png"):
         path.unlink()
-    verdict, sections = headline_of(findings), dict[str, list[dict[str, Any]]]()
-    for number, (section, plot, path) in enumerate(write_plots(findings, folder / PLOTS), start=1):
-        drawn = {"title": plot.title, "caption": plot.caption, "file": path.name, "svg": Markup(plot.svg(number))}
+    sections = dict[str, list[dict[str, Any]]]()
+    (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+    for number, (section, plot) in enumerate(tqdm(_draw_all(findings), "plots", disable=None), start=1):
+        slug = re.sub("[^a-z0-9]+", "-", plot.title.lower()).strip("-")[:60]
+        replace_file(folder / PLOTS / f"{number:03d}-{slug}.png", plot.png())
+        drawn = {"title": plot.title, "caption": plot.caption, "svg": Markup(plot.svg(number))}
         sections.setdefault(section, []).append(drawn)
     environment = Environment(
         loader=PackageLoader("dmc.results.report", "."), autoescape=True, undefined=StrictUndefined,
@@ -149,7 +147,8 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     page = environment.get_template("page.html").render(
         title=title,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        verdict=verdict,
+        verdicts=[*verdicts_of(findings.summary)],
+        legend=LEGEND,
         sections=sections,
         tables=[table for table in _tables(findings) if len(table[2])],
         contents=_contents(findings),
@@ -161,57 +160,36 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     return folder / PAGE
 
 
-def write_plots(findings: Findings, folder: Path) -> Iterator[tuple[str, plots.Plot, Path]]:
-    """Write every plot as a PNG; yield its section, the plot and the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, (section, plot) in enumerate(tqdm(_draw_all(findings), "plots", disable=None), start=1):
-        slug = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in plot.title.lower())
-        path = folder / f"{number:03d}-{'-'.join(filter(None, slug.split('-')))[:60]}.png"
-        replace_file(path, plot.png())
-        yield section, plot, path
-
-
 def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
     """Draw all plots, each with its section."""
     summary, quality = findings.summary, "Quality against memory"
     for _, lines in summary.groupby("task", sort=False) if len(summary) else ():
-        yield quality, plots.draw_quality([lines], plots.cost_of(lines))
+        yield quality, plots.draw_quality(lines)
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
         yield "Speed", plots.draw_speed(lines, f" (source {source})")
+    if len(findings.loads):
+        yield "Speed", plots.draw_load(findings.loads)
     for (_, by, _), lines in findings.places.groupby(["task", "by", "metric"], sort=False):
         for plot in plots.draw_places(lines):
             yield SECTIONS.get(str(by), "What gates merge and policies leave"), plot
 
 
-def headline_of(findings: Findings) -> dict[str, Any]:
-    """Return the results of `dmc.results.statistics` in words: a headline and caveats."""
-    summary, headline = findings.summary, "No methods are compared on a task: see what follows."
-    caveats = [f"Failed cells: {len(findings.failures)}, see below."] if len(findings.failures) else []
-    if len(summary):
-        headline = _headline(summary)
-        caveats += [LEGEND, *([GATES_CAVEAT] if summary["learned"].any() else [])]
-    return {"headline": headline, "caveats": caveats}
-
-
-def _headline(summary: pandas.DataFrame) -> str:
-    """Name the smallest cache that is as good as the full one on every task that tells methods apart."""
-    silent = [task for task, lines in summary.groupby("task", sort=False) if not lines["tells"].any()]
-    told = summary[~summary["task"].isin(silent)]
-    count, ends = told["task"].nunique(), f" Left out, for they tell nothing apart: {', '.join(silent)}."
-    ends = ends if silent else ""
-    if not count:
-        why = "all have one figure, or the full cache hardly answers"
-        return f"No task tells methods apart: {why} ({', '.join(silent)})."
-    if told["lost"].isna().all():
-        return f"Without a full cache on the same samples nothing says what compression costs.{ends}"
-    on = f"all {count} tasks" if count > 1 else told["task"].iloc[0]
-    good = told[(told["standing"] == "as good") & (told["share"] < 1)].groupby("label")["share"].agg(["mean", "count"])
-    good = good[good["count"] == count]["mean"]
-    if good.empty:
-        return f"No smaller cache is shown to be as good as the full one on {on}.{ends}"
-    words = f"{good.idxmin()} is the smallest cache shown to be as good as the full one on {on}"
-    return f"{words}: {good.min():.0%} of its bytes.{ends}"
+def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
+    """Yield for each task which smaller caches are shown to be as good as the full one, the smallest first."""
+    for (task, metric), lines in summary.groupby(["task", "metric"], sort=False) if len(summary) else ():
+        full, judged = lines[lines["is_full"]]["value"], lines[lines["standing"] != ""].sort_values("share")
+        if judged.empty:
+            continue
+        good = [
+            f"{line.label} ({line.share:.0%} of the bytes)"
+            for line in judged.itertuples()
+            if line.standing == "as good" and line.share < 1
+        ]
+        counts = judged["standing"].value_counts()
+        others = f"worse: {counts.get('worse', 0)}, cannot tell: {counts.get('unknown', 0)}"
+        beside = f" (full cache {full.iloc[-1]:.4g})" if len(full) else ""
+        yield f"{task}, {metric}{beside}: as good: {', '.join(good) or 'none that is smaller'}; {others}"
 
 
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
@@ -223,9 +201,6 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
     if len(findings.speeds):
         yield "Speed and memory", "Medians; decoders of one batch size took turns.", speed_table(findings.speeds)
-    caption = "Start the same command again: finished cells are not repeated, failed ones are."
-    failed: Columns = {name: (name, "") for name in ("method", "task", "error", "source")}
-    yield "Failed cells", caption, texts_of(findings.failures, {**failed, "budget": ("asked", "")})
 
 
 def _kinds(texts: pandas.DataFrame) -> list[str]:
@@ -236,6 +211,6 @@ def _kinds(texts: pandas.DataFrame) -> list[str]:
 def _contents(findings: Findings) -> str:
     """Describe the page's contents by number."""
     analyses = findings.places[findings.places["metric"] == "share_held"].drop_duplicates("key")
-    kinds = {"result": findings.summary, "speed measurement": findings.speeds, "failed cell": findings.failures}
-    kinds["analyzed cache"] = analyses
+    kinds = {"result": findings.summary, "speed measurement": findings.speeds, "load": findings.loads}
+    kinds |= {"message": findings.untold, "analyzed cache": analyses}
     return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for word, rows in kinds.items() if len(rows))
