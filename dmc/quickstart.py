@@ -76,7 +76,7 @@ def grid_of(runs: dict[str, TrainedRun], retrofit: RunConfig, folder: Path) -> C
         tasks += [{"name": task, "cache_folder": data.cache_folder} | each for task, each in both.items()]
     policies, budgets = [FULL, *TRAINING_FREE], [f"bytes:{RETROFIT}"]
     engine = EngineSettings(max_batch_size=NUM_TOGETHER)
-    return CompareConfig(models, policies, tasks, budgets, engine, 0, reference=CONTROL, output=str(folder))
+    return CompareConfig(models, policies, tasks, budgets, engine, reference=CONTROL, output=str(folder))
 
 
 def _sample(folder: Path) -> str:

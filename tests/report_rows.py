@@ -62,8 +62,6 @@ def compare_row(policy, ratio=1.0, task="loss", *, model="base", learned=False, 
             "mean_tokens": 200.0,
         },
         "peak_bytes_allocated": int(256 * BYTES / achieved),
-        "prefill_tokens_per_second": 900 * skill,
-        "decode_tokens_per_second": 40 * skill * achieved**0.5,
     }
     if higher:
         row["by_length_and_depth"] = _needles(lost)
@@ -108,8 +106,6 @@ def compare_grid():
 def lm_eval_row(policy, ratio, benchmark, task, value, **changes):
     """Return a finished row of a task of a benchmark with members `<benchmark>_a` and `<benchmark>_b`."""
     row = compare_row(policy, ratio, task)
-    for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
-        del row[name]
     row.pop("by_length_and_depth", None)
     row.pop("by_position", None)
     row |= {
@@ -161,7 +157,7 @@ def plain_row(policy, budget, values, **changes):
         "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,
         "bytes_used": 900, "peak_tokens": 10, "bytes_allocated_per_token": 100.0, "bytes_used_per_token": 90.0,
         "requested_ratio": float(budget) if budget and budget.isdigit() else 1.0, "device": "cpu",
-        "decode_tokens_per_second": 1234.5, "mean_achieved_ratio": 3.9, "mean_bytes_allocated_per_token": 110.0,
+        "mean_achieved_ratio": 3.9, "mean_bytes_allocated_per_token": 110.0,
         "mean_bytes_used_per_token": 99.0, "mean_tokens": 8.0, "peak_bytes_allocated": 1000,
     }  # fmt: skip
     return {**row, **changes}

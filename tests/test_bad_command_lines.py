@@ -150,7 +150,7 @@ def told(script, prefix, words):
 
 GENERATE = "model={stock} prompt=ab max_new_tokens=2 "
 COMPARE = "models={{m:{stock}}} policies=full budgets=2 tasks=passkey "
-ANALYSIS = "models={{m:{retrofit}}} policies=full speed_tokens=0 tasks=[{{name:i,"
+ANALYSIS = "models={{m:{retrofit}}} policies=full tasks=[{{name:i,"
 CASES = [
     # A model that is none, and settings of a generation.
     *(
@@ -299,7 +299,6 @@ CASES = [
             ("tasks=needel", "tasks[0]='needel' is not in configs/task; did you mean 'needle'?"),
             ("tasks=[]", "tasks is empty"),
             ("engine.max_batch_size=0", "engine.max_batch_size=0: expected greater than or equal to 1"),
-            ("speed_tokens=-1", "speed_tokens=-1: expected greater than or equal to 0"),
             ("output={world}/bare_cells reference=nobody", "nobody"),
         )
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -275,48 +275,6 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
     for request in requests:
         engine.abort(request)
     return largest
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Tokens per second over all sequences together."""
-
-    prefill: float
-    """Tokens per second of prompts, up to the first token of each."""
-    decode: float
-    """Tokens per second of continuations, while all sequences decode."""
-
-
-def measure_speed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Speed:
-    """Feed prompts, then decode after them.
-
-    Args:
-        engine: an idle engine.
-        prompts: at most as many as the engine runs at the same time.
-        new_tokens: steps of decoding that are timed, >= 1.
-    Raises:
-        ArithmeticError, OutOfBlocksError: a prompt could not be continued, see `Engine.run`.
-    """
-    spent, steps = 0.0, 0
-    requests = _submit(engine, prompts, max_new_tokens=1)
-    while not all(request.generation for request in requests):
-        spent, steps = spent + seconds(engine.step), steps + 1
-    prefill = sum(map(len, prompts)) / spent
-    # the first sequences decode while the others are fed, which may take twice as many steps as without them
-    requests = _submit(engine, prompts, max_new_tokens=2 * steps + 2 + new_tokens)
-    try:
-        while not all(request.logprobs or request.generation for request in requests):
-            engine.step()
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        engine.step()  # warm-up
-        events: list[Any] = []
-        spent = sum(seconds(lambda: events.extend(engine.step())) for _ in range(new_tokens))
-    finally:
-        for request in requests:
-            engine.abort(request)
-    return Speed(prefill, len(events) / spent)
 
 
 def _submit(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Any]:

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from dmc.budget import Budget, achieved_ratio
 from dmc.claims import ClaimedError, claim
 from dmc.provenance import provenance
-from dmc.results.benchmark import measure_speed
 from dmc.results.equal_bytes import at_bytes, share_of
 from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, model_settings, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
@@ -272,7 +271,6 @@ def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
         names["question"] = task.settings.question
         shared["settings"] |= {"lm_eval": asdict(task.settings) | {"save_samples": None}}
         return shared | names
-    shared["settings"] |= {"speed_tokens": config.speed_tokens}
     return shared | {
         "main_metric": task.main_metric,
         "higher_is_better": task.higher_is_better,
@@ -297,7 +295,7 @@ def measure(
     make_engine: Callable[..., Engine],
     given: Row | None = None,
 ) -> Row:
-    """Measure quality, memory and speed of one cell.
+    """Measure quality and memory of one cell.
 
     Args:
         cell: cell of the grid.
@@ -329,7 +327,7 @@ def measure(
 def measure_engine(
     engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel, is_sketch: bool = False
 ) -> Row:
-    """Measure a cell with its engine; a sketch takes a batch of samples from all over the task, and no speed."""
+    """Measure a cell with its engine; a sketch takes a batch of samples from all over the task."""
     task, size = grid.tasks[cell.task], config.engine.max_batch_size
     if isinstance(task, LMEvalTask):
         folder = Path(config.output) / "samples" / cell.key
@@ -358,9 +356,6 @@ def measure_engine(
         **by_coordinates(results),
         **memory_of([each.stats for each in results], cell.method.budget),
     }
-    if config.speed_tokens and not is_sketch and checked(row)["status"] == DONE:
-        speed = measure_speed(engine, [each.prompt for each in samples[:size]], config.speed_tokens)
-        row |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return row
 
 

@@ -27,7 +27,7 @@ from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, digest
 from dmc.results.tasks import Task
-from dmc.settings import Count, Whole, build_config, checked_dataclass
+from dmc.settings import Count, build_config, checked_dataclass
 from dmc.target import build_target, suggest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
@@ -105,8 +105,6 @@ class CompareConfig:
     budgets: list[Any]
     """Compression ratios (4), entries per KV head (tokens:128), or bytes (bytes:retrofit): see `equal_bytes`."""
     engine: EngineSettings = field(default_factory=EngineSettings)
-    speed_tokens: Whole = 16
-    """Number of timed decoding steps; 0: speed is not measured."""
     seed: StrictInt = 0
     """Seed of everything that has none of its own."""
     lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
@@ -240,7 +238,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> Grid:
     engine = [FORMAT, config.engine.defining, config.seed]
     task_keys = {}
     for task, each in tasks.items():
-        own = [] if isinstance(each, LMEvalTask) else [config.speed_tokens, task_settings[task]]
+        own = [] if isinstance(each, LMEvalTask) else [0, task_settings[task]]  # 0: earlier versions also timed steps
         task_keys[task] = digest([*engine, *own, each.identity()])
     cells = []
     for name, (identity, values, target_ratio) in descriptions.items():

@@ -197,9 +197,8 @@ def _whole(row: Row) -> Iterator[dict[str, Any]]:
     """Yield the measurements of a row over all its samples."""
     main, coordinates = row["main_metric"], row.get("coordinates") or {}
     samples = {main: row.get("sample_values", [])} | (row.get("samples_by_metric") or {})
-    errors, speeds = row.get("errors") or {}, ("prefill_tokens_per_second", "decode_tokens_per_second")
-    metrics = row["metrics"] | {name: row[name] for name in speeds if row.get(name) is not None}
-    for name, value in sorted(metrics.items(), key=lambda item: (item[0] != main, item[0] in speeds)):
+    errors = row.get("errors") or {}
+    for name, value in sorted(row["metrics"].items(), key=lambda item: item[0] != main):
         line = {"metric": name, "value": value, "error": errors.get(name), "samples": samples.get(name, [])}
         yield line | {"num_samples": row.get("samples", 0), "by": " ".join(coordinates)} | coordinates
 

@@ -33,8 +33,6 @@ MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
 RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which a target counts as met."""
-SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
-"""Speed metrics of a cell, beside those of its task."""
 Standing = Literal["as good", "worse", "unknown", ""]
 Seeds = Sequence[Sequence[float]] | numpy.ndarray
 """Values of samples by seed; all seeds have the same samples."""
@@ -193,8 +191,7 @@ def summarize(
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
-        the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `prefill_tokens_per_second`,
-        `decode_tokens_per_second`, `device`, `keys`.
+        the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `keys`.
     """
     cells = _Cells(frame, reference)
     whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
@@ -257,8 +254,6 @@ def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
         "peak_bytes": group["peak_bytes"].max(),
         "samples": int(sum(part.rows["num_samples"].iloc[0] for part in parts)),
         "contexts": value.num_contexts,
-        **{name: cells.speed(group, name) for name in SPEEDS},
-        "device": first["device"],
         "keys": list(group["key"]),
     }
 
@@ -339,8 +334,6 @@ class _Cells:
         self.whole = frame[frame["by"] == ""]
         self.full = self.whole[self.whole["is_full"]]
         self._full_of_task = dict(iter(self.full.groupby(["task", "metric", "task_key"])))
-        speeds = self.whole[self.whole["metric"].isin(SPEEDS)]
-        self._speeds = dict(zip(zip(speeds["key"], speeds["metric"], strict=True), speeds["value"], strict=True))
 
     def seeds(self, rows: pandas.DataFrame) -> _Seeds:
         """Group the seeds of one task: the newest row of each model, if on the same samples as the newest row."""
@@ -361,11 +354,6 @@ class _Cells:
             if row["seed"] is not None and row["seed"] == row["seed"] and (same["seed"] == row["seed"]).any():
                 same = same[same["seed"] == row["seed"]]
         return same.iloc[-1] if same["model"].nunique() == 1 else None
-
-    def speed(self, group: pandas.DataFrame, name: str) -> float | None:
-        """Average a speed over the cells of a line; None where none was measured."""
-        found = [self._speeds[key, name] for key in group["key"] if (key, name) in self._speeds]
-        return math.fsum(found) / len(found) if found else None
 
     def baselines_of(self, row: pandas.Series, full: pandas.Series) -> pandas.DataFrame:
         """Find every policy on a full cache's model and samples at the budget that took a row's bytes, by policy.

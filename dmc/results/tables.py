@@ -111,10 +111,6 @@ def format_tables(
     parts += [_task_table(group, beside) for _, group in groups]
     if summary["shown"].nunique() > 1 and metrics is None:
         parts.append("### All tasks\n\n" + markdown(all_tasks(summary)))
-    devices = summary["device"][summary["decode_tokens_per_second"].notna()]
-    if devices.nunique() > 1:
-        told = ", ".join(sorted(devices.unique()))
-        parts.append(f"speeds were measured on several devices, which do not compare: {told}")
     return [*parts, LEGEND]
 
 
@@ -200,8 +196,6 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         "CR at the end": ("end_ratio", ".2f"),
         "cache bytes/token": size, "of full": ("share", ".0%"),
         "peak cache bytes": ("peak_bytes", ",.0f"),
-        "prefill tokens/s": ("prefill_tokens_per_second", ",.0f"),
-        "decode tokens/s": ("decode_tokens_per_second", ",.0f"),
         f"{AGAINST} the best training-free method in its bytes": beside_best,
         "samples": ("samples", "d"), "contexts": ("contexts", "d"), "source": ("source", "d"),
     }  # fmt: skip

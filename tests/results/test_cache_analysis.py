@@ -130,7 +130,7 @@ def test_a_grid_analyzes_caches_and_the_page_draws_it(folders, tmp_path):
     task["source"] = {"_target_": "dmc.data.TextSource", "name": str(folders.text)}
     policy = {"name": "streaming", "like": "streaming_llm", "sinks": 2}
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "policies": ["full", policy]}
-    values |= {"budgets": ["tokens:10"], "tasks": [task], "speed_tokens": 2, "output": str(tmp_path / "out")}
+    values |= {"budgets": ["tokens:10"], "tasks": [task], "output": str(tmp_path / "out")}
     config = build_config(CompareConfig, values)
     grid, store = plan_grid(config, CONFIGS), Store(tmp_path / "out" / "cells.jsonl")
     rows = run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))

@@ -89,7 +89,6 @@ def make_config(folders, tmp_path):
     values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
     values |= {
         "tasks": [{"name": "text", "like": "text_loss", **text}],
-        "speed_tokens": 0,
         "output": str(tmp_path / "out"),
     }
     return lambda **changes: build_config(CompareConfig, {**values, **changes})

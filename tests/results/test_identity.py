@@ -52,7 +52,7 @@ def test_a_sweep_over_an_option_keeps_a_line_for_each_value(tmp_path):
 def test_a_grid_of_a_then_b_then_a_shows_both(folders, tmp_path, capsys):
     def compare(recent):
         command = [f"models={{base: {folders.stock}}}", f"tasks=[{on_command_line(**NEEDLE)}]"]
-        command += [f"policies=[{{name: h2o, like: h2o, recent: {recent}}}]", "budgets=2", "speed_tokens=0"]
+        command += [f"policies=[{{name: h2o, like: h2o, recent: {recent}}}]", "budgets=2"]
         assert run_script("compare.py", *command, f"output={tmp_path / 'out'}") == ""
         return capsys.readouterr().out
 

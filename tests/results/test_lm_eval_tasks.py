@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 def make_config(folders, tasks_folder, tmp_path):
     def build(policy="full", budget=None, **changes):
         values = {"models": {"base": str(folders.stock)}, "tasks": [BOTH], "output": str(tmp_path / "out")}
-        values |= {"policies": [policy], "budgets": [] if budget is None else [budget], "speed_tokens": 0}
+        values |= {"policies": [policy], "budgets": [] if budget is None else [budget]}
         own = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
         lm_eval = {"tasks_folder": str(tasks_folder), "limit": 3} | own
         return build_config(CompareConfig, values | {"lm_eval": lm_eval} | changes)
@@ -309,7 +309,7 @@ def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config, 
 def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(folders, tasks_folder, tmp_path):
     ours = {"name": "ours", **TINY_NEEDLE}
     values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
-    values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "speed_tokens": 0, "output": str(tmp_path / "o")}
+    values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "output": str(tmp_path / "o")}
     config = build_config(CompareConfig, values | {"lm_eval": {"tasks_folder": str(tasks_folder), "limit": 2}})
     rows = run(config)
     assert [(row["model"], row["policy"], row["task"], row["status"]) for row in rows] == [

@@ -38,7 +38,7 @@ def real(tmp_path_factory, folders):
     analysis = {"name": "analysis", "like": "cache_analysis", "num_samples": 2, "length": 64, **text}
     values = {
         "models": {"base": str(folders.stock), "retrofit": str(folders.compressed)},
-        **{"policies": POLICIES, "budgets": [4], "tasks": [NEEDLE, analysis], "speed_tokens": 2},
+        **{"policies": POLICIES, "budgets": [4], "tasks": [NEEDLE, analysis]},
     }
     config = build_config(CompareConfig, values | {"output": str(folder)})
     grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")

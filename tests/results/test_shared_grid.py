@@ -76,7 +76,7 @@ def grid(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "release_memory", lambda: None)  # half a second in a fork of the tests' process
     log = str(tmp_path / "log")
     values = {
-        "models": {"base": str(folders.stock)}, "policies": ["full"], "budgets": [], "speed_tokens": 0,
+        "models": {"base": str(folders.stock)}, "policies": ["full"], "budgets": [],
         "tasks": [{"name": f"t{i}", "_target_": "users_slow.Slow", "log": log, "number": i} for i in range(8)],
         "output": str(tmp_path / "out"),
     }  # fmt: skip

@@ -22,7 +22,6 @@ from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
-from dmc.results.benchmark import measure_speed
 from dmc.results.compare import memory_of
 from dmc.results.grid import CompareConfig, plan_tasks
 from dmc.results.tasks import (
@@ -651,24 +650,3 @@ def test_bad_settings_are_refused_with_what_was_expected(
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         build(tokenizer)
-
-
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}, {"max_batch_size": 1}])
-def test_speed_counts_all_sequences_and_leaves_nothing_behind(
-    options: dict[str, int], folders: Any, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_second(action: Any) -> float:
-        action()
-        return 1.0
-
-    monkeypatch.setattr("dmc.results.benchmark.seconds", one_second)
-    engine = Engine(load_model(folders.stock), **options)
-    speed = measure_speed(engine, make_prompts(10, 14), new_tokens=4)
-    steps = {"prefill_chunk_size": 5, "max_batch_size": 2}
-    assert speed.prefill == 24 / (steps[next(iter(options))] if options else 1)
-    assert speed.decode == (1 if "max_batch_size" in options else 2)
-    assert engine.blocks_in_use == 0
-    engine.model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(ArithmeticError, match="not finite"):
-        measure_speed(engine, make_prompts(10, 14), new_tokens=4)
-    assert engine.blocks_in_use == 0

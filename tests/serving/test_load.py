@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dmc.results.load import run_load
-from dmc.results.load_config import LoadConfig
+from dmc.results.load import LoadConfig, run_load
 
 SECONDS = 60
 

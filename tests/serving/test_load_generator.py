@@ -9,8 +9,7 @@ import numpy
 import pytest
 from scripts_here import run_script
 
-from dmc.results.load import Visit, run_load, summarize
-from dmc.results.load_config import LoadConfig, percentile
+from dmc.results.load import LoadConfig, Visit, percentile, run_load, summarize
 from dmc.results.plots import draw_load
 from dmc.results.report import read_folders
 from dmc.results.store import Store

@@ -25,9 +25,6 @@ class CacheAnalysis(TextTask):
     A row has `share_held` by position and layer; for learned gates, which decide token by token, also
     `by_tokens_and_layer`, the share held after as many tokens, and `segments` by length (the last: that long or longer)
     and layer. The compression ratio of each head is in every row.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     num_samples: Count = 16

@@ -90,9 +90,6 @@ class Needle(TextRecall):
     """Asks for a number at `depths` of texts of `lengths`: needle in a haystack, and passkey.
 
     A row keeps the grid `by_length_and_depth`.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     haystack: DocumentSource | str
@@ -167,9 +164,6 @@ class KeyValuePairs(TextRecall):
     """Asks for the value of one key of a JSON object of UUIDs (Liu et al., arXiv:2307.03172).
 
     A row keeps the grid `by_length_and_depth`.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     lengths: Counts = (1024, 2048)
@@ -225,9 +219,6 @@ class TwoStageRetrieval(TextRecall):
     looks up its entry. Differs from the authors' data: the wording, prompts that end where the answer begins, so that
     base models can answer, and exact match of the first color named, where theirs may be anywhere in the answer. A row
     has metrics `by_entries`.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     entries: Counts = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
@@ -272,9 +263,6 @@ class MultiTurnRecall(TextRecall):
     """States a number in turn 1 and asks for it in turn k, with text and the model's replies in between.
 
     Each turn sees the cache that the one before has compressed, see `Turns`. A row has metrics `by_turn`.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     haystack: DocumentSource | str

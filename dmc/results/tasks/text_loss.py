@@ -55,9 +55,6 @@ class TextLoss(TextTask):
     A row has metrics `by_position`: `loss` of the `bucket_tokens` tokens from each position on, and `cumulative_loss`
     of all scored tokens up to their end. With a context of one token this is the loss along a whole text, as plotted
     for PG-19. Windows are spread evenly over the text.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     context_tokens: Count = 768
