@@ -185,18 +185,6 @@ def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
     assert third.loaded == []
 
 
-def test_a_cell_that_fails_is_recorded_and_tried_again(make_config):
-    config = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2])
-    failed, full = run(config, Workshop())
-    assert (failed["status"], failed["error"]) == ("failed", "NotImplementedError: Keep does not serve this model")
-    assert full["status"] == "done"
-    workshop = Workshop()
-    run(config, workshop)
-    assert workshop.num_engines == 1
-    table = write_report([full, failed], Path(config.output))
-    assert table.endswith("failed: base, keep, CR 2, needle: NotImplementedError: Keep does not serve this model")
-
-
 ERRORS = [
     RuntimeError("CUDA error:\n  an illegal address"),
     KeyError("eos"),
@@ -206,13 +194,18 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_whatever_a_cell_fails_with_the_grid_goes_on(error, make_config, tmp_path):
-    workshop = Workshop()
+def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it_again(error, make_config):
+    config, workshop = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), Workshop()
     workshop.error = error
-    failed, full = run(make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), workshop)
+    failed, full = run(config, workshop)
     assert (failed["status"], failed["error_type"], full["status"]) == ("failed", type(error).__name__, "done")
     assert "\n" not in failed["error"] and failed["error"].startswith(type(error).__name__)
     assert "in make_engine" in failed["traceback"]
+    table = write_report([full, failed], Path(config.output))
+    assert table.endswith(f"failed: base, keep, CR 2, needle: {failed['error']}")
+    again = Workshop()
+    run(config, again)
+    assert again.num_engines == 1
 
 
 def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders, tmp_path):

@@ -83,7 +83,7 @@ def test_only_what_was_measured_in_as_many_bytes_is_a_baseline(sizes, chosen):
         assert f" worse than h2o{words} |" in "".join(format_tables(to_frame(rows)))
 
 
-def test_a_budget_in_bytes_is_met_by_bytes_and_a_ratio_by_a_ratio() -> None:
+def test_a_budget_in_bytes_is_met_by_bytes_and_a_ratio_by_a_ratio():
     """A method that grows with what it generates may need a much higher ratio to hold as many bytes."""
     asked = {"requested_ratio": 16.0, "requested_bytes_per_token": 250.0}
     rows = [row("one", "full", None, 1000, 0.0), row("one", "late", "4", 500, 0.1)]
@@ -98,7 +98,7 @@ def test_a_budget_in_bytes_is_met_by_bytes_and_a_ratio_by_a_ratio() -> None:
     assert "| 261 |" in lines["| one, old"]
 
 
-def test_a_heading_names_the_full_cache_that_all_lines_are_compared_with() -> None:
+def test_a_heading_names_the_full_cache_that_all_lines_are_compared_with():
     rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
     assert "| against control, full | verdict |" in format_tables(to_frame(rows))[0]
     rows += [row("other", "full", None, 1000, 0.0), row("other", "h2o", "4", 250, 0.1)]

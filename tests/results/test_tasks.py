@@ -51,11 +51,11 @@ Script = Callable[[str], str]
 class ScriptedEngine(Engine):
     """Answers what a script says about all the text so far; tokens, cache and sessions are the engine's own."""
 
-    def __init__(self, model: Any, tokenizer: Any, script: Script, **options: Any) -> None:
+    def __init__(self, model, tokenizer, script, **options):
         super().__init__(model, tokenizer, **options)
         self.script = script
 
-    def _sample(self, requests: list[Any], logits: torch.Tensor) -> Any:
+    def _sample(self, requests, logits):
         for row, request in enumerate(requests):
             num_new = len(request.logprobs)
             tokens = request.sequence.tokens
@@ -66,26 +66,26 @@ class ScriptedEngine(Engine):
         return super()._sample(requests, logits)
 
 
-def find_needle(text: str) -> str:
+def find_needle(text):
     name = re.findall(r"What is the magic number of (\w+)\?", text)[-1]
     return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
 
 
-def find_pass_key(text: str) -> str:
+def find_pass_key(text):
     return " " + re.search(r"pass key is (\d+)", text)[1]
 
 
-def find_value(text: str) -> str:
+def find_value(text):
     key = re.search(r'Key: "(.*?)".*Value: "$', text, flags=re.S)[1]
     return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
 
 
-def look_up(text: str) -> tuple[int, str]:
+def look_up(text):
     first, second = map(int, re.findall(r"(\d+) \+ (\d+)", text)[-1])
     return first + second, re.search(rf"\b{first + second}: (\w+)", text)[1]
 
 
-def find_code(text: str) -> str:
+def find_code(text):
     question = re.search(r"What is the door code of (\w+)\?", text)
     if question is None:
         return " All right 99999."
@@ -115,46 +115,46 @@ SCRIPTS: dict[str, tuple[Any, Script]] = {
 
 
 @pytest.fixture(scope="module")
-def model(folders: Any) -> Any:
+def model(folders):
     return load_model(folders.stock)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folders: Any) -> Any:
+def tokenizer(folders):
     return AutoTokenizer.from_pretrained(folders.stock)
 
 
 @pytest.fixture(scope="module")
-def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def word_tokenizer(tmp_path_factory):
     """One with eight words of one token."""
     text = " alpha beta gamma delta house garden river window" * 20
     return train_tokenizer([text] * 3, 294, tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture(scope="module")
-def chat_tokenizer(folders: Any) -> Any:
+def chat_tokenizer(folders):
     tokenizer = AutoTokenizer.from_pretrained(folders.stock)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def run(task: Any, script: Script, model: Any, tokenizer: Any, **options: Any) -> list[SampleResult]:
+def run(task, script, model, tokenizer, **options):
     engine = ScriptedEngine(model, tokenizer, script, **options)
     results = task.evaluate(engine, task.samples(tokenizer, 300))
     assert engine.blocks_in_use == 0
     return results
 
 
-def in_chat(task: Any) -> Any:
+def in_chat(task):
     return type(task)(**{**vars(task), "chat_template": True})
 
 
-def text_loss(folders: Any, tmp_path: Path, **changes: Any) -> TextLoss:
+def text_loss(folders, tmp_path, **changes):
     options = {"num_samples": 3, "context_tokens": 24, "scored_tokens": 8, "cache_folder": str(tmp_path), **changes}
     return TextLoss(TextSource(str(folders.text)), **options)
 
 
-def plain_losses(model: Any, sample: Any) -> torch.Tensor:
+def plain_losses(model, sample):
     """Feed everything at once and read the losses of the continuation off the logits."""
     tokens = torch.tensor([*sample.prompt, *sample.after, *sample.continuation])
     with torch.no_grad():
@@ -163,9 +163,7 @@ def plain_losses(model: Any, sample: Any) -> torch.Tensor:
     return losses[-len(sample.continuation) :]
 
 
-def test_windows_of_text_are_spread_and_scored_behind_their_context(
-    folders: Any, tmp_path: Path, model: Any, tokenizer: Any
-) -> None:
+def test_windows_of_text_are_spread_and_scored_behind_their_context(folders, tmp_path, model, tokenizer):
     task = text_loss(folders, tmp_path)
     samples = task.samples(tokenizer, 300)
     stream = [*tokenizer(folders.text.read_text())["input_ids"], tokenizer.eos_token_id]
@@ -177,7 +175,7 @@ def test_windows_of_text_are_spread_and_scored_behind_their_context(
         assert (len(sample.prompt), result.stats.tokens_seen, result.stats.achieved_ratio) == (24, 31, 1.0)
 
 
-def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+def test_loss_by_position_is_that_of_the_tokens_there(folders, tmp_path, model, tokenizer):
     task = text_loss(folders, tmp_path, context_tokens=1, scored_tokens=20, bucket_tokens=8)
     samples = task.samples(tokenizer, 300)
     engine, held = Engine(model, prefill_chunk_size=7), []
@@ -191,9 +189,7 @@ def test_loss_by_position_is_that_of_the_tokens_there(folders: Any, tmp_path: Pa
     assert table["cumulative_loss"] == pytest.approx([float(losses[:, :b].mean()) for b in (8, 16, 20)])
 
 
-def test_a_window_that_begins_with_a_document_has_its_beginning_once(
-    beginning_tokenizer: Any, folders: Any, tmp_path: Path
-) -> None:
+def test_a_window_that_begins_with_a_document_has_its_beginning_once(beginning_tokenizer, folders, tmp_path):
     task = TextLoss(TextSource(str(folders.text)), 4, 16, 8, cache_folder=str(tmp_path))
     begin = list(framing_of(beginning_tokenizer).begin)
     first, *others = task.samples(beginning_tokenizer, 300)
@@ -203,7 +199,7 @@ def test_a_window_that_begins_with_a_document_has_its_beginning_once(
     assert first.prompt[1:] + first.continuation == flat[: len(first.prompt) - 1 + 8]
 
 
-def test_windows_of_one_document_belong_together(folders: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_of_one_document_belong_together(folders, tokenizer, tmp_path):
     for number, words in enumerate((60, 400, 0, 60)):
         (tmp_path / f"{number}.txt").write_text("alpha beta " * words)
     options: Any = {"context_tokens": 24, "scored_tokens": 8, "cache_folder": str(tmp_path / "cache")}
@@ -217,7 +213,7 @@ def test_windows_of_one_document_belong_together(folders: Any, tokenizer: Any, t
     assert len({sample.context for sample in samples}) == 3
 
 
-def test_the_files_of_a_text_belong_to_its_identity(tmp_path: Path) -> None:
+def test_the_files_of_a_text_belong_to_its_identity(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one")
     task = TextLoss(TextSource(str(path)))
@@ -241,7 +237,7 @@ def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
         assert expected
 
 
-def test_loss_of_far_repeats_is_that_of_their_tokens(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_loss_of_far_repeats_is_that_of_their_tokens(model, tokenizer, tmp_path):
     words = "alpha beta gamma delta epsilon " * 3
     (tmp_path / "book.txt").write_text(" ".join([words, "gamma gamma alpha beta " * 20, words] * 4))
     settings = {"num_samples": 2, "context_tokens": 40, "scored_tokens": 80, "cache_folder": str(tmp_path / "cache")}
@@ -255,7 +251,7 @@ def test_loss_of_far_repeats_is_that_of_their_tokens(model: Any, tokenizer: Any,
         TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
 
 
-def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any, tmp_path: Path, model: Any) -> None:
+def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_path, model):
     tokenizer = AutoTokenizer.from_pretrained(folders.stock)
     task = TextLoss(TextSource(str(folders.text)), 2, 1, 255, cache_folder=str(tmp_path))
     samples = task.samples(tokenizer, 300)
@@ -273,8 +269,8 @@ def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders: Any,
     assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
 
 
-def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all_tokens() -> None:
-    def held(tokens: int, entries: int, size: int) -> GenerationStats:
+def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all_tokens():
+    def held(tokens, entries, size):
         slots = torch.tensor([[entries]])
         return GenerationStats(tokens, slots, 1, size, size, 0, 0, tokens / 2, slots / 2, size / 4, size / 4, size)
 
@@ -288,7 +284,7 @@ def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all
 FACTS = FactRecall(haystack="12 34.\n", lengths=[160, 200], keys=3, num_keys=3, contexts=2, questions=2, rebinding=0.5)
 
 
-def find_fact(text: str) -> str:
+def find_fact(text):
     """Read the newest fact about the key that was asked for last."""
     key = re.split(r"\nget", text)[-1].strip()
     forms = rf"(?:use {key} as|< {key}/| {key} by|% {key} \|) ([a-z]+)"
@@ -296,7 +292,7 @@ def find_fact(text: str) -> str:
 
 
 @pytest.mark.parametrize("question", ["known", "hidden"])
-def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, word_tokenizer: Any) -> None:
+def test_facts_are_asked_of_one_compressed_context(question, model, word_tokenizer):
     task = dataclasses.replace(FACTS, question=question)
     samples = task.samples(word_tokenizer, 300)
     assert task.samples(word_tokenizer, 300) == samples and len(samples) == 2 * 2 * 2
@@ -324,9 +320,7 @@ def test_facts_are_asked_of_one_compressed_context(question: Any, model: Any, wo
 
 
 @pytest.mark.parametrize("question", ["known", "hidden"])
-def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(
-    question: Any, model: Any, word_tokenizer: Any
-) -> None:
+def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(question, model, word_tokenizer):
     task = dataclasses.replace(FACTS, question=question, contexts=6)
     full, greedy = Engine(model, word_tokenizer), SamplingParams(max_new_tokens=1, temperature=0.0)
     asked = task.samples(word_tokenizer, 300)
@@ -346,7 +340,7 @@ def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(
     assert forgetful.blocks_in_use == full.blocks_in_use == 0
 
 
-def test_questions_in_turn_follow_each_other_on_one_cache(model: Any, word_tokenizer: Any) -> None:
+def test_questions_in_turn_follow_each_other_on_one_cache(model, word_tokenizer):
     task = dataclasses.replace(FACTS, question="in_turn")
     chats = task.samples(word_tokenizer, 300)
     forks = itertools.groupby(FACTS.samples(word_tokenizer, 300), lambda each: each.prompt)
@@ -372,9 +366,7 @@ def test_questions_in_turn_follow_each_other_on_one_cache(model: Any, word_token
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(
-    name: str, model: Any, tokenizer: Any
-) -> None:
+def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(name, model, tokenizer):
     task, script = SCRIPTS[name]
     assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
     for answer in (" 1", "", " mauve", ' 31415926"'):
@@ -382,7 +374,7 @@ def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tokenizer: Any) -> None:
+def test_samples_are_the_same_every_time_and_change_with_the_seed(name, tokenizer):
     task, _ = SCRIPTS[name]
     samples = task.samples(tokenizer, 300)
     assert samples == task.samples(tokenizer, 300)
@@ -391,9 +383,7 @@ def test_samples_are_the_same_every_time_and_change_with_the_seed(name: str, tok
 
 
 @pytest.mark.parametrize("name", ["needle", "passkey", "key_value", "chain", "direct"])
-def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(
-    name: str, tokenizer: Any, model: Any
-) -> None:
+def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(name, tokenizer, model):
     task, script = SCRIPTS[name]
     known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
     assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
@@ -410,8 +400,8 @@ METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(wi
 
 @pytest.mark.parametrize("method", [*METHODS, "gates"])
 def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
-    method: str, folders: Any, tokenizer: Any
-) -> None:
+    method, folders, tokenizer
+):
     model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
     asked = {"name": "asked", "like": "passkey", "question": "both", "lengths": [220], "depths": [0, 0.5, 1]}
     asked |= {"shares_context": True, "fact": NEEDLE.fact, "question_text": NEEDLE.question_text}
@@ -442,7 +432,7 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
             assert result.metrics.items() >= task.grade(own, sample.continuation, alone).items()
 
 
-def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) -> None:
+def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer):
     for sample in NEEDLE.samples(tokenizer, 300):
         assert len(sample.prompt) + len(sample.after) == sample.coordinates["length"]
         text = tokenizer.decode(sample.prompt)
@@ -451,7 +441,7 @@ def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer: Any) ->
         assert sizes[0] / sum(sizes) == pytest.approx(sample.coordinates["depth"], abs=0.05)
 
 
-def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any) -> None:
+def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer):
     samples = KeyValuePairs(lengths=[600], depths=[0, 0.5, 1], samples_per_place=3).samples(tokenizer, 300)
     for sample in samples:
         text = tokenizer.decode(sample.prompt)
@@ -463,7 +453,7 @@ def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer: Any
         assert 600 - 1.3 * pair < len(sample.prompt) <= 600
 
 
-def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, tokenizer: Any) -> None:
+def test_any_text_can_hide_a_needle(folders, tmp_path, model, tokenizer):
     source = TextSource(str(folders.text))
     options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
     task = Needle(haystack=source, **options)
@@ -473,7 +463,7 @@ def test_any_text_can_hide_a_needle(folders: Any, tmp_path: Path, model: Any, to
     assert task.identity() == source.description()
 
 
-def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokenizer: Any, tmp_path: Path) -> None:
+def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokenizer, tmp_path):
     for number in range(20):
         (tmp_path / f"{number:02d}.txt").write_text("alpha beta gamma")
     (windows,) = Encoder(beginning_tokenizer).filler(
@@ -483,7 +473,7 @@ def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokeni
     assert len(windows) == 40 and not {*framing.begin, framing.end} & set(windows)
 
 
-def test_contexts_come_from_all_over_a_text_and_again_where_there_are_more(tokenizer: Any, tmp_path: Path) -> None:
+def test_contexts_come_from_all_over_a_text_and_again_where_there_are_more(tokenizer, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"{number:04d}" for number in range(400)))
     filler, source = Encoder(tokenizer).filler, TextSource(str(tmp_path / "text.txt"))
     every = filler(source, 40, 10**3, str(tmp_path / "cache"))
@@ -492,7 +482,7 @@ def test_contexts_come_from_all_over_a_text_and_again_where_there_are_more(token
     assert every == [every[index % count] for index in range(10**3)]
 
 
-def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer: Any) -> None:
+def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer):
     halves = [
         dataclasses.replace(FACTS, keys=1, num_keys=2, questions=1, words=f"{n}_half") for n in ("first", "second")
     ]
@@ -511,14 +501,12 @@ def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer: Any) -> None:
         (CHAIN, lambda text: f" {look_up(text)[0]}. It is mauve.", {"sum_match": 1.0, "exact_match": 0.0}),
     ],
 )
-def test_an_answer_that_is_right_in_parts_is_right_in_these_alone(
-    task: Any, script: Script, right: dict[str, float], model: Any, tokenizer: Any
-) -> None:
+def test_an_answer_that_is_right_in_parts_is_right_in_these_alone(task, script, right, model, tokenizer):
     for result in run(task, script, model, tokenizer):
         assert result.metrics.items() >= right.items()
 
 
-def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
+def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer):
     for task in (CHAIN, DIRECT):
         for sample in task.samples(tokenizer, 300):
             total, color = look_up(tokenizer.decode(sample.prompt))
@@ -526,10 +514,10 @@ def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer: Any) -> None:
             assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
 
 
-def test_each_turn_sees_what_the_ones_before_have_left(model: Any, tokenizer: Any) -> None:
+def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
     seen: list[str] = []
 
-    def note(text: str) -> str:
+    def note(text):
         seen.append(text)
         return find_code(text)
 
@@ -544,7 +532,7 @@ def test_each_turn_sees_what_the_ones_before_have_left(model: Any, tokenizer: An
         assert result.stats.slots.unique().tolist() == [32]
 
 
-def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> None:
+def test_batches_do_not_change_a_conversation(model, tokenizer):
     engine = Engine(model, tokenizer)
     samples = TURNS.samples(tokenizer, 300)
     together = TURNS.evaluate(engine, samples)
@@ -555,8 +543,8 @@ def test_batches_do_not_change_a_conversation(model: Any, tokenizer: Any) -> Non
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_answer_does(
-    name: str, model: Any, chat_tokenizer: Any
-) -> None:
+    name, model, chat_tokenizer
+):
     task, script = SCRIPTS[name]
     plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
     for without, sample in zip(plain, chat, strict=True):
@@ -574,7 +562,7 @@ def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_
     assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
 
 
-def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer: Any) -> None:
+def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer):
     for sample in in_chat(TURNS).samples(chat_tokenizer, 300):
         texts = [chat_tokenizer.decode(turn) for turn in sample.turns]
         assert texts[0].startswith("be brief<user>The door code of")
@@ -589,9 +577,7 @@ def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer: Any) -> None:
         ("{{ messages[0].content }}", "does not write every turn once and in order"),
     ],
 )
-def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
-    template: str | None, message: str, chat_tokenizer: Any
-) -> None:
+def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(template, message, chat_tokenizer):
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = template
     for task in (NEEDLE, PAIRS, CHAIN, TURNS):
@@ -599,8 +585,8 @@ def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(
             in_chat(task).samples(tokenizer, 300)
 
 
-def test_metrics_are_averaged_by_coordinates() -> None:
-    def result(length: int, depth: float, match: float) -> SampleResult:
+def test_metrics_are_averaged_by_coordinates():
+    def result(length, depth, match):
         coordinates = {"length": length, "depth": depth}
         stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
         return SampleResult({}, stats, [Breakdown(coordinates, {"match": match})])
@@ -645,8 +631,6 @@ def test_metrics_are_averaged_by_coordinates() -> None:
         (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),
     ],
 )
-def test_bad_settings_are_refused_with_what_was_expected(
-    build: Callable[[Any], Any], message: str, tokenizer: Any
-) -> None:
+def test_bad_settings_are_refused_with_what_was_expected(build, message, tokenizer):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         build(tokenizer)

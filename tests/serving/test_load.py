@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dmc.results.load import LoadConfig, run_load
@@ -12,7 +10,7 @@ SECONDS = 60
 
 
 @pytest.mark.slow
-def test_a_crowd_leaves_nothing_behind_and_gets_its_own_answers(served: Any) -> None:
+def test_a_crowd_leaves_nothing_behind_and_gets_its_own_answers(served):
     config = LoadConfig(
         served.url,
         "own",

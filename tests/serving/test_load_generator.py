@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -16,7 +15,7 @@ from dmc.results.store import Store
 from dmc.results.tables import loads_of
 
 
-def test_every_request_and_token_is_counted(served: Any, tmp_path: Path) -> None:
+def test_every_request_and_token_is_counted(served, tmp_path):
     config = LoadConfig(
         f"{served.url}/v1",
         "own",
@@ -48,8 +47,8 @@ def test_every_request_and_token_is_counted(served: Any, tmp_path: Path) -> None
     served.wait_until_idle()
 
 
-def test_a_curve_takes_the_median_of_each_rate() -> None:
-    def row(name: str, rate: float | None, speed: float, seconds: float) -> dict[str, Any]:
+def test_a_curve_takes_the_median_of_each_rate():
+    def row(name, rate, speed, seconds):
         metrics = {"tokens_per_second": speed, "request_seconds_p95": seconds}
         return {
             "model": name,
@@ -69,7 +68,7 @@ def test_a_curve_takes_the_median_of_each_rate() -> None:
     ]
 
 
-def test_percentiles_and_goodput_are_those_of_a_naive_count() -> None:
+def test_percentiles_and_goodput_are_those_of_a_naive_count():
     config = LoadConfig("http://x", first_seconds=1.0, token_seconds=0.1)
     visits = [Visit(1.0, [1.5, 1.6, 1.7]), Visit(2.0, [4.0, 4.1]), Visit(0.0, [0.5, 0.9]), Visit(3.0, error="503")]
     found = summarize(visits, config, seconds=2.0)
@@ -81,9 +80,7 @@ def test_percentiles_and_goodput_are_those_of_a_naive_count() -> None:
     assert percentile([3.0], 99) == 3.0
 
 
-def test_the_script_prints_a_table_and_keeps_the_rows(
-    served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_prints_a_table_and_keeps_the_rows(served, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     little = "load.num_requests=3 load.prompt_tokens=[2,4] load.new_tokens=[3,4] load.vocab_size=200 load.model=h2o"
     assert (
