@@ -8,7 +8,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -226,7 +226,7 @@ async def _visit(
     return visit
 
 
-async def _pieces(web: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[str]:
+async def _pieces(web: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[str, None]:
     """Yield the text of each piece of a streamed answer.
 
     Raises:

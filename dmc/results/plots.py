@@ -145,7 +145,7 @@ def _place_labels(plot: Plot) -> None:
     marks = axes.transData.transform(numpy.array(plot.covered, dtype=float).reshape(-1, 2))
     for x, y, text, color in sorted(plot.labels, key=lambda each: (each[3] == DIM, each[0])):
         label = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", fontsize=8, color=color, va="bottom")
-        size, spot = label.get_window_extent(renderer).size, axes.transData.transform((x, y))
+        size, spot = numpy.array(label.get_window_extent(renderer).size), axes.transData.transform((x, y))
         places = LABEL_PLACES[:8] if color == DIM else LABEL_PLACES
         low = spot + places * plot.figure.dpi / 72 + size * (numpy.sign(places) - 1) / 2  # [places, 2]
         high = low + size
@@ -404,7 +404,7 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
 def _draw_heatmap(
     plot: Plot, method: str, label: str, table: pandas.DataFrame, norm: Normalize, left: float, top: float
 ) -> Any:
-    values, size = table.to_numpy(dtype=float), {"fontsize": 6, "color": MUTED}
+    values, small = table.to_numpy(dtype=float), dict[str, Any](fontsize=6, color=MUTED)
     height, width = values.shape
     across, down = left + 0.92 * numpy.linspace(0, 1, width + 1), top + 0.8 * numpy.linspace(0, 1, height + 1)
     mesh = plot.axes.pcolormesh(across, down, values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
@@ -414,6 +414,6 @@ def _draw_heatmap(
     plot.axes.text(left + 0.46, top - 0.015, label, fontsize=7, color=MUTED, ha="center", va="bottom")
     for share, end in ((0.5, 0), (-0.5, -1)):
         x, y = left + 0.92 * (share / width % 1), top + 0.8 * (share / height % 1)
-        plot.axes.text(x, top + 0.82, f"{table.columns[end]:,g}", **size, ha="center", va="top")
-        plot.axes.text(left - 0.01, y, f"{table.index[end]:,g}", **size, ha="right", va="center")
+        plot.axes.text(x, top + 0.82, f"{table.columns[end]:,g}", **small, ha="center", va="top")
+        plot.axes.text(left - 0.01, y, f"{table.index[end]:,g}", **small, ha="right", va="center")
     return mesh
