@@ -279,7 +279,7 @@ def untold(rows: Sequence[Row]) -> list[str]:
         asked = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
         where = ", ".join([row["method"], *asked, row["task"]])
         if row["status"] == NOT_FINITE:
-            reason = ", ".join(f"{name} is {row['metrics'][name]}" for name in row["not_finite"])
+            reason = ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite") or row["metrics"])
             told.append(f"not finite, left out of the figures: {where}: {reason}")
         elif row["status"] != DONE:
             told.append(f"failed: {where}: {row.get('error', 'unknown')}")
