@@ -3,11 +3,16 @@
 import json
 import math
 import random
+from pathlib import Path
 
+from dmc.loading import load_with_tokenizer
+from dmc.results.compare import run_cells, unfinished
+from dmc.results.grid import plan_grid
 from dmc.results.measurement import new_row
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 POLICIES = (
     *("local_window", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "lava", "cake", "vatp"),
     *("roco", "cam", "d2o", "quest"),
@@ -138,6 +143,14 @@ def benchmark_rows(**task):
     largest = {"metrics": {"largest_batch": 30}, "coordinates": {"memory": 2**29}, "achieved_ratio": None, **command}
     settings = {"model": {"path": None}, "policy": {"ratio": 4.0}, "task": task}
     return [*rows, new_row("random weights", "engine CR 4", "speed", settings, requested_ratio=4.0, **largest)]
+
+
+def run_grid(config):
+    """Measure the unfinished cells of a grid and return its store."""
+    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
+    cells = unfinished(grid.cells, store.rows())
+    run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
+    return store
 
 
 def write_rows(rows, path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_rows import TINY_NEEDLE, on_command_line, plain_row, write_report
+from report_rows import CONFIGS, TINY_NEEDLE, on_command_line, plain_row, write_report
 from scripts_here import run_script
 
 from dmc import Engine, load_model
@@ -19,8 +19,6 @@ from dmc.results.grid import CompareConfig, named_settings, plan_grid
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
 NEEDLE = {"name": "needle", **TINY_NEEDLE, "samples_per_place": 3}
 PROVENANCE = {"provenance": {"command": "compare.py", "git_commit": None, "versions": {}}}
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}

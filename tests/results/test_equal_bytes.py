@@ -5,17 +5,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from report_rows import CONFIGS, run_grid
 
 from dmc.config import build_config
-from dmc.loading import load_with_tokenizer
-from dmc.results.compare import run_cells
 from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.statistics import beside_baselines, summarize
-from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
     "in proportion": lambda share: 1000 * share,
     "state beside": lambda share: 150 + 850 * share,
@@ -94,17 +91,11 @@ def make_config(folders, tmp_path):
     return lambda **changes: build_config(CompareConfig, {**values, **changes})
 
 
-def run(config):
-    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
-    return store
-
-
 @pytest.mark.parametrize("together", [1, 32])
 def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(together, make_config):
     baselines = ["tova", "streaming_llm"] if together > 1 else ["tova"]
     budgets, policies = ["bytes:small", "bytes:0.5"], ["full", *baselines, "quest"]
-    store = run(make_config(budgets=budgets, policies=policies, engine={"max_batch_size": together}))
+    store = run_grid(make_config(budgets=budgets, policies=policies, engine={"max_batch_size": together}))
     rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["learned"]}
     (small,) = (row for row in store.rows() if row["learned"])
     size = rows["full", None]["mean_bytes_allocated_per_token"]
@@ -161,7 +152,7 @@ def test_bytes_of_nothing_are_told_before_anything_runs(changes, told, make_conf
 
 def test_processes_wait_for_the_bytes_that_another_one_measures(make_config):
     config = make_config(budgets=["bytes:small"], policies=["full", "tova"])
-    threads = [threading.Thread(target=run, args=(config,)) for _ in range(2)]
+    threads = [threading.Thread(target=run_grid, args=(config,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

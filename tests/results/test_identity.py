@@ -2,9 +2,8 @@
 
 import csv
 import shutil
-from pathlib import Path
 
-from report_rows import TINY_NEEDLE, compare_row, lm_eval_row, on_command_line, write_report, write_rows
+from report_rows import CONFIGS, TINY_NEEDLE, compare_row, lm_eval_row, on_command_line, write_report, write_rows
 from scripts_here import run_script
 
 from dmc.config import build_config
@@ -13,7 +12,6 @@ from dmc.results.report import read_folders
 from dmc.results.store import Store
 from dmc.study import StudyConfig, StudyRun, evaluate_runs
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NEEDLE = {"name": "needle", **TINY_NEEDLE}
 
 

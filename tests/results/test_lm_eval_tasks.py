@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
-from report_rows import TINY_NEEDLE
+from report_rows import CONFIGS, TINY_NEEDLE, run_grid
 from scripts_here import run_script
 
 from dmc import Engine, SamplingParams
@@ -23,14 +23,12 @@ from dmc.budget import Budget
 from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
 from dmc.policies import H2O
-from dmc.results.compare import run_cells, unfinished
 from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, LMEvalSettings, check_tasks, read_benchmarks
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BOTH = {"name": "both", "members": ["local_choice", "local_generation"], "metric": ["acc", "exact_match"]}
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
@@ -48,9 +46,7 @@ def make_config(folders, tasks_folder, tmp_path):
 
 
 def run(config):
-    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    run_cells(unfinished(grid.cells, store.rows()), grid, config, store, lambda model: load_with_tokenizer(model.path))
-    return store.rows()
+    return run_grid(config).rows()
 
 
 def test_a_row_tells_quality_memory_and_where_it_came_from(make_config):

@@ -114,7 +114,6 @@ def test_plots_and_data_lie_beside_the_page(grid_page):
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text
     assert "failed: base, tova, CR 8, needle: ValueError: a budget of 1 entry has no room for the newest token" in text
-    assert ">87 results, 10 speed measurements, 1 message ·" in text
 
 
 def test_plots_of_an_earlier_page_are_replaced(tmp_path):

@@ -1,20 +1,14 @@
 """The page in headless Chromium: quiet, alone, sortable, and fit for desktop and phone."""
 
-from pathlib import Path
-
 import pytest
 from browser import open_browser
-from report_rows import TINY_NEEDLE
+from report_rows import TINY_NEEDLE, run_grid
 
 from dmc.config import build_config
-from dmc.loading import load_with_tokenizer
-from dmc.results.compare import run_cells
-from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.grid import CompareConfig
 from dmc.results.report import read_folders, write_page
-from dmc.results.store import Store
 
 pytestmark = pytest.mark.browser
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 POLICIES = ["full", "h2o", "snapkv", "d2o"]
 NEEDLE = {"name": "needle", **TINY_NEEDLE, "lengths": [96]}
 COLUMN = "[...document.querySelectorAll('section table')[0].tBodies[0].rows].map(row => row.cells[{0}].textContent)"
@@ -40,9 +34,7 @@ def real(tmp_path_factory, folders):
         "models": {"base": str(folders.stock), "retrofit": str(folders.compressed)},
         **{"policies": POLICIES, "budgets": [4], "tasks": [NEEDLE, analysis]},
     }
-    config = build_config(CompareConfig, values | {"output": str(folder)})
-    grid, store = plan_grid(config, CONFIGS), Store(folder / "cells.jsonl")
-    run_cells(grid.cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
+    run_grid(build_config(CompareConfig, values | {"output": str(folder)}))
     return write_page(read_folders([folder]), folder / "report")
 
 

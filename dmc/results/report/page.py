@@ -151,7 +151,6 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         legend=LEGEND,
         sections=sections,
         tables=[table for table in _tables(findings) if len(table[2])],
-        contents=_contents(findings),
         findings=findings,
     )
     summary = findings.summary.drop(columns=["keys"], errors="ignore")
@@ -206,11 +205,3 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
 def _kinds(texts: pandas.DataFrame) -> list[str]:
     """Return which columns sort as numbers: all their texts begin with one."""
     return ["number" if texts[name].str.match(r"[+-]?\d|-?$").all() else "" for name in texts]
-
-
-def _contents(findings: Findings) -> str:
-    """Describe the page's contents by number."""
-    analyses = findings.places[findings.places["metric"] == "share_held"].drop_duplicates("key")
-    kinds = {"result": findings.summary, "speed measurement": findings.speeds, "load": findings.loads}
-    kinds |= {"message": findings.untold, "analyzed cache": analyses}
-    return ", ".join(f"{len(rows)} {word}{'s' if len(rows) > 1 else ''}" for word, rows in kinds.items() if len(rows))
