@@ -228,12 +228,7 @@ def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(models, folde
     (tmp_path / "broken" / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)
     paths = {"broken": tmp_path / "broken", "stock": folders.stock}
-    command = [
-        "compare.py",
-        "policies=full",
-        f"tasks=[{on_command_line(**NEEDLE)}]",
-        f"output={tmp_path / 'out'}",
-    ]
+    command = ["compare.py", "policies=full", f"tasks=[{on_command_line(**NEEDLE)}]", f"output={tmp_path / 'out'}"]
     command.append(f"models={{{', '.join(f'{name}: {paths[name]}' for name in models)}}}")
     assert run_script(*command)
     told = capsys.readouterr()

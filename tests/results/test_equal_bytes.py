@@ -84,10 +84,7 @@ def make_config(folders, tmp_path):
     text = {"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "cache_folder": str(tmp_path)}
     text |= {"context_tokens": 192, "scored_tokens": 64, "num_samples": 2}
     values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
-    values |= {
-        "tasks": [{"name": "text", "like": "text_loss", **text}],
-        "output": str(tmp_path / "out"),
-    }
+    values |= {"tasks": [{"name": "text", "like": "text_loss", **text}], "output": str(tmp_path / "out")}
     return lambda **changes: build_config(CompareConfig, {**values, **changes})
 
 
@@ -131,7 +128,7 @@ def test_each_seed_is_given_the_bytes_of_its_own(make_config, folders):
         keys = {cell.key: cell.model for cell in cells}
         last = [cell for cell in cells if cell.same_bytes_as]
         assert [(cell.method.asked, cell.model, keys[str(cell.same_bytes_as)]) for cell in last] == [
-            ("bytes:cr2", "control-0", "cr2-0"), ("bytes:cr2", "control-1", "cr2-1"),
+            ("bytes:cr2", "control-0", "cr2-0"), ("bytes:cr2", "control-1", "cr2-1")
         ]  # fmt: skip
         assert cells[-2:] == last and len(keys) == 6
 
