@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
-from dmc.training.checkpoints.folder import MODEL_CONFIG, read_tensors
+from dmc.models.build import assemble
+from dmc.training.checkpoints.folder import MODEL_CONFIG, WEIGHTS, read_tensors
 from dmc.training.run import fresh_model
+from dmc.training.strategies import parallelism
 from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
 
 
@@ -38,8 +40,9 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     return strategy
 
 
-def write_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:
-    """Take two steps and save."""
+def write_tensors(rank: int, config: RunConfig, folders: list[Path], max_shard_size: str = "50GB") -> None:
+    """Take two steps, save, and export: as all ranks do together, and as a single process would."""
+    parallelism.MAX_SHARD_SIZE = max_shard_size
     strategy = lay_out(config, seed=1)
     model = strategy._lightning_module.model  # type: ignore[union-attr]
     for step in range(2):
@@ -50,6 +53,11 @@ def write_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:
     checkpoint = {"global_step": 2, MODEL_CONFIG: config_of_model, "lr_schedulers": [{"_last_lr": [1e-3]}]}
     strategy.save_checkpoint(checkpoint, folders[0])
     strategy.saver.wait()
+    if strategy.exports_parts:
+        strategy.write_weights(model, folders[0].with_suffix(".together"))
+        if rank == 0:
+            whole = assemble(model.config, read_tensors(folders[0], WEIGHTS))
+            whole.save_pretrained(folders[0].with_suffix(".alone"), max_shard_size=parallelism.MAX_SHARD_SIZE)
 
 
 def compare_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,13 +15,13 @@ from lightning import LightningModule, Trainer
 
 from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
-from dmc.checksums import available_cores
 from dmc.config import RunConfig, TrainingConfig, build_config
-from dmc.export import ModelCard, export
+from dmc.export import ModelCard, describe, export
 from dmc.measure import score_text
 from dmc.models import CompressedCausalLM
+from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
-from dmc.replacement import refuse_occupied
+from dmc.replacement import refuse_occupied, replacement
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.saving import load_last_model
 from dmc.training.record import read_foreign_config
@@ -68,7 +68,8 @@ class Exporter(AfterStep):
     ) -> None:
         """Export `model` with its metrics on held-out text; the training model keeps its own offset.
 
-        Called by all ranks: each reads its share of the text where the model's weights lie, and rank 0 writes.
+        Called by all ranks: each reads its share of the text where the model's weights lie; rank 0 writes, and
+        each rank its own parts of the weights where they are divided.
         """
         ranks = Ranks.all()
         self._num_written += 1
@@ -106,15 +107,30 @@ class Exporter(AfterStep):
         if compressed:
             title += f" at CR {target_ratio:g}"
         card = ModelCard(title, base, text, metrics)
-        whole = self.strategy.gather(model)
-
-        def write() -> None:
-            with _all_cores() if ranks.size > 1 else nullcontext():
-                export(whole, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
-
-        ranks.while_others_wait(f"export {self._num_written} to {folder}", write)
+        self._export(model, folder, card, overwrite, f"export {self._num_written} to {folder}")
         if trained is not None:
             model.compression = trained
+
+    def _export(self, model: Any, folder: Path, card: ModelCard, overwrite: bool, name: str) -> None:
+        ranks, options = Ranks.all(), {"tokenizer": self.tokenizer, "card": card}
+        if not self.strategy.exports_parts:
+
+            def write() -> None:
+                export(model, folder, **options, overwrite=overwrite)
+
+            return ranks.while_others_wait(name, write)
+        opened: list[Path] = []
+        with ExitStack() as stack:  # whose folder is rank 0's
+            begin = stack.enter_context
+
+            def finish() -> None:
+                check_weights(opened[0])
+                describe(opened[0], **options, compression=getattr(model.config, "compression", None))
+                stack.close()
+
+            ranks.while_others_wait(f"{name} begins", lambda: opened.append(begin(replacement(folder, overwrite))))
+            self.strategy.write_weights(model, self.strategy.writers.objects(opened)[0][0])
+            ranks.while_others_wait(f"{name} ends", finish)
 
 
 def check_device(device: str) -> None:
@@ -139,17 +155,6 @@ def roomy_device(model: Any) -> str:
         logger.warning("the GPU has %.0f GiB free, %.0f are needed: the CPU exports", free / 2**30, needed / 2**30)
         return "cpu"
     return "cuda"
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Use as many threads as this rank has cores: launchers of several ranks set each to one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(available_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def export_checkpoint(

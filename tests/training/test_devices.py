@@ -84,12 +84,12 @@ RECIPES = [
 
 @pytest.fixture
 def variant(run_values, request):
-    """Put the settings of a file of configs/compression into the run's."""
+    """Put the settings of a file of configs/compression into the run's, which has one step of each stage."""
+    stages = ["pretrain"] * 2 if request.param == "none" else ["zero_out", "retrofit", "solidify"]
     options = ["training=pretrain"] if request.param == "none" else []
     settings = composed(f"compression={request.param}", "model=tiny_llama", *options).compression
     run_values["compression"] = None if settings is None else settings.to_dict()
-    if settings is None:
-        run_values["training"]["stages"] = {"pretrain": {"steps": 4}}
+    run_values["training"]["stages"] = {name: {"steps": stages.count(name)} for name in stages}
     return request.param
 
 
@@ -117,14 +117,8 @@ def make_metrics(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("variant", "training", "precision"),
-    [
-        *(pytest.param(*each.values, "bf16-mixed", id=each.id) for each in (*VARIANTS, *RECIPES)),
-        *(pytest.param(name, {}, "32-true", id=f"{name}, float32") for name in ("dmc", "dms", "none")),
-    ],
-    indirect=["variant"],
-)
+@pytest.mark.parametrize("precision", FUSED)
+@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
     run_values, make_stock, make_metrics, variant, training, precision
 ):

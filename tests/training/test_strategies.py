@@ -18,6 +18,7 @@ from launching import (
     noted_positions,
 )
 from laying import compare_tensors, lay_out, write_tensors
+from safetensors.torch import load_file
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -172,14 +173,24 @@ def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bi
 
 
 @pytest.mark.slow
-def test_every_mesh_reads_the_tensors_of_every_other_one(values, tmp_path):
+def test_every_mesh_reads_the_tensors_of_every_other_one_and_exports_as_one_process(values, tmp_path):
     configs = {layout: build_config(RunConfig, dict(values, trainer=trainer_of(values, layout))) for layout in LAYOUTS}
     for act in (write_tensors, compare_tensors):
         for layout, config in configs.items():
             folders = [tmp_path / (layout if act is write_tensors else other) for other in LAYOUTS]
-            arguments = (config, folders[:1] if act is write_tensors else folders)
+            max_shard_size = "50GB" if layout == "fsdp2 on 2" else "20KB"
+            arguments = (config, folders[:1], max_shard_size) if act is write_tensors else (config, folders)
             with Processes(act, arguments, LAYOUTS[layout][0], log := tmp_path / "log") as ranks:
                 assert set(ranks.join()) == {0}, f"{layout}\n{log.read_text()[-4000:]}"
+    for layout in LAYOUTS.keys() - {"auto", "ddp on 2"}:
+        alone, together = (tmp_path / f"{layout}.{each}" for each in ("alone", "together"))
+        assert [*sorted(path.name for path in together.iterdir())] == [*sorted(path.name for path in alone.iterdir())]
+        for path in alone.glob("*.safetensors"):
+            expected, found = load_file(path), load_file(together / path.name)
+            assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
+        for path in alone.glob("*.json"):
+            one, other = (json.loads((folder / path.name).read_text()) for folder in (alone, together))
+            assert one.get("weight_map") == other.get("weight_map") and ("weight_map" in one or one == other)
 
 
 @pytest.mark.slow

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmc.config import RunConfig
 from dmc.models.adapter import GateAdapter
-from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import local_folder, open_weights
@@ -153,14 +152,6 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         whole = parameter.full_tensor().detach()
         whole[rows] = torch.as_tensor(values).to(whole)
         _set_whole(parameter, whole)
-
-    def gather(self, model: Any) -> Any:
-        """See `Parallelism`."""
-        if not self.holds_parts:
-            return model
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = get_model_state_dict(model, options=options)
-        return assemble(model.config, state) if self.is_global_zero else None
 
     def tensors(self) -> dict[str, Any]:
         """See `Parallelism`."""

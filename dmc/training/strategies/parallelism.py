@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,19 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
-from dmc.models.weights import empty_model
+from dmc.models.weights import INDEX_NAME, SINGLE_NAME, empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import MODEL_CONFIG, TRAINER_STATE, Header, check_whole, on_every_rank
+from dmc.training.checkpoints.folder import (
+    MODEL_CONFIG,
+    TRAINER_STATE,
+    Header,
+    check_whole,
+    on_every_rank,
+    reason_of,
+    weights_of,
+)
 from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
+
+MAX_SHARD_SIZE = "50GB"
+"""Largest file of an export, as transformers writes them."""
 
 
 class Parallelism:
@@ -145,9 +160,62 @@ class Parallelism:
         self.saver.valid.add(folder)
         return torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
 
-    def gather(self, model: Any) -> Any:
-        """Return the whole model on rank 0 and None elsewhere; called by all ranks."""
-        return model
+    @property
+    def exports_parts(self) -> bool:
+        """Whether all ranks write a model's weights together; else any of them has all."""
+        return self.holds_parts
+
+    def weights(self, model: Any) -> dict[str, Any]:
+        """Name every weight of a model once, each as the part that this rank holds; called by all ranks."""
+        return {name: value.detach() for name, value in weights_of(model).items()}
+
+    def write_weights(self, model: Any, folder: Path) -> None:
+        """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
+
+        No rank ever holds more than its parts and one whole weight. Called by all ranks.
+
+        Raises:
+            OSError: a rank could not write or read its parts; on all ranks.
+            RuntimeError: the folder holds other weights than the model; on all ranks.
+        """
+        weights, group = self.weights(model), self.writers.group
+        options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
+        split = split_state_dict_into_shards_factory(
+            weights,
+            get_storage_size=lambda weight: weight.numel() * weight.element_size(),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_SIZE,
+        )
+        files = [*split.filename_to_tensors]
+        places = {name: 1 + files.index(file) for name, file in split.tensor_to_filename.items()}
+        writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True, enable_consolidation=True)
+        stored = {name: torch.empty_like(weight) for name, weight in weights.items()}
+
+        def complete() -> None:
+            if self.writers.rank > 0:
+                return
+            shutil.rmtree(folder / "sharded")
+            if len(files) == 1:
+                next(folder.glob("model-*.safetensors")).rename(folder / SINGLE_NAME)
+                (folder / INDEX_NAME).unlink()
+            dtype = next(iter(weights.values())).dtype
+            model.config.update({"dtype": dtype, "architectures": [type(model).__name__.removeprefix("FSDP")]})
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+
+        try:
+            distributed_checkpoint.save(weights, storage_writer=writer, **options)
+            on_every_rank(complete, self.writers)
+            distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
+        except CheckpointException as error:
+            raise OSError(f"{folder} was not written: {reason_of(error)}") from error
+        differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
+        if differing := [name for each in self.writers.objects(differing) for name in each]:
+            raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def no_states(weight: Tensor) -> dict[str, Tensor]:

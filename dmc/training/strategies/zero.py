@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dmc.config import RunConfig
 from dmc.models.adapter import GateAdapter
-from dmc.models.build import assemble
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, open_weights
 from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
@@ -35,6 +34,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     """
 
     clips_in_optimizer = True
+    exports_parts = True
 
     def __init__(self, config: RunConfig, **options: Any) -> None:
         trainer = config.trainer
@@ -95,14 +95,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         engine: Any = module.trainer.model
         return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
 
-    def gather(self, model: Any) -> Any:
-        """See `Parallelism`: the optimizer's float32 weights, not the copies of bf16-mixed."""
-        state = {}
-        for name, parameter in weights_of(model).items():
-            master = safe_get_full_fp32_param(parameter)
-            if self.is_global_zero:
-                state[name] = master.detach().cpu().clone()
-        return assemble(model.config, state) if self.is_global_zero else None
+    def weights(self, model: Any) -> dict[str, Any]:
+        """See `Parallelism`: rows of the optimizer's float32 weights, not of the copies of bf16-mixed."""
+        return {name: self._own_rows(safe_get_full_fp32_param(each)) for name, each in weights_of(model).items()}
 
     def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -123,9 +118,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         if self.zero_stage < 3 and states:
             zero._hp_optimizer_states_linked = False  # by itself DeepSpeed links them once the first group has some
             zero._lazy_init_hp_params_optimizer_state()
-        tensors: dict[str, Any] = {}
-        for name, parameter in weights_of(self.lightning_module.model).items():
-            tensors[f"{WEIGHTS}{name}"] = self._own_rows(safe_get_full_fp32_param(parameter))
+        model = self.lightning_module.model
+        tensors = {f"{WEIGHTS}{name}": rows for name, rows in self.weights(model).items()}
+        for name, parameter in weights_of(model).items():
             for key in MOMENTS if states else ():
                 whole = safe_get_full_optimizer_state(parameter, key)
                 tensors[f"{OPTIMIZER}{name}.{key}"] = self._own_rows(whole)
