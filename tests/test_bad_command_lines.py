@@ -229,7 +229,7 @@ CASES = [
             ("training.stages.retrofit.stepz=1", "stepz: did you mean 'steps'?"),
             ("training.stages.retrofitt.steps=1", "did you mean 'retrofit'?"),
             ("training.stages.retrofit.steps=1 training.stages.retrofit.tokens=5", "give exactly one"),
-            ("data.train.text=null", "data.train is empty"),
+            ("data.train.text=null", "expected at least 1 item"),
             ("data.validation.text.nam=a", "did you mean 'name'?"),
         )
     ),

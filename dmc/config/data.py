@@ -9,6 +9,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.settings import Count, Named, Share, checked_dataclass
 
+Sources = Annotated[Named[dict[str, Any]], Field(min_length=1)]
+
 
 @checked_dataclass(frozen=True)
 class TokenizerConfig:
@@ -95,11 +97,11 @@ class FactsConfig:
 class DataConfig:
     """Text of a run. Sources have names, and are mappings with a `_target_`, see `dmc.data`."""
 
-    train: Named[dict[str, Any]]
-    validation: Named[dict[str, Any]]
-    calibration: Named[dict[str, Any]] | None = None
+    train: Sources
+    validation: Sources
+    calibration: Sources | None = None
     """Held-out text for calibration; None: the validation text."""
-    test: Named[dict[str, Any]] | None = None
+    test: Sources | None = None
     """Held-out text for reports, never for choosing; None: the validation text, and reports say so."""
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
@@ -121,11 +123,5 @@ class DataConfig:
         return "validation" if self.test is None else "test"
 
     def __post_init__(self) -> None:
-        for name in ("train", "validation"):
-            if not getattr(self, name):
-                raise ValueError(f"data.{name} is empty: name at least one source")
         if self.facts is not None and self.streaming:
             raise ValueError("data.facts are written into cached text: set data.streaming=false")
-        for name in ("calibration", "test"):
-            if getattr(self, name) == {}:
-                raise ValueError(f"data.{name} is empty: name at least one source, or null for the validation text")

@@ -257,7 +257,7 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     record_run(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
     record_run(tmp_path / "run", config)  # a run may go on with another: it is not trained with
     run_values["data"]["test"] = {}
-    with pytest.raises(ValueError, match=r"data\.test is empty: name at least one source, or null"):
+    with pytest.raises(ValueError, match=r"data\.test={}: expected at least 1 item"):
         build_config(RunConfig, run_values)
 
 
