@@ -31,7 +31,7 @@ from dmc.runtime.prompt import encode
 from dmc.runtime.request import Request, TokenEvent
 from dmc.runtime.runner import Runner, fit_policy, layout_of
 from dmc.runtime.sampling import Sampling, SamplingParams, choose_tokens
-from dmc.runtime.scheduler import Pace, ScheduledChunk, Scheduler
+from dmc.runtime.scheduler import ScheduledChunk, Scheduler
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
 from dmc.runtime.tally import Held
@@ -161,13 +161,8 @@ class Engine:
         self._runner = Runner(
             model, self.cache, kernels, policy, record=GpuRecorder() if cuda_graphs else None, compiles=compile
         )
-        pace = None
-        if policy is not None:
-            # a token budget would cut prompts anywhere
-            is_whole = prefill_chunk_size is None or policy.prompt_chunk is not None
-            pace = Pace(policy.one_by_one, is_whole, policy.can_fork)
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
-        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, pace, self._prefixes)
+        self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)
         self._requests: dict[Sequence, Request] = {}
         self._forced: dict[Sequence, Forced] = {}
         self._has_warned = False

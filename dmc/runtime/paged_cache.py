@@ -107,16 +107,6 @@ class PagedCache:
         return len(self._free_rows)
 
     @property
-    def key_pages(self) -> Tensor:
-        """[N, block, D]."""
-        return self.fields["key_pages"]
-
-    @property
-    def value_pages(self) -> Tensor:
-        """[N, block, D]."""
-        return self.fields["value_pages"]
-
-    @property
     def block_tables(self) -> Tensor:
         """Blocks of each head in order, int32 [L, C, H, M]."""
         return self.fields["block_tables"]

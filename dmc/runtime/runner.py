@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -93,13 +94,10 @@ def rotary_of(model: Any) -> RotaryTables:
     It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
     the policies that ask for tables would turn its keys wrongly.
     """
-    is_checked = False
+    check = functools.cache(lambda: _check_rotates_by_halves(model))
 
     def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal is_checked
-        if not is_checked:
-            _check_rotates_by_halves(model)
-            is_checked = True
+        check()
         rotary = model.model.rotary_emb
         cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
         return cos / rotary.attention_scaling, sin / rotary.attention_scaling

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dmc.kernels.batch import GENERATED, Phase
+from dmc.policies import CachePolicy
 from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.sequence import Sequence
@@ -36,18 +37,6 @@ class ScheduledChunk:
         return len(self.tokens) - self.first_logit_position
 
 
-@dataclass(frozen=True)
-class Pace:
-    """A policy's requirements on how tokens are fed."""
-
-    one_by_one: bool
-    """Whether each generated token needs its own pass."""
-    whole_prompts: bool
-    """Whether prompts are exempt from the token budget, so that their layers are compressed one after the other."""
-    can_fork: bool = True
-    """Whether sequences can share cache entries."""
-
-
 class Scheduler:
     """Continuous batching over the rows of a cache.
 
@@ -57,7 +46,7 @@ class Scheduler:
         cache: allocates rows and checks whether blocks suffice.
         prefill_chunk_size: maximum tokens of one sequence in one step; None: all.
         token_budget: maximum tokens in one step; None: no limit.
-        pace: a policy's requirements; None: prompts and generated tokens are fed alike.
+        policy: has requirements on how tokens are fed; None: prompts and generated tokens are fed alike.
         prefixes: the prefix cache; None: no prefix is kept.
     """
 
@@ -66,11 +55,11 @@ class Scheduler:
         cache: PagedCache,
         prefill_chunk_size: int | None = None,
         token_budget: int | None = None,
-        pace: Pace | None = None,
+        policy: CachePolicy | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
         self.cache, self.prefill_chunk_size, self.token_budget = cache, prefill_chunk_size, token_budget
-        self.pace, self.prefixes = pace, prefixes
+        self.policy, self.prefixes = policy, prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """Running sequences, in the order of admission."""
@@ -135,7 +124,7 @@ class Scheduler:
         """Let others continue from the cache of a running or resting sequence; else they recompute it."""
         cache, waiting, rests = self.cache, deque(others), sequence in self.resting
         assert sequence.row is not None
-        while (self.pace is None or self.pace.can_fork) and waiting and cache.num_free_rows:
+        while (self.policy is None or self.policy.can_fork) and waiting and cache.num_free_rows:
             if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # for a snapshot too
                 if self._make_room(sequence):
                     continue
@@ -290,11 +279,12 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
         stretch, phase = sequence.num_waiting, GENERATED
-        if self.pace is not None:
+        if (policy := self.policy) is not None:
             stretch, phase = sequence.stretch()
             if Phase.PROMPT in phase:
-                left = None if self.pace.whole_prompts else left
-            elif self.pace.one_by_one:
+                # a token budget would cut prompts anywhere; whole, their layers are compressed one after the other
+                left = None if self.prefill_chunk_size is None or policy.prompt_chunk is not None else left
+            elif policy.one_by_one:
                 stretch = 1
         count = min(limit for limit in (stretch, self.prefill_chunk_size, left) if limit is not None)
         if self.prefixes is not None:
@@ -310,7 +300,7 @@ class Scheduler:
 
     def _shrunk(self, chunk: ScheduledChunk, others: list[ScheduledChunk]) -> ScheduledChunk:
         """Drop tokens that do not fit beside those of others; a policy's prompts stay whole."""
-        if self.pace is not None or len(chunk.tokens) == 1:
+        if self.policy is not None or len(chunk.tokens) == 1:
             return chunk
         fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
         return self._of(chunk.sequence, min(len(chunk.tokens), fitting))

@@ -142,7 +142,7 @@ def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
 def test_models_of_half_precision_hold_as_many_entries(policy, dtype, make_stock, make_prompts):
     prompts = make_prompts(40, 19)
     full, half = (Engine(make_stock().to(each), policy=policy) for each in (torch.float32, dtype))
-    assert half.cache.key_pages.dtype == dtype
+    assert half.cache.fields["key_pages"].dtype == dtype
     for expected, generation in zip(full.generate(prompts, GREEDY), half.generate(prompts, GREEDY), strict=True):
         assert generation.stats.slots.sum() == expected.stats.slots.sum()
         assert torch.tensor(generation.logprobs).isfinite().all()

@@ -44,7 +44,7 @@ def assert_same_on_a_gpu(model, prompts, **options):
     expected = answers(Engine(model, kernels="reference", **options), prompts)
     with claimed_gpu():
         engine = Engine(claim_model(copy.deepcopy(model)), kernels="reference", **options)
-        assert engine.cache.key_pages.device.type == "cuda"
+        assert engine.cache.fields["key_pages"].device.type == "cuda"
         assert answers(engine, prompts) == expected
 
 

@@ -172,7 +172,7 @@ def test_sixteen_bit_models_run_and_score_in_float32(dtype, make_compressed, mak
     model, prompts, continuations = make_compressed(), make_prompts(9, 20), make_prompts(5, 5, seed=2)
     expected = scores(Engine(model), prompts, continuations)
     engine = Engine(model.to(dtype))
-    assert engine.cache.key_pages.dtype == dtype
+    assert engine.cache.fields["key_pages"].dtype == dtype
     scored = scores(engine, prompts, continuations)
     assert scored.dtype == torch.float32
     assert (scored - expected).abs().mean() < 0.2  # a decision near 0 may flip

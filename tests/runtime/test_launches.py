@@ -138,7 +138,7 @@ def counts_of(
             with launches:
                 engine.step()
             counts.append(launches.counts.copy())
-        assert engine.cache.key_pages.device == GPU
+        assert engine.cache.fields["key_pages"].device == GPU
     return counts
 
 

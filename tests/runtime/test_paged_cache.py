@@ -33,7 +33,7 @@ def fill(cache, row, lengths):
         for head in range(HEADS):
             for slot in range(old[layer][head], int(lengths[layer, head])):
                 block = int(tables[0, head, slot // BLOCK])
-                cache.key_pages[block, slot % BLOCK] = 1000 * row + 100 * layer + 10 * head + slot / 100
+                cache.fields["key_pages"][block, slot % BLOCK] = 1000 * row + 100 * layer + 10 * head + slot / 100
     cache.tokens_seen[row] = int(lengths.max())
 
 
@@ -42,7 +42,7 @@ def held(cache, row):
     return [
         [
             [
-                cache.key_pages[cache.block_tables[layer, row, head, slot // BLOCK], slot % BLOCK, 0].item()
+                cache.fields["key_pages"][cache.block_tables[layer, row, head, slot // BLOCK], slot % BLOCK, 0].item()
                 for slot in range(int(cache.lengths[layer, row, head]))
             ]
             for head in range(HEADS)
@@ -109,11 +109,13 @@ def test_a_fixed_pool_refuses_before_anything_changes():
     cache = make_cache(num_blocks=LAYERS * HEADS * 2)
     row = cache.open_row()
     fill(cache, row, torch.full((LAYERS, HEADS), 16))
-    before = cache.block_tables.clone(), cache.lengths.clone(), cache.key_pages.clone()
+    before = cache.block_tables.clone(), cache.lengths.clone(), cache.fields["key_pages"].clone()
     cache.reserve([row], [16])
     with pytest.raises(OutOfBlocksError, match="6 more blocks may be needed than the 6 of 12 that are free"):
         cache.reserve([row], [17])
-    assert all(torch.equal(*pair) for pair in zip(before, (cache.block_tables, cache.lengths, cache.key_pages)))
+    assert all(
+        torch.equal(*pair) for pair in zip(before, (cache.block_tables, cache.lengths, cache.fields["key_pages"]))
+    )
     assert cache.allocator.num_in_use == 6
 
 
@@ -124,7 +126,7 @@ def test_a_pool_without_a_limit_grows_and_keeps_its_contents():
     before = held(cache, row)
     cache.make_room([16 * 1000] * 2)
     assert cache.allocator.num_free >= 2 * HEADS * 1000
-    assert cache.key_pages.shape[0] == cache.value_pages.shape[0] == cache.allocator.num_blocks
+    assert cache.fields["key_pages"].shape[0] == cache.fields["value_pages"].shape[0] == cache.allocator.num_blocks
     assert held(cache, row) == before
 
 
