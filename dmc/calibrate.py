@@ -14,6 +14,8 @@ from dmc.measure import score_text
 from dmc.ranks import ALONE, Ranks
 
 NUM_HALVINGS = 12
+REACH = 4.0
+"""Largest shift of the offset."""
 TOLERANCE = 0.002
 """Relative distance from the target at which the search stops."""
 
@@ -32,19 +34,17 @@ def calibrate_offset(
     model: Any,
     batches: Sequence[Mapping[str, Any]],
     target_ratio: float,
-    reach: float = 4.0,
     sharing: Ranks = ALONE,
 ) -> Calibration:
     """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
 
     Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
-    merges less; the search halves an interval of `reach` on either side. No weight changes.
+    merges less; the search halves an interval of `REACH` on either side. No weight changes.
 
     Args:
         model: a compressed causal LM; its `compression` is replaced.
         batches: held-out text, see `score_text`.
         target_ratio: CR >= 1.
-        reach: largest shift of the offset.
         sharing: ranks that divide the batches; all of them call this, with the same result.
     Raises:
         ValueError: the target is no ratio, or the model has no gates with an offset.
@@ -61,7 +61,7 @@ def calibrate_offset(
         return score_text(model, batches, sharing=sharing).achieved_ratio
 
     best_offset, best_ratio = before, ratio_at(before)
-    ratio_before, low, high = best_ratio, before - reach, before + reach
+    ratio_before, low, high = best_ratio, before - REACH, before + REACH
     offset, ratio = before, ratio_before
     for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
         if abs(best_ratio / target_ratio - 1) <= TOLERANCE:

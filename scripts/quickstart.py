@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 
 from dmc.command_line import errors_in_one_line, plain_settings, prepare_process
-from dmc.config import RunConfig, run_config
-from dmc.quickstart import run_quickstart
-from dmc.training import EXIT_PREEMPTED, PreemptedError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def experiment(name: str, overrides: list[str]) -> RunConfig:
-    """Compose one of the quickstart's experiments."""
+def experiment(name: str, overrides: list[str]) -> Any:
+    """Compose and check one of the quickstart's experiments."""
+    from dmc.config import run_config
+
     settings = plain_settings("train", overrides, CONFIGS)
     return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *settings]))
 
 
 def main() -> None:
-    prepare_process()
     overrides: dict[str, list[str]] = {"--base": [], "--retrofit": []}
     chosen = "--retrofit"
     for argument in sys.argv[1:]:
@@ -37,6 +36,10 @@ def main() -> None:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
+        from dmc.quickstart import run_quickstart  # seconds, which wrong settings do not wait for
+        from dmc.training import EXIT_PREEMPTED, PreemptedError
+
+        prepare_process()
         try:
             run_quickstart(base, control, retrofit, Path("outputs/quickstart"), CONFIGS)
         except PreemptedError as stop:

@@ -10,19 +10,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LITTLE = {
-    "training_kernels": ["--shapes", "1,2,1,32,16", "--rounds", "1"],
-    "decode_kernels": [
-        "--kernels",
-        "reference",
-        "--decode",
-        "1,1,2,64,16",
-        "--prefill",
-        "1,1,2,32,16",
-        "--rounds",
-        "1",
-    ],
-    "policies": ["--kv_heads", "2", "--decode", "1,64", "--prefill", "--decode_rounds", "1"],
-    "prefill": ["--prompt_length", "16"],
+    "training_kernels": "--shapes 1,2,1,32,16 --rounds 1",
+    "decode_kernels": "--kernels reference --decode 1,1,2,64,16 --prefill 1,1,2,32,16 --rounds 1",
+    "policies": "--kv_heads 2 --decode 1,64 --prefill --decode_rounds 1",
+    "prefill": "--prompt_length 16",
 }
 
 
@@ -32,7 +23,8 @@ def test_every_program_is_tried():
 
 @pytest.mark.parametrize("name", LITTLE)
 def test_what_is_printed_is_kept_as_csv_and_json(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *LITTLE[name], "--threads", "1", "--output", str(tmp_path / "out")])
+    arguments = f"{LITTLE[name]} --threads 1 --output {tmp_path / 'out'}".split()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out

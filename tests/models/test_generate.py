@@ -1,5 +1,6 @@
 import pytest
 import torch
+from runtime.test_beams import beam_search
 
 from dmc import Engine, SamplingParams
 from dmc.runtime import PagedGenerationCache
@@ -109,28 +110,19 @@ def test_returned_sequences_of_one_prompt_are_greedy_copies(make_compressed, mak
         assert (prompts_back[3 * row : 3 * row + 3] == prompts_back[3 * row]).all()
 
 
-def beam_search(model, prompt, beams, count):
-    """Beam search without an end token, from the parallel form."""
-    live = [(0.0, list(prompt))]
-    for _ in range(count):
-        grown = []
-        for score, tokens in live:
-            with torch.no_grad():
-                log_probs = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
-            best = log_probs.topk(2 * beams)
-            grown += [
-                (score + value, [*tokens, token])
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
-        live = sorted(grown, key=lambda item: -item[0])[:beams]
-    return live[0][1][len(prompt) :]
-
-
 @pytest.mark.parametrize("gates", GATES, ids=name_of)
 def test_beam_search_equals_brute_force_over_the_parallel_form(gates, make_compressed, make_prompts):
     model, prompts = make_compressed(gates=gates), make_prompts(*LENGTHS)
     out = model.generate(**padded(prompts, "right"), max_new_tokens=8, num_beams=2, do_sample=False)
-    expected = [beam_search(model, prompt, 2, 8) for prompt in prompts]
+
+    def best(prompt):
+        def next_logprobs(tokens):
+            with torch.no_grad():
+                return model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+        return beam_search(next_logprobs, 2, 8)[0][1]
+
+    expected = [best(prompt) for prompt in prompts]
     assert out[:, max(LENGTHS) :].tolist() == expected
     assert expected != [greedy(model, prompt, 8) for prompt in prompts]  # the beams crossed
 
