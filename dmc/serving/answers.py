@@ -1,27 +1,30 @@
-"""Responses in OpenAI's format: whole ones, and the pieces of streams."""
+"""What is answered from the engines of this process, in OpenAI's format: whole responses, and pieces of streams."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from openai.types import Completion
+from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client import Metric
 
-from dmc.runtime import Engine, Generation, GenerationStats, TokenEvent
-from dmc.serving.requests import APIError, Asked, ChatAsked, out_of_range
-from dmc.serving.worker import Job
+from dmc.policies.from_config import budget_name
+from dmc.runtime import Engine, Generation, GenerationStats
+from dmc.serving.requests import APIError, encoded, num_logprobs, prompts_of, read, sampling_of
+from dmc.serving.worker import Job, News, Worker, stopped
 
 CHAT_KINDS: Any = ((ChatCompletion, "chat.completion"), (ChatCompletionChunk, "chat.completion.chunk"))
 LEAST_LOGPROB = -9999.0
 """Log-probability that OpenAI writes for an impossible token; JSON has no infinity."""
 Told = tuple[int, float | None, dict[int, float]]
 """A token, its log-probability, and the most likely tokens with theirs."""
-News = tuple[int, str, list[Told], str | None]
+Update = tuple[int, str, list[Told], str | None]
 """An update of a choice: its index, new text, new tokens, and the finish reason."""
 
 
@@ -35,82 +38,78 @@ class Answer:
         events: queue of the jobs' token events, stats and results.
     """
 
-    def __init__(self, asked: Asked, jobs: list[Job], engine: Engine, events: asyncio.Queue[tuple[Job, Any]]) -> None:
+    def __init__(self, asked: dict[str, Any], jobs: list[Job], engine: Engine, events: asyncio.Queue[News]) -> None:
         self._asked, self._jobs, self._engine, self._events = asked, jobs, engine, events
-        self._is_chat, self._echoes = isinstance(asked, ChatAsked), getattr(asked, "echo", False)
+        self._is_chat, self._streams, self._echoes = "messages" in asked, asked.get("stream"), asked.get("echo")
+        self._options, self._num_choices = asked.get("stream_options", {}), asked.get("n", 1)
+        self._num_logprobs = num_logprobs(asked)
         self._offsets: dict[int, int] = {}
         self._num_generated = 0
         self._held: dict[int, GenerationStats] = {}
         self._ends: dict[int, Generation] = {}
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._same: dict[str, Any] = {"id": name, "created": int(time.time()), "model": asked.model}
+        self._same: dict[str, Any] = {"id": name, "created": int(time.time()), "model": asked["model"]}
 
-    async def whole(self) -> str:
-        """Wait for all continuations and return the whole response.
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the whole response, or a server-sent event for every token as it is generated.
 
         Raises:
             APIError: a continuation has failed or was aborted.
         """
-        choices: dict[int, News] = {}
-        async for index, text, tokens, reason in self._news():
-            _, text_before, tokens_before, _ = choices.get(index, (index, "", [], None))
-            tokens_before += tokens
-            choices[index] = index, text_before + text, tokens_before, reason
-        return await asyncio.to_thread(self._write, [choices[index] for index in sorted(choices)], self._usage())
-
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield a piece for every token as it is generated.
-
-        Raises:
-            APIError: see `whole`.
-        """
-        options = self._asked.stream_options
-        async for news in self._news():
-            yield self._write([news], self._usage() if options.continuous_usage_stats else None, is_piece=True)
-        if options.include_usage:
-            yield self._write([], self._usage(), is_piece=True)
-
-    async def _news(self) -> AsyncIterator[News]:
         begun: set[int] = set()
         while len(self._ends) < len(self._jobs):
             job, each = await self._events.get()
-            if isinstance(each, TokenEvent):
-                first = job.index * self._asked.n
-                if job.index not in begun and (self._is_chat or self._echoes):
-                    begun.add(job.index)
-                    opening = await asyncio.to_thread(self._prompt, job) if self._echoes else ("", [])
-                    for number in range(self._asked.n):
-                        yield first + number, *opening, None
-                if self._asked.max_tokens == 0:  # the engine generates at least one token
-                    yield first + each.number, "", [], "length"
-                else:
-                    self._num_generated += 1
-                    token: Told = each.token_id, each.logprob, each.top_logprobs or {}
-                    yield first + each.number, each.text, [token], each.finish_reason
+            if isinstance(each, Exception):
+                raise each
+            if isinstance(each, Generation):
+                self._ends[job.index] = each
             elif isinstance(each, GenerationStats):
                 self._held[job.index] = each
-            elif isinstance(each, ValueError):
-                raise out_of_range(each)
-            elif isinstance(each, Exception) or each.finish_reason == "abort":
-                why = f"the request has failed: {each}" if isinstance(each, Exception) else "the request was aborted"
-                raise APIError(500, why, None, "generation_failed")
             else:
-                self._ends[job.index] = each
+                self._num_generated += 1
+                if not self._streams:
+                    continue
+                first = job.index * self._num_choices
+                if job.index not in begun and (self._is_chat or self._echoes):
+                    begun.add(job.index)
+                    opening = await asyncio.to_thread(self._prompt, job)
+                    for number in range(self._num_choices):
+                        yield self._event((first + number, *opening, None))
+                token: Told = each.token_id, each.logprob, each.top_logprobs or {}
+                yield self._event((first + each.number, each.text, [token], each.finish_reason))
+        if not self._streams:
+            yield await asyncio.to_thread(self._whole)
+            return
+        if self._options.get("include_usage"):
+            yield f"data: {self._write([], self._usage())}\n\n"
+        yield "data: [DONE]\n\n"
 
-    def _write(self, news: list[News], usage: dict[str, Any] | None, is_piece: bool = False) -> str:
-        choices = [self._choice(*each, is_piece) for each in news]
-        build, kind = CHAT_KINDS[is_piece] if self._is_chat else (Completion, "text_completion")
+    def _event(self, news: Update) -> str:
+        usage = self._usage() if self._options.get("continuous_usage_stats") else None
+        return f"data: {self._write([news], usage)}\n\n"
+
+    def _whole(self) -> str:
+        news: list[Update] = []
+        for job in self._jobs:
+            text, tokens = self._prompt(job)
+            for one in (self._ends[job.index], *self._ends[job.index].alternatives):
+                own = zip(one.token_ids, one.logprobs, one.top_logprobs or itertools.repeat({}), strict=False)
+                news.append((len(news), text + (one.text or ""), [*tokens, *own], one.finish_reason))
+        return self._write(news, self._usage())
+
+    def _write(self, news: list[Update], usage: dict[str, Any] | None) -> str:
+        build, kind = CHAT_KINDS[bool(self._streams)] if self._is_chat else (Completion, "text_completion")
+        choices = [self._choice(*each) for each in news]
         return str(build.construct(**self._same, object=kind, choices=choices, usage=usage).model_dump_json())
 
-    def _choice(self, index: int, text: str, tokens: list[Told], reason: str | None, is_piece: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
-        if self._asked.num_logprobs is not None:
-            choice["logprobs"] = self._logprobs(index, tokens)
+    def _choice(self, index: int, text: str, tokens: list[Told], reason: str | None) -> dict[str, Any]:
+        logprobs = None if self._num_logprobs is None else self._logprobs(index, tokens)
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if not self._is_chat:
             return choice | {"text": text}
-        opens = not is_piece or not (tokens or reason)
+        opens = not self._streams or not (tokens or reason)
         said = {"role": "assistant" if opens else None, "content": text}
-        return choice | {"delta" if is_piece else "message": said}
+        return choice | {"delta" if self._streams else "message": said}
 
     def _usage(self) -> dict[str, Any]:
         """Count tokens and cache entries; of every layer and KV head where the client watches them."""
@@ -124,7 +123,7 @@ class Answer:
             "bytes_used": sum(each.bytes_used for each in stats),
             "bytes_allocated": sum(each.bytes_allocated for each in stats),
         }
-        if self._asked.stream_options.continuous_usage_stats and stats:
+        if self._options.get("continuous_usage_stats") and stats:
             told |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
         prompt = sum(len(job.prompt) for job in self._jobs)
         reused = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
@@ -137,9 +136,11 @@ class Answer:
         }
 
     def _prompt(self, job: Job) -> tuple[str, list[Told]]:
-        """Return a prompt's text as the tokenizer decodes it, and its tokens' log-probabilities if requested."""
+        """Return what is echoed of a prompt, as the tokenizer decodes it: text, and log-probabilities if requested."""
+        if not self._echoes:
+            return "", []
         text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
-        if self._asked.num_logprobs is None:
+        if self._num_logprobs is None:
             return text, []
         likely = zip(job.prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True)
         return text, [(job.prompt[0], None, {}), *likely]
@@ -165,3 +166,74 @@ class Answer:
         text = str(self._engine.tokenizer.decode([token]))
         least = None if logprob is None else max(logprob, LEAST_LOGPROB)
         return {"token": text, "bytes": [*text.encode("utf-8", "replace")], "logprob": least}
+
+
+class LocalService:
+    """Answers from the engines of a running worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self._began = worker, int(time.time())
+
+    async def health(self) -> dict[str, Any]:
+        """Tell that the engines run.
+
+        Raises:
+            APIError: they have stopped.
+        """
+        if self.worker.failure is not None:
+            raise stopped()
+        return {"status": "ok"}
+
+    async def metrics(self) -> dict[str, list[Metric]]:
+        """Return the metrics, without a replica's name."""
+        return {"": self.worker.metrics.collect()}
+
+    async def answer(self, path: str, body: bytes) -> AsyncIterator[str]:
+        """Yield the JSON of an answer, or the server-sent events of a stream; closing it takes the request off.
+
+        Raises:
+            APIError: the request is wrong, or has failed.
+        """
+        if path.startswith("/v1/models"):
+            name = path.removeprefix("/v1/models").removeprefix("/")
+            listed = {"object": "list", "data": [self._about(each) for each in self.worker.engines]}
+            yield json.dumps(self._about(name) if name else listed)
+            return
+        asked = await asyncio.to_thread(read, path, body)
+        name = asked.setdefault("model", next(iter(self.worker.engines)))
+        engine = self._engine(name)
+        if path == "/tokenize":
+            begins = asked.get("add_special_tokens", True)
+            tokens = await asyncio.to_thread(encoded, asked["prompt"], engine, "prompt", begins)
+            yield json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": self.worker.longest[name]})
+        elif path == "/detokenize":
+            tokens = asked["tokens"] and await asyncio.to_thread(encoded, asked["tokens"], engine, "tokens")
+            yield json.dumps({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
+        else:
+            prompts = await asyncio.to_thread(prompts_of, asked, engine)
+            params = [sampling_of(asked, len(each), engine, self.worker.longest[name]) for each in prompts]
+            events: asyncio.Queue[News] = asyncio.Queue()
+            watched = bool(asked.get("stream_options", {}).get("continuous_usage_stats"))
+            own: Any = (events, asyncio.get_running_loop(), asked.get("question_tokens", 0), watched)
+            jobs = [Job(name, prompts[index], each, index, *own) for index, each in enumerate(params)]
+            self.worker.submit(jobs)
+            try:
+                async for piece in Answer(asked, jobs, engine, events).pieces():
+                    yield piece
+            finally:
+                self.worker.abort(jobs)
+
+    def _engine(self, name: str) -> Engine:
+        if (engine := self.worker.engines.get(name)) is None:
+            told = f"model {name!r:.100} is not served: expected one of {', '.join(self.worker.engines)}"
+            raise APIError(404, told, "model", "model_not_found")
+        return engine
+
+    def _about(self, name: str) -> dict[str, Any]:
+        engine = self._engine(name)
+        method = "Full cache" if engine.cache.layout.compression is None else "Learned gates"
+        if engine.policy is not None:
+            method = f"{type(engine.policy).__name__}, budget {budget_name(engine.policy.budget)}"
+        chats = bool(getattr(engine.tokenizer, "chat_template", None))
+        more = {"max_model_len": self.worker.longest[name], "chat_template": chats, "about": method}
+        return Model(id=name, object="model", created=self._began, owned_by="dmc").model_dump() | more

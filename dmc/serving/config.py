@@ -19,7 +19,7 @@ from dmc.results.grid import named_settings
 from dmc.runtime import Engine
 from dmc.serving.app import Limits
 from dmc.serving.worker import Worker
-from dmc.settings import Count, Named, Positive, Whole, build_config, checked_dataclass
+from dmc.settings import Count, Named, Whole, build_config, checked_dataclass
 
 
 @checked_dataclass(frozen=True)
@@ -55,24 +55,17 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: Annotated[StrictInt, Field(ge=0, le=65535)] = 8000
     api_key_file: str | None = None
-    max_waiting: Whole = 256
+    max_waiting: Count = 256
     grace_seconds: Whole = 30
     replicas: Count | None = None
-    """Processes of Ray Serve, each with engines of its own; None: this process."""
-    max_replicas: Count | None = None
-    """As many are started when requests wait; None: no more than `replicas`."""
-    target_ongoing_requests: Positive = 32.0
-    """Requests under way for each replica, beyond which one more is started."""
+    """Least processes of Ray Serve, each with engines of its own; None: this process."""
+    autoscaling: dict[str, Any] = field(default_factory=dict)
+    """Options of Ray Serve's `AutoscalingConfig`, such as `max_replicas`."""
 
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("nothing to serve: give model=DIR, or models={name: DIR}")
-        number, most = self.replicas, self.max_replicas
-        if most is not None and (number is None or number > most):
-            raise ValueError(f"replicas={number} max_replicas={most}: expected 1 <= replicas <= max_replicas")
-        if number is not None and self.max_waiting < 1:
-            raise ValueError(f"max_waiting={self.max_waiting}: replicas= needs at least 1")
-        if number is not None and torch.distributed.is_torchelastic_launched():
+        if self.replicas is not None and torch.distributed.is_torchelastic_launched():
             raise ValueError("replicas= starts processes itself, each with a whole model: leave torchrun out")
         if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(f"host={self.host}: others can reach it, and anybody could use it; give api_key_file=")
@@ -83,10 +76,9 @@ class ServeConfig:
         Raises:
             OSError, ValueError: there is no such file, or nothing in it.
         """
-        if self.api_key_file is None:
-            return ()
-        found = tuple(filter(None, map(str.strip, Path(self.api_key_file).read_text().splitlines())))
-        if not found:
+        lines = [] if self.api_key_file is None else Path(self.api_key_file).read_text().splitlines()
+        found = tuple(filter(None, map(str.strip, lines)))
+        if self.api_key_file is not None and not found:
             raise ValueError(f"api_key_file={self.api_key_file} has no key: write one a line")
         return found
 
@@ -116,13 +108,12 @@ def read_config(values: dict[str, Any]) -> ServeConfig:
     return build_config(ServeConfig, values | {"models": models})
 
 
-def make_worker(config: ServeConfig, policies: Path, num_sharing: int = 1) -> Worker:
+def make_worker(config: ServeConfig, policies: Path) -> Worker:
     """Load the models, each once, and build an engine for every name.
 
     Args:
         config: configuration of the server.
         policies: folder of the policies' settings.
-        num_sharing: number of processes that share this machine's memory, each with such engines.
     Raises:
         ValueError, OSError: see `load_with_tokenizer`, `policy_from_config` and `Engine`; a model has no tokenizer.
     """
@@ -136,13 +127,12 @@ def make_worker(config: ServeConfig, policies: Path, num_sharing: int = 1) -> Wo
         model, tokenizer = load(each.path, each.dtype, each.revision)
         if tokenizer is None:
             raise ValueError(f"{each.path} has no tokenizer, and clients send text: add tokenizer.json")
-        memory, sharing = (config.memory, len(built)) if each.memory is None else (each.memory, 1)
-        if memory == "auto" and sharing * num_sharing > 1:
-            memory = f"auto/{sharing * num_sharing}"
-        elif isinstance(memory, float):
-            memory /= sharing * num_sharing
-        elif isinstance(memory, int) and sharing > 1:
-            memory //= sharing
+        memory: Any = each.memory
+        if memory is None:  # its share
+            number = len(built)
+            memory = f"auto/{number}" if config.memory == "auto" else config.memory
+            if isinstance(memory, int | float):
+                memory = memory // number if isinstance(memory, int) else memory / number
         engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)
     return Worker(engines, config.max_waiting, Ranks.on_hosts())
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -60,17 +59,17 @@ class Metrics:
         return [*self._registry.collect()]
 
 
-def of_replicas(collected: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Join the metrics of several processes, each sample labelled with its replica: sums would fall when one ends."""
+def written(collected: Mapping[str, Iterable[Metric]]) -> bytes:
+    """Write the metrics of processes in the text format of Prometheus.
+
+    Args:
+        collected: metrics of each process by its name, which labels its samples: sums would fall when one ends.
+    """
     found: dict[str, Metric] = {}
     for replica, metrics in collected.items():
         for each in metrics:
             joined = found.setdefault(each.name, Metric(each.name, each.documentation, each.type))
-            joined.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in each.samples]
-    return [*found.values()]
-
-
-def written(metrics: Iterable[Metric]) -> Response:
-    """Write metrics in the text format of Prometheus."""
-    source: Any = SimpleNamespace(collect=lambda: metrics)
-    return Response(generate_latest(source), media_type="text/plain; version=0.0.4")
+            label = {"replica": replica} if replica else {}
+            joined.samples += [one._replace(labels={**one.labels, **label}) for one in each.samples]
+    source: Any = SimpleNamespace(collect=found.values)
+    return generate_latest(source)

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from dmc.serving.answers import LocalService
 from dmc.serving.app import make_app
 from dmc.serving.config import ServeConfig, make_worker
 
@@ -23,17 +24,20 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
     Args:
         config: configuration of the server.
         policies: folder of the policies' settings.
-        started: called with the port once the server listens.
+        started: called with the port once the server answers.
     Raises:
         ValueError, OSError: see `make_worker`; the address is taken.
         ImportError: `replicas` is given, and Ray is not installed.
     """
     keys, is_first = config.keys(), os.environ.get("RANK", "0") == "0"
-    place = _bound(config.host, config.port) if is_first else None  # before models are loaded
-    worker = None
+    place: Any = _listening(config.host, config.port) if is_first else None  # before models are loaded
     if config.replicas is None:
         worker = make_worker(config, policies)
-        app, stop = make_app(worker, keys, config.limits), worker.stop
+        service: Any = LocalService(worker)
+        if place is None:
+            return worker.run()
+        worker.start()
+        stop = worker.stop
     else:
         if "RAY_ADDRESS" not in os.environ:  # Ray's ports are open to all; it reads this when it is imported
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -41,28 +45,21 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
             from dmc.serving import ray_app
         except ImportError as error:
             raise ImportError(f"replicas= needs Ray ({error}): pip install 'dmc-retrofit[ray]'") from error
-        app, stop = ray_app.start(config, policies, keys)
+        service, stop = ray_app.start(config, policies)
     options: dict[str, Any] = {"log_level": logging.WARNING, "access_log": False, "server_header": False}
+    app = make_app(service, keys, config.limits)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=config.grace_seconds, **options))
-    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end; the first rank ends others
+    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end
         signal.signal(each, lambda *_: setattr(server, "should_exit", True))
-    if worker is not None:
-        (worker.start if is_first else worker.run)()
-    if place is None:
-        return
     try:
-        place.listen(2048)
         started(place.getsockname()[1])
         server.run(sockets=[place])
     finally:
         stop()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listening(host: str, port: int) -> socket.socket:
     try:
-        place.bind((host, port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): give another port=") from error
-    return place

@@ -20,7 +20,7 @@ from dmc.full_attention import context_length
 from dmc.ranks import Ranks
 from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, TokenEvent
 from dmc.serving.metrics import Metrics
-from dmc.serving.requests import APIError
+from dmc.serving.requests import APIError, out_of_range
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 20.0
@@ -29,6 +29,12 @@ LOOK_SECONDS = 0.5
 """Minimum time between two readings of the engines' gauges while requests run."""
 SNAPSHOT_SECONDS = 0.1
 """Minimum time between two reports of what a running request holds: each of them waits for the device."""
+News = tuple["Job", TokenEvent | GenerationStats | Generation | APIError]
+
+
+def stopped() -> APIError:
+    """Return the error of requests whose engines have stopped."""
+    return APIError(503, "the engines have stopped", None, "engine_stopped")
 
 
 @dataclass(eq=False)
@@ -39,10 +45,11 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     index: int
-    news: asyncio.Queue[tuple[Job, Any]] | None
+    news: asyncio.Queue[News] | None
     loop: asyncio.AbstractEventLoop | None
     """`news` and `loop` are None on ranks that receive no requests."""
     question_tokens: int = 0
+    """Number of last tokens that are computed after a policy has compressed the tokens before them."""
     watched: bool = False
     """Whether the client asked for the cache's contents while tokens are generated."""
     number: int = -1
@@ -71,11 +78,11 @@ class Worker:
         self.failure: BaseException | None = None
         """Error with which the thread has ended; None: it runs."""
         self._most = {name: engine.cache.num_free_rows + max_waiting for name, engine in engines.items()}
-        self._lock = threading.Lock()
-        """Guards `num_unfinished`, `failure` and putting into the inbox, which several threads do."""
         self._inbox: queue.SimpleQueue[Job | int | None] = queue.SimpleQueue()
         """New jobs, numbers of jobs to abort, and None to stop the thread."""
         self._jobs: dict[int, Job] = {}
+        self._news: list[News] = []
+        """What the event loop has not been told yet."""
         self._numbers, self._looked = itertools.count(), 0.0
         self._thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
@@ -84,27 +91,26 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort all requests, stop the other ranks and wait for the thread to end."""
+        """End all requests, stop the other ranks and wait for the thread to end."""
         self._inbox.put(None)
         self._thread.join(timeout=60)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all prompts of one request, or none.
+        """Queue all prompts of one request, or none; call it in the event loop.
 
         Raises:
             APIError: too many requests wait already, or the thread has ended.
         """
-        with self._lock:
-            if self.failure is not None:
-                raise APIError(503, "the engines have stopped", None, "engine_stopped", Retry_After="1")
-            name = jobs[0].name
-            if self.num_unfinished[name] + len(jobs) > max(self._most[name], len(jobs)):
-                told = f"{self.num_unfinished[name]} requests run or wait for {name!r}: try again later"
-                raise APIError(429, told, None, "rate_limit_exceeded", Retry_After="1")
-            self.num_unfinished[name] += len(jobs)
-            for job in jobs:
-                job.number = next(self._numbers)
-                self._inbox.put(job)
+        name = jobs[0].name
+        if self.num_unfinished[name] + len(jobs) > max(self._most[name], len(jobs)):
+            told = f"{self.num_unfinished[name]} requests run or wait for {name!r}: try again later"
+            raise APIError(429, told, None, "rate_limit_exceeded")
+        self.num_unfinished[name] += len(jobs)
+        for job in jobs:
+            job.number = next(self._numbers)
+            self._inbox.put(job)
+        if self.failure is not None:  # the thread empties the inbox after it has told that it ends, not before
+            raise stopped()
 
     def abort(self, jobs: Sequence[Job]) -> None:
         """Abort prompts whose client has disconnected; finished ones are ignored."""
@@ -117,8 +123,9 @@ class Worker:
         try:
             while all(self._obey(each) for each in self._next()):
                 for name in {job.name: None for job in self._jobs.values()}:
-                    self._tell(name, self._step(self.engines[name]))
+                    self._step(name, self.engines[name])
                 self._end_finished()
+                self._tell()
                 if not self._jobs or time.monotonic() - self._looked > LOOK_SECONDS:
                     self._looked = time.monotonic()
                     for name, engine in self.engines.items():
@@ -126,13 +133,13 @@ class Worker:
         except BaseException as error:
             logger.exception("the engines have stopped")
             end = error
-        with self._lock:  # after this no job can be submitted
-            self.failure = end
+        self.failure = end
         while not self._inbox.empty():
             if isinstance(job := self._inbox.get(), Job):
                 self._jobs[job.number] = job
         for job in [*self._jobs.values()]:
-            self._close(job, RuntimeError("the engines have stopped"))
+            self._close(job, stopped())
+        self._tell()
 
     def _next(self) -> list[Job | int | None]:
         """Return the inbox's items, waiting for one if nothing runs; all ranks return the same."""
@@ -150,11 +157,7 @@ class Worker:
 
     def _obey(self, each: Job | int | None) -> bool:
         """Submit or abort a job; return False if the thread shall stop."""
-        if each is None:
-            for job in self._jobs.values():
-                self.engines[job.name].abort(job.request)
-            self._end_finished()
-        elif isinstance(each, Job):
+        if isinstance(each, Job):
             self._jobs[each.number] = each
             engine, cut = self.engines[each.name], len(each.prompt)
             if engine.policy is not None:  # only policies compress at a prompt's end
@@ -162,21 +165,18 @@ class Worker:
             try:
                 each.request = engine.submit(each.prompt[:cut], each.params, after=each.prompt[cut:])
             except Exception as error:  # every rank raises the same error
-                self._close(each, error)
-        elif (found := self._jobs.get(each)) is not None:
+                self._close(each, out_of_range(error))
+        elif each is not None and (found := self._jobs.get(each)) is not None:
             self.engines[found.name].abort(found.request)
         return each is not None
 
-    def _step(self, engine: Engine) -> list[TokenEvent]:
+    def _step(self, name: str, engine: Engine) -> None:
         try:
-            return engine.step()
+            events = engine.step()
         except Exception:  # the engine has ended its own requests; other engines continue
             logger.exception("an engine has lost its requests")
-            return []
-
-    def _tell(self, name: str, events: list[TokenEvent]) -> None:
+            return
         now, jobs = time.monotonic(), {id(job.request): job for job in self._jobs.values()}
-        news: list[tuple[Job, Any]] = []
         for event in events:
             if (job := jobs.get(id(event.request))) is None:
                 continue
@@ -185,38 +185,37 @@ class Worker:
             job.last = now
             if job.watched and self.ranks.size == 1 and now - job.told > SNAPSHOT_SECONDS:
                 job.told = now
-                news.append((job, GenerationStats.of(event.request.sequence, self.engines[name].cache)))
-            news.append((job, event))
-        _put(news)
+                self._news.append((job, GenerationStats.of(event.request.sequence, engine.cache)))
+            self._news.append((job, event))
 
     def _end_finished(self) -> None:
-        for job in [*self._jobs.values()]:
-            request = job.request
-            if request is None or request.generation is None:
-                continue
-            self.metrics.ended.labels(job.name, request.generation.finish_reason).inc()
+        for job in [each for each in self._jobs.values() if each.request.generation is not None]:
+            request, end = job.request, job.request.generation
+            self.metrics.ended.labels(job.name, end.finish_reason).inc()
             self.metrics.count(job.name, "prompt", request.sequence)
-            if request.generation.stats.tokens_seen:
-                self.metrics.count(job.name, "end", request.generation.stats)
-            self._close(job, request.error or request.generation)
+            if end.stats.tokens_seen:
+                self.metrics.count(job.name, "end", end.stats)
+            if request.error is not None or end.finish_reason == "abort":
+                told = f"the request has failed: {request.error or 'it was aborted'}"
+                end = APIError(500, told, None, "generation_failed")
+            self._close(job, end)
 
-    def _close(self, job: Job, end: Exception | Generation) -> None:
+    def _close(self, job: Job, end: APIError | Generation) -> None:
         del self._jobs[job.number]
-        with self._lock:
-            self.num_unfinished[job.name] -= 1
-        _put([(job, end)])
+        self._news.append((job, end))
 
+    def _tell(self) -> None:
+        """Hand news to the event loop, all of a step at once: to wake it costs more than a token."""
+        news, self._news = self._news, []
+        if news and (loop := news[0][0].loop) is not None:
+            with contextlib.suppress(RuntimeError):  # the server has closed it
+                loop.call_soon_threadsafe(self._hand_out, news)
 
-def _put(news: list[tuple[Job, Any]]) -> None:
-    """Hand news to the event loop, all of a step at once: to wake it costs more than a token."""
-    if news and (loop := news[0][0].loop) is not None:
-        with contextlib.suppress(RuntimeError):  # the server has closed it
-            loop.call_soon_threadsafe(_hand_out, news)
-
-
-def _hand_out(news: list[tuple[Job, Any]]) -> None:
-    for job, each in news:
-        job.news.put_nowait((job, each))  # type: ignore[union-attr]
+    def _hand_out(self, news: list[News]) -> None:
+        for job, each in news:
+            if isinstance(each, (Generation, APIError)):
+                self.num_unfinished[job.name] -= 1
+            job.news.put_nowait((job, each))  # type: ignore[union-attr]
 
 
 def longest_of(engine: Engine) -> int:

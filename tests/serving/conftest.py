@@ -16,6 +16,7 @@ from conftest import TEXT_VOCAB_SIZE, build_stock, mixed_gates
 from dmc import Engine, policies, retrofit
 from dmc.budget import Budget
 from dmc.data import train_tokenizer
+from dmc.serving.answers import LocalService
 from dmc.serving.app import Limits, make_app
 from dmc.serving.worker import Worker
 
@@ -71,7 +72,7 @@ def make_server() -> Iterator[Callable[..., Served]]:
 
     def start(engines: dict[str, Engine], max_waiting: int = 256, keys: tuple[str, ...] = (), **limits: Any) -> Served:
         worker = Worker(engines, max_waiting)
-        app = make_app(worker, keys, Limits(**limits))
+        app = make_app(LocalService(worker), keys, Limits(**limits))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, daemon=True)
         worker.start()

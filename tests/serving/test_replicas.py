@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -13,14 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 from conftest import TEXT_VOCAB_SIZE, build_stock, mixed_gates
-from scripts_here import SCRIPTS
+from scripts_here import SCRIPTS, run_script
 
 from dmc import Engine, SamplingParams, retrofit
 
@@ -28,13 +26,12 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
 from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
 
-from dmc.serving.app import Limits  # noqa: E402
-from dmc.serving.metrics import of_replicas, written  # noqa: E402
-from dmc.serving.ray_app import MOST_AHEAD, ConversationRouter, conversation_of, make_front  # noqa: E402
+from dmc.serving.metrics import written  # noqa: E402
+from dmc.serving.ray_app import conversation_of  # noqa: E402
 
-STREAMS = 8
-NUM_CPUS = 3
-"""One more than the replicas take."""
+STREAMS = 12
+NUM_CPUS = 4
+"""One more than three replicas take."""
 
 
 def replicas_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -49,7 +46,7 @@ def replicas_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, str]]:
+def three(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, str]]:
     folder = tmp_path_factory.mktemp("cluster")
     stock = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
     own = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
@@ -58,6 +55,7 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
         text_tokenizer.save_pretrained(folder / name)
     models = f"models={{own: {folder}/own, full: {folder}/full}}"
     command = [sys.executable, str(SCRIPTS / "serve.py"), models, "port=0", "memory=20000000", "replicas=2"]
+    command += ["autoscaling.max_replicas=3", "+autoscaling.initial_replicas=3", "+autoscaling.downscale_delay_s=8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": NUM_CPUS})
     environment.pop("RAY_ADDRESS", None)
@@ -83,6 +81,41 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
                 each.kill()
 
 
+def num_replicas(url: str) -> int:
+    return httpx.get(f"{url}/health", timeout=30).json().get("replicas", 0)
+
+
+def test_scaling_down_breaks_no_stream_off(three: Any) -> None:
+    url, ends, is_over = three[1], [], threading.Event()
+    asked = {"model": "own", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    def ask(index: int) -> None:
+        while not is_over.is_set():
+            answer = httpx.post(f"{url}/v1/completions", json={**asked, "prompt": f"{index} line"}, timeout=60)
+            ends.append(answer.text.split("\n\n")[-2])
+
+    assert num_replicas(url) == 3
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 60
+    while num_replicas(url) > 2:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    is_over.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) >= STREAMS and {*ends} == {"data: [DONE]"}
+
+
+@pytest.fixture(scope="module")
+def cluster(three: Any) -> tuple[subprocess.Popen, str]:
+    """Two replicas are left when the third has had nothing to do."""
+    while num_replicas(three[1]) > 2:
+        time.sleep(0.2)
+    return three
+
+
 def counted(url: str, name: str) -> dict[str, float]:
     """Read a metric of each replica."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
@@ -99,6 +132,7 @@ def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) ->
     with httpx.Client(base_url=cluster[1], timeout=60) as web:
         assert web.get("/health").json() == {"status": "ok", "replicas": 2}
         assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "full"]
+        before = sum(counted(cluster[1], 'dmc_generated_tokens_total{model="own"').values())
         asked = {"model": "own", "max_tokens": 9, "temperature": 0}
         for prompt, generation in zip(prompts, expected, strict=True):
             answer = web.post("/v1/completions", json={**asked, "prompt": prompt})
@@ -107,7 +141,7 @@ def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) ->
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (422, "nonsense")
         assert web.get("/v1/nothing").status_code == 404
         assert "text/html" in web.get("/").headers["content-type"]
-    assert sum(counted(cluster[1], 'dmc_generated_tokens_total{model="own"').values()) == 72
+    assert sum(counted(cluster[1], 'dmc_generated_tokens_total{model="own"').values()) == before + 72
 
 
 def test_a_conversation_comes_back_to_the_replica_that_holds_it(cluster: Any) -> None:
@@ -144,7 +178,7 @@ def test_a_second_server_on_the_cluster_tells_why_it_cannot_start_and_leaves_the
     environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
     environment |= {name: value for name, value in replicas_of(process)[0].environ().items() if "RAY_AUTH" in name}
     command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0"]
-    command += ["replicas=1", f"max_replicas={NUM_CPUS}"]
+    command += ["replicas=1", f"autoscaling.max_replicas={NUM_CPUS}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: no replica could start: FileNotFoundError: there is no folder" in done.stderr
@@ -217,6 +251,20 @@ def test_it_ends_when_told(cluster: Any) -> None:
     assert not [each for each in every if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("autoscaling.max_replicas=1", "max_replicas (1) must be greater than or equal to min_replicas (2)"),
+        ("autoscaling.target_ongoing_requests=0", "Input should be greater than 0"),
+        ("+autoscaling.max_replica=3", "unknown setting autoscaling.max_replica"),
+    ],
+)
+def test_wrong_scaling_is_told_in_one_line(folders: Any, setting: str, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    error = run_script("serve.py", f"model={folders.stock}", "port=0", "replicas=2", setting)
+    assert message in error and error.startswith("error: ") and "\n" not in error
+
+
 def test_a_conversation_is_known_by_its_users_first_words() -> None:
     def conversation(*said: str) -> str:
         roles = ("system", "user", "assistant", "user")
@@ -231,63 +279,6 @@ def test_a_conversation_is_known_by_its_users_first_words() -> None:
         assert conversation_of(body) == ""
 
 
-@pytest.mark.parametrize("conversation", ["one", "two", "three"])
-def test_a_conversation_has_one_home_and_another_one_while_that_is_busy(conversation: str) -> None:
-    asked: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=conversation))
-    replicas: Any = [SimpleNamespace(replica_id=name) for name in "abcd"]
-
-    def order(**loads: int) -> list[str]:
-        router: Any = SimpleNamespace(replica_queue_len_cache=loads)
-        ranks = asyncio.run(ConversationRouter.choose_replicas(router, replicas, asked))
-        return [replica.replica_id for (replica,) in ranks]
-
-    home = order()[0]
-    assert order(**{home: MOST_AHEAD})[0] == home
-    second = order(**{home: MOST_AHEAD + 1})[0]
-    assert second != home
-    others = [name for name in "abcd" if name not in (home, second)]
-    assert order(**{home: 9, second: MOST_AHEAD, others[0]: 1})[0] == second
-    assert set(order(**{home: 9, second: 9, others[0]: 8})[:1]) == {others[1]}
-
-
-class OnePiece:
-    """Stands in for Ray's handle, and for the answer of a replica behind it."""
-
-    def __init__(self) -> None:
-        self.left = [b"{}", (200, {"content-type": "application/json"})]
-
-    def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=lambda *_: OnePiece())
-
-    def __aiter__(self) -> Any:
-        return self
-
-    async def __anext__(self) -> Any:
-        if not self.left:
-            raise StopAsyncIteration
-        return self.left.pop()
-
-    def cancel(self) -> None:
-        """Nothing runs."""
-
-
-@pytest.mark.parametrize("is_wanted", [False, True])
-def test_prompts_for_replicas_are_logged_in_a_line_each_if_at_all(is_wanted: bool, caplog: Any) -> None:
-    front = make_front(OnePiece(), (), Limits(log_prompts=is_wanted))
-
-    kind = {"Content-Type": "application/json"}
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
-            for path in ("/v1/completions", "/tokenize"):
-                answer = await client.post(path, headers=kind, content=b'{"prompt": "a secret\n2026 forged"}')
-                assert (answer.status_code, answer.json()) == (200, {})
-
-    asyncio.run(ask())
-    (told,) = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()] or [""]
-    assert told == (ascii('{"prompt": "a secret\n2026 forged"}') if is_wanted else "") and "\n" not in told
-
-
 def test_counts_of_processes_stand_side_by_side() -> None:
     def count(number: int) -> Any:
         registry = CollectorRegistry()
@@ -295,7 +286,7 @@ def test_counts_of_processes_stand_side_by_side() -> None:
         Histogram("b", "More.", registry=registry, buckets=(1, 2)).observe(number)
         return registry.collect()
 
-    lines = bytes(written(of_replicas({"x": count(1), "y": count(2)})).body).decode().splitlines()
+    lines = written({"x": count(1), "y": count(2)}).decode().splitlines()
     assert lines.count("# TYPE a_total counter") == 1
     at = lines.index('a_total{model="m n",replica="x"} 1.0')
     assert lines[at + 1] == 'a_total{model="m n",replica="y"} 2.0'

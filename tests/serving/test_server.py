@@ -41,13 +41,9 @@ REFUSED = [
     ("model={stock} memory=-5", "memory=-5: expected a whole number of bytes > 0"),
     ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
     ("model={stock} limits.max_body_bytes=0", "limits.max_body_bytes=0: expected greater than or equal to 1"),
-    ("model={stock} max_waiting=-1", "max_waiting=-1"),
-    ("model={stock} max_waiting=0 replicas=1", "max_waiting=0: replicas= needs at least 1"),
-    ("model={stock} port={taken}", "cannot listen on 127.0.0.1:{taken} (Address already in use): give another port="),
+    ("model={stock} max_waiting=0", "max_waiting=0"),
+    ("model={stock} port={taken}", "cannot listen on 127.0.0.1:{taken} (Address already in use"),
     ("model={stock} replicas=0", "replicas=0: expected greater than or equal to 1"),
-    ("model={stock} replicas=3 max_replicas=2", "expected 1 <= replicas <= max_replicas"),
-    ("model={stock} max_replicas=2", "replicas=None max_replicas=2"),
-    ("model={stock} target_ongoing_requests=0", "target_ongoing_requests=0: expected greater than 0"),
 ]
 
 
@@ -70,20 +66,18 @@ def test_a_name_is_the_end_of_its_path() -> None:
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
 
 
-def test_names_and_processes_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmc.runtime.memory.free_bytes", lambda device: 2**24)
 
-    def num_blocks(count: int, num_sharing: int, **settings: Any) -> list[int]:
+    def num_blocks(count: int, **settings: Any) -> list[int]:
         models = {f"{index}": str(folders.stock) for index in range(count)}
         config = read_config({"models": models, **settings})
-        engines = make_worker(config, SCRIPTS.parent / "configs" / "policy", num_sharing).engines
+        engines = make_worker(config, SCRIPTS.parent / "configs" / "policy").engines
         return [engine.cache.allocator.num_blocks for engine in engines.values()]
 
     for settings in ({"memory": "auto"}, {"memory": 0.5}):
-        (alone,) = num_blocks(1, 1, **settings)
-        for count, num_sharing in ((1, 4), (2, 1), (2, 2)):
-            shares = num_blocks(count, num_sharing, **settings)
-            assert shares == [pytest.approx(alone / count / num_sharing, rel=0.1)] * count
+        (alone,) = num_blocks(1, **settings)
+        assert num_blocks(2, **settings) == [pytest.approx(alone / 2, rel=0.1)] * 2
 
 
 def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
@@ -100,7 +94,7 @@ def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
         httpx.get(f"http://127.0.0.1:{ports[0]}/health")
 
 
-def test_what_outlives_the_grace_period_is_broken_off(folders: Any) -> None:
+def test_what_outlives_the_grace_period_is_broken_off(folders: Any, capfd: Any) -> None:
     models = {"own": str(folders.compressed)}
     config = read_config({"models": models, "port": 0, "memory": 2**22, "grace_seconds": 0})
     handlers, lines = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}, []
@@ -129,6 +123,7 @@ def test_what_outlives_the_grace_period_is_broken_off(folders: Any) -> None:
             signal.signal(each, handler)
     threads[0].join(20)
     assert lines[-1] == "broken off" and "data: [DONE]" not in lines
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -> None:
