@@ -95,12 +95,13 @@ def make_app(service: Any, keys: tuple[str, ...] = (), limits: Limits | None = N
             raise APIError(401, "the key is missing or wrong: send Authorization: Bearer KEY", None, "invalid_api_key")
 
     async def tell(request: Request, error: Exception) -> JSONResponse:
+        headers = getattr(error, "headers", None)  # of a wrong method: the right ones
         if isinstance(error, HTTPException):
             message = f"{request.method} {request.url.path}: {error.detail}".encode("ascii", "replace").decode()
             error = APIError(error.status_code, message)
         elif not isinstance(error, APIError):
             error = APIError(500, f"the server has failed: {type(error).__name__}")
-        return JSONResponse(error.body, error.status, error.headers)
+        return JSONResponse(error.body, error.status, headers)
 
     options: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url")) | {"redirect_slashes": False}
     options["exception_handlers"] = dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), tell)

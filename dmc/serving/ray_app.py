@@ -28,12 +28,12 @@ BEGINNING = 128
 
 
 def conversation_of(body: bytes) -> str:
-    """Return a conversation's name: the messages up to the user's first, or a prompt's beginning."""
+    """Return a conversation's name: a hash of the messages up to the user's first, or of a prompt's beginning."""
     try:
         asked = json.loads(body)
         said = (asked.get("messages") or asked["prompt"])[:BEGINNING]
         users = (index for index, each in enumerate(said) if isinstance(each, dict) and each.get("role") == "user")
-        return json.dumps([asked.get("model"), said[: next(users, BEGINNING) + 1]])
+        return str(hash(json.dumps([asked.get("model"), said[: next(users, BEGINNING) + 1]])))
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # the replica says what is wrong
         return ""
 
