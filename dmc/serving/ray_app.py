@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,11 +48,12 @@ class Replica(LocalService):
 
     async def answer(self, path: str, body: bytes) -> AsyncIterator[Any]:
         """Yield the pieces of an answer, and the error that ends them: Ray would wrap one that is raised."""
-        try:
-            async for piece in super().answer(path, body):
-                yield piece
-        except APIError as error:
-            yield error
+        async with contextlib.aclosing(super().answer(path, body)) as pieces:
+            try:
+                async for piece in pieces:
+                    yield piece
+            except APIError as error:
+                yield error
 
     async def metrics(self) -> dict[str, list[Metric]]:
         """Return the metrics by the replica's name."""
