@@ -48,7 +48,8 @@ class Replica(LocalService):
 
     async def answer(self, path: str, body: bytes) -> AsyncIterator[Any]:
         """Yield the pieces of an answer, and the error that ends them: Ray would wrap one that is raised."""
-        async with contextlib.aclosing(super().answer(path, body)) as pieces:
+        own: Any = super().answer(path, body)
+        async with contextlib.aclosing(own) as pieces:
             try:
                 async for piece in pieces:
                     yield piece
