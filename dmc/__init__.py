@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
+        if name in ("models", "policies", "runtime"):
+            return importlib.import_module(f"{__name__}.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)
@@ -65,7 +67,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in _AFTER:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find_spec = None if isinstance(finder, _Finder) else getattr(finder, "find_spec", None)
+            spec = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, _AFTER[fullname])
@@ -90,6 +93,7 @@ class _Loader(importlib.abc.Loader):
         self.then()
 
 
+sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__ != __name__]  # when it is reloaded
 sys.meta_path.insert(0, _Finder())
 if "transformers" in sys.modules:
     importlib.import_module("dmc.models")

@@ -143,6 +143,8 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         told = {"named": row["model"]}
         for kind in KINDS:
+            if kind == "task" and row["task"] == "load":  # whose settings are the points of one curve
+                continue
             column = _column(kind, row)
             label = labels[kind, row[column]][row[f"{kind}_key"]]
             told[column] = f"{row[column]} ({label})" if label else row[column]

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -477,7 +477,7 @@ class Engine:
             sequence.next_prompt = len(sequence.tokens)
         end = None if params.ignore_eos else self.model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
-        params = dataclasses.replace(params, stop_token_ids=tuple(ends))
+        params = dataclasses.replace(params, stop_token_ids=tuple(each for each in ends if each >= 0))  # -1: none
         if params.beam_width is not None and params.num_top > self._vocab_size:
             raise ValueError(
                 f"beam_width={params.beam_width}: the model knows {self._vocab_size} tokens, {len(ends)} of which end "
@@ -593,7 +593,8 @@ class Engine:
                 if begin == end:
                     continue
                 is_first = not request.logprobs
-                if is_first and request.search is None and len(request.branches) < request.params.n:
+                is_root = request.root is None and request.search is None
+                if is_first and is_root and len(request.branches) < request.params.n:
                     for copy in self._copies(request.sequence, request.params.n - 1):
                         self._add_branch(request, copy)
                 asking += [each for each in request.branches if not each.logprobs] if is_first else [request]
@@ -613,8 +614,17 @@ class Engine:
         if sequence.row is not None:
             for each in copies:
                 self.cache.tally.close_row(sequence.row, each.held)
-            self._scheduler.fork(sequence, copies)
+            try:
+                self._scheduler.fork(sequence, copies)
+            except BaseException:  # of a pool that cannot grow: nobody would ever end what was copied
+                self._drop(copies)
+                raise
         return copies
+
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        """Free sequences that are no request's."""
+        for each in sequences:
+            self._scheduler.forget(each)
 
     def _add_branch(self, request: Request, sequence: Sequence) -> None:
         """Begin another continuation of a prompt, with nothing generated yet."""
@@ -652,10 +662,19 @@ class Engine:
         if search.is_over(going_on, len(beam.logprobs) + 1):
             return self._end_search(root, search)
         extended = [each.beam for each in going_on]
-        for index, each in enumerate(beams):
-            if index not in extended:
-                self._forget(each)
-        free = {i: [*self._copies(beams[i].sequence, extended.count(i) - 1), beams[i].sequence] for i in {*extended}}
+        pruned = [each.sequence for index, each in enumerate(beams) if index not in extended]
+        self._drop(pruned)
+        free: dict[int, list[Sequence]] = {}
+        try:
+            for index in {*extended}:
+                free[index] = self._copies(beams[index].sequence, extended.count(index) - 1)
+        except BaseException:
+            self._drop(copy for copies in free.values() for copy in copies)
+            raise
+        for index, copies in free.items():
+            copies.append(beams[index].sequence)
+        for sequence in pruned:
+            self._requests.pop(sequence)
         after = [(free[each.beam].pop(), [*beams[each.beam].steps, each.step]) for each in going_on]
         for index, (sequence, steps) in enumerate(after):
             if index == len(root.branches):
@@ -670,7 +689,8 @@ class Engine:
         prompt = root.sequence.tokens[: len(root.sequence.tokens) - len(root.logprobs)]
         self._scheduler.finish(root.sequence)  # the prefix cache may take the prompt from it
         for each in root.branches:
-            self._forget(each)
+            self._requests.pop(each.sequence)
+        self._drop(each.sequence for each in root.branches)
         for index, ended in enumerate(search.ended):
             sequence = Sequence([*prompt], next_logit_position=len(prompt))
             if index == len(root.branches):
@@ -685,11 +705,6 @@ class Engine:
         for request, events in zip(root.branches, brought, strict=True):
             self._finish(request, events[-1].finish_reason or "length")
         return [event for events in brought for event in events]
-
-    def _forget(self, beam: Request) -> None:
-        """Free what a beam holds that is not extended."""
-        self._requests.pop(beam.sequence)
-        self._scheduler.forget(beam.sequence)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
         choice, errors = choose_tokens(

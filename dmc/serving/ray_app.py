@@ -55,6 +55,9 @@ class Replica(LocalService):
                     yield piece
             except APIError as error:
                 yield error
+            except Exception as error:
+                logging.getLogger(__name__).exception("a request has failed")
+                yield APIError(500, f"the server has failed: {type(error).__name__}")
 
     async def metrics(self) -> dict[str, list[Metric]]:
         """Return the metrics by the replica's name."""
@@ -152,6 +155,9 @@ def start(config: ServeConfig, policies: Path) -> tuple[Replicas, Callable[[], N
     try:
         if number < least and not joins:  # other machines may join a cluster later
             raise ValueError(f"replicas={least}: this machine has {number} {kind}s, and each needs one")
+        shares = (config.memory if each.memory is None else each.memory for each in config.models.values())
+        if kind == "CPU" and scale["max_replicas"] > 1 and not all(isinstance(each, int) for each in shares):
+            raise ValueError("replicas on CPUs know nothing of each other's memory: give memory= in bytes")
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         replicas: Any = serve.deployment(Replica, **options)

@@ -119,6 +119,7 @@ BODIES = {
 def _named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MOST_NAMES:
         raise ValueError(f"an object of {len(pairs)} names: expected at most {MOST_NAMES}")
+    "".join(name for name, _ in pairs).encode()  # raises ValueError for half of a character, which no answer can tell
     return {name: value for name, value in pairs if value is not None}
 
 
@@ -204,13 +205,14 @@ def prompts_of(asked: dict[str, Any], engine: Engine) -> list[list[int]]:
 
 def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a message as chat templates expect it: its content is one text."""
-    for name in message.keys() - {"role", "content", "name"}:
+    for name in message.keys() - {"role", "content", "name", "tool_call_id"}:
         raise not_served(f"{place}.{name}", message[name])
     content = message.get("content", "")
     for part in content if isinstance(content, list) else []:
         if part.keys() != {"type", "text"}:
             raise not_served(f"{place}.content", part)
-    return message | {"content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
+    plain = {name: value for name, value in message.items() if name != "tool_call_id"}
+    return plain | {"content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
 
 
 def sampling_of(asked: dict[str, Any], num_prompt_tokens: int, engine: Engine, longest: int) -> SamplingParams:

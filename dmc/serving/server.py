@@ -30,13 +30,11 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
         ImportError: `replicas` is given, and Ray is not installed.
     """
     keys, is_first = config.keys(), os.environ.get("RANK", "0") == "0"
-    place: Any = _listening(config.host, config.port) if is_first else None  # before models are loaded
+    place: Any = _bound(config.host, config.port) if is_first else None  # before models are loaded
+    worker = None
     if config.replicas is None:
         worker = make_worker(config, policies)
         service: Any = LocalService(worker)
-        if place is None:
-            return worker.run()
-        worker.start()
         stop = worker.stop
     else:
         if "RAY_ADDRESS" not in os.environ:  # Ray's ports are open to all; it reads this when it is imported
@@ -49,17 +47,25 @@ def serve(config: ServeConfig, policies: Path, started: Callable[[int], None] = 
     options: dict[str, Any] = {"log_level": logging.WARNING, "access_log": False, "server_header": False}
     app = make_app(service, keys, config.limits)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=config.grace_seconds, **options))
-    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end
+    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again in the end; the first rank ends others
         signal.signal(each, lambda *_: setattr(server, "should_exit", True))
+    if worker is not None:
+        (worker.start if is_first else worker.run)()
+    if place is None:
+        return
     try:
+        place.listen(2048)
         started(place.getsockname()[1])
         server.run(sockets=[place])
     finally:
         stop()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
+    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        place.bind((host, port))
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): give another port=") from error
+    return place

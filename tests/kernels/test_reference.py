@@ -129,8 +129,8 @@ class Stream:
 
     def check(self) -> None:
         lengths, tables = self.cache.lengths[self.rows], self.cache.block_tables[self.rows]
-        keys = gather_pages(self.cache.fields["key_pages"], tables, int(lengths.max()))
-        values = gather_pages(self.cache.fields["value_pages"], tables, int(lengths.max()))
+        keys = gather_pages(self.cache.key_pages, tables, int(lengths.max()))
+        values = gather_pages(self.cache.value_pages, tables, int(lengths.max()))
         held = [
             tables[sequence, head, : -(-int(lengths[sequence, head]) // BLOCK)].tolist()
             for sequence in range(self.shape[0])

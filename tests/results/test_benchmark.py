@@ -89,4 +89,4 @@ def test_the_script_stores_rows_and_table(tmp_path, capsys):
     printed = (tmp_path / "out" / "table.md").read_text()
     assert printed.strip() in capsys.readouterr().out and len(printed.splitlines()) == 8
     assert len(Store(tmp_path / "out" / "cells.jsonl").rows()) == 12
-    assert "expected compression ratios >= 1" in run_script(*command, "ratios=[0.5]")
+    assert "ratios[0]=0.5: expected greater than or equal to 1" in run_script(*command, "ratios=[0.5]")

@@ -8,6 +8,7 @@ import torch
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.runtime import engine as engine_module
+from dmc.runtime.paged_cache import PagedCache
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 POISON = 7
@@ -138,6 +139,53 @@ def test_sampling_that_fails_once_after_a_fork_costs_nothing_but_time(
         assert request.error is None
         ours = [request.generation, *request.generation.alternatives]
         assert [each.token_ids for each in ours] == [each.token_ids for each in (theirs, *theirs.alternatives)]
+
+
+def drain(engine):
+    events = []
+    for _ in range(400):
+        if not engine.num_running + engine.num_waiting:
+            return events
+        events += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_sampling_that_fails_for_a_prompt_alone_forks_it_no_further(make_compressed, make_prompts, monkeypatch):
+    engine, choose, failures = Engine(make_compressed()), engine_module.choose_tokens, [ValueError("once")]
+
+    def stumble(logits, *arguments):
+        if failures:
+            raise failures.pop()
+        return choose(logits, *arguments)
+
+    monkeypatch.setattr(engine_module, "choose_tokens", stumble)
+    request = engine.submit(*make_prompts(20), SamplingParams(max_new_tokens=4, n=3, seed=5))
+    events = drain(engine)
+    assert len(request.branches) == 3 and not any(each.alternatives for each in request.alternatives)
+    assert {id(event.request) for event in events} <= {id(each) for each in request.branches}
+    assert engine.blocks_in_use == 0 and not failures
+
+
+@pytest.mark.parametrize("params", [{"n": 3, "seed": 5}, {"beam_width": 3, "temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_fork_that_fails_leaves_nothing_behind(params, nth, make_compressed, make_prompts, monkeypatch):
+    model, (long, short) = make_compressed(), make_prompts(40, 20)
+    plain = SamplingParams(max_new_tokens=9, temperature=0.0)
+    (expected,) = Engine(model).generate([short], plain)
+    engine, taken, snapshot = Engine(model), [], PagedCache.snapshot
+
+    def fail(self, row):
+        taken.append(row)
+        if len(taken) == nth:
+            raise MemoryError("no room for a snapshot")
+        return snapshot(self, row)
+
+    monkeypatch.setattr(PagedCache, "snapshot", fail)
+    forking, other = engine.submit(long, SamplingParams(max_new_tokens=9, **params)), engine.submit(short, plain)
+    drain(engine)
+    assert other.error is None and other.generation.token_ids == expected.token_ids
+    assert len(taken) >= nth and engine.blocks_in_use == 0
+    assert (forking.error is None) == ("n" in params)  # a pass is run again, a search is not
 
 
 class Stumbling:

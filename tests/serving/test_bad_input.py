@@ -126,6 +126,7 @@ NO_REQUESTS = {
     b"{": 400,
     b"null": 400,
     b"[]": 400,
+    b'{"model": "own", "prompt": "a", "\\ud800": 1}': 400,
     b"3": 400,
     b'"text"': 400,
     b"\xff\xfe": 400,

@@ -89,7 +89,9 @@ def test_the_script_prints_a_table_and_keeps_the_rows(served, tmp_path, capsys, 
     shown = capsys.readouterr().out
     assert "30 requests/s" in shown and "token_seconds_p99" in shown
     assert len(Store(Path("out/cells.jsonl")).rows()) == 2
-    assert len(read_folders([Path("out")]).loads) == 2
+    assert run_script("benchmark.py", f"server={served.url}", *little.split(), "load.seed=1", "output=out") == ""
+    found = read_folders([Path("out")])  # of several seeds and servers one curve
+    assert len(found.loads) > 2 and not len(found.summary)
     for wrong, message in (
         ("server=localhost:8000", "expected an address such as http"),
         ("server=http://127.0.0.1:9", "lists no models"),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from dmc.results import plots
 from dmc.results.measurement import DONE, Row, to_frame
-from dmc.results.statistics import asked_of, beside_baselines, summarize
+from dmc.results.statistics import MARGIN, asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows
 from dmc.results.tables import (
     LEGEND,
@@ -179,6 +179,9 @@ def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
     for (task, metric), lines in summary.groupby(["task", "metric"], sort=False) if len(summary) else ():
         full, judged = lines[lines["is_full"]]["value"], lines[lines["standing"] != ""].sort_values("share")
         if judged.empty:
+            continue
+        if len(full) and lines["higher_is_better"].all() and full.iloc[-1] <= 5 * MARGIN:
+            yield f"{task}, {metric}: shows nothing of compression, for the full cache has {full.iloc[-1]:.4g}"
             continue
         good = [
             f"{line.label} ({line.share:.0%} of the bytes)"
