@@ -23,8 +23,8 @@ PROGRAMS = 2
 """Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
 TILE_BYTES = 8192
 """Size of a tile's keys."""
-COUNTED_TOGETHER = 256
-"""Heads whose chunks a program counts at once: no number of sequences compiles a kernel of its own."""
+COUNTED_TOGETHER = 16
+"""Heads whose chunks a program counts at once: few, so that nothing spills to count them."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
