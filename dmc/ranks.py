@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,10 +49,16 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else cls()
 
     @classmethod
-    def on_hosts(cls) -> Ranks:
-        """Make a CPU group of all processes, whose collectives wait for no device; all of them call this together."""
+    def on_hosts(cls, timeout: timedelta | None = None) -> Ranks:
+        """Make a CPU group of all processes, whose collectives wait for no device; all of them call this together.
+
+        Args:
+            timeout: time after which a collective fails; None: torch's, half an hour.
+        """
         every = cls.all()
-        return every if every.size == 1 else cls(every.rank, every.size, dist.new_group(backend="gloo"))
+        if every.size == 1:
+            return every
+        return cls(every.rank, every.size, dist.new_group(backend="gloo", timeout=timeout))
 
     def while_others_wait(self, name: str, act: Callable[[], None], store: Any = None) -> None:
         """Run `act` on the first rank while the others wait, for any time, outside of collectives.

@@ -31,6 +31,7 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
         sequence_length: tokens per sequence.
     """
     values = {key: value for key, value in config.to_dict().items() if key != "compression"}
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
     stock = AutoConfig.for_model(values.pop("model_type").removeprefix("dmc_"), **values)
     with FakeTensorMode():  # of fused attention torch counts only some kernels
         model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")

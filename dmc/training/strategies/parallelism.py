@@ -6,6 +6,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,11 @@ class Parallelism:
 
     @cached_property
     def writers(self) -> Ranks:
-        """Return another one, for checkpoints alone: they are written while the step communicates."""
-        return Ranks.on_hosts()
+        """Return another one, for checkpoints and exports alone: they are written while the step communicates.
+
+        Its collectives wait for a day: one rank joins the parts of an export, however large, while the others wait.
+        """
+        return Ranks.on_hosts(timedelta(days=1))
 
     def load(self, path: str, is_teacher: bool = False) -> Any:
         """Load the run's model, or one to learn from; without weights until it is divided where ranks hold parts."""
@@ -172,7 +176,8 @@ class Parallelism:
     def write_weights(self, model: Any, folder: Path) -> None:
         """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
 
-        No rank ever holds more than its parts and one whole weight. Called by all ranks.
+        The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
+        holds its parts twice. Called by all ranks.
 
         Raises:
             OSError: a rank could not write or read its parts; on all ranks.
