@@ -177,7 +177,7 @@ def test_a_second_server_on_the_cluster_tells_why_it_cannot_start_and_leaves_the
     address = next(each.partition("=")[2] for each in arguments if each.startswith("--gcs-address="))
     environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
     environment |= {name: value for name, value in replicas_of(process)[0].environ().items() if "RAY_AUTH" in name}
-    command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0"]
+    command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0", "memory=9000000"]
     command += ["replicas=1", f"autoscaling.max_replicas={NUM_CPUS}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
