@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
@@ -193,7 +195,7 @@ class Parallelism:
         )
         files = [*split.filename_to_tensors]
         places = {name: 1 + files.index(file) for name, file in split.tensor_to_filename.items()}
-        writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True, enable_consolidation=True)
+        writer = _PartsWriter(str(folder), places, save_distributed=True, enable_consolidation=True)
         stored = {name: torch.empty_like(weight) for name, weight in weights.items()}
 
         def complete() -> None:
@@ -217,6 +219,15 @@ class Parallelism:
         differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
         if differing := [name for each in self.writers.objects(differing) for name in each]:
             raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
+
+
+class _PartsWriter(HuggingFaceStorageWriter):
+    """Writes each rank's parts, which the first one joins in a folder of any name: torch takes it for a pattern."""
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Join the parts."""
+        self.path = glob.escape(str(self.path))
+        super().finish(metadata, results)
 
 
 def _local(tensor: Tensor) -> Tensor:
