@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _POLL_SECONDS = 0.05
+_HEARING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,16 @@ class Ranks:
             while not store.check([name]):  # a collective would time out; the store ends this if the first rank dies
                 time.sleep(_POLL_SECONDS)
             if told := store.get(name).decode():
+                store.add(f"{name} heard", 1)
                 raise RuntimeError(f"{name} failed on the first rank: {told}")
             return
         try:
             act()
         except BaseException as error:
             store.set(name, f"{type(error).__name__}: {error}")
+            deadline = time.monotonic() + _HEARING_SECONDS
+            while store.add(f"{name} heard", 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)  # the store may end with this process
             raise
         store.set(name, "")
 

@@ -21,9 +21,10 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     Raises:
         FileExistsError: see `refuse_occupied`; nothing is written.
     """
-    refuse_occupied(folder, overwrite, inputs)
-    folder = folder.resolve()  # the folder that a link names is replaced, not the link
+    named, folder = folder, folder.resolve()  # the folder that a link names is replaced, not the link
     partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
+    _restore(folder, retired)
+    refuse_occupied(named, overwrite, inputs)
     _remove(partial)
     partial.mkdir(parents=True)
     write_list(partial / RECORD_NAME, [])  # marks the rest as ours after a kill
@@ -31,14 +32,21 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
         yield partial
         write_list(partial / RECORD_NAME, _files(partial))
         refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
+        _remove(retired)
+        if folder.exists():
+            folder.rename(retired)
+        partial.rename(folder)
     except BaseException:
+        _restore(folder, retired)
         _remove(partial)
         raise
     _remove(retired)
-    if folder.exists():
-        folder.rename(retired)
-    partial.rename(folder)
-    _remove(retired)
+
+
+def _restore(folder: Path, retired: Path) -> None:
+    """Give a folder that was put aside its name back, where none has taken it."""
+    if not os.path.lexists(folder) and not retired.is_symlink() and (retired / RECORD_NAME).is_file():
+        retired.rename(folder)
 
 
 def _remove(folder: Path) -> None:

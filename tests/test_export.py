@@ -161,3 +161,34 @@ def test_what_a_kill_leaves_of_a_removal_is_known_as_ours(tmp_path, monkeypatch)
     with replacement(model_folder, overwrite=True) as aside:
         (aside / "weights").write_text("2")
     assert (model_folder / "weights").read_text() == "2" and not partial.exists()
+
+
+def write_model(folder, text):
+    with replacement(folder, overwrite=True) as aside:
+        (aside / "weights").write_text(text)
+
+
+def test_a_folder_that_cannot_take_its_name_leaves_the_earlier_one(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", "1")
+    plain = Path.rename
+
+    def rename(self, target):
+        if self.name == ".model.partial":
+            raise OSError("no such device")
+        return plain(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(OSError, match="no such device"):
+            write_model(tmp_path / "model", "2")
+    assert (tmp_path / "model" / "weights").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_put_aside_when_a_kill_came_gets_its_name_back(tmp_path):
+    write_model(tmp_path / "model", "1")
+    (tmp_path / "model").rename(tmp_path / ".model.retired")
+    with pytest.raises(ZeroDivisionError), replacement(tmp_path / "model", overwrite=True):
+        print(1 // 0)
+    assert (tmp_path / "model" / "weights").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -23,6 +23,7 @@ from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied, replacement
 from dmc.training.callbacks.steps import AfterStep
+from dmc.training.checkpoints.folder import naming, on_every_rank
 from dmc.training.checkpoints.saving import load_last_model
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
@@ -119,18 +120,22 @@ class Exporter(AfterStep):
                 export(model, folder, **options, overwrite=overwrite)
 
             return ranks.while_others_wait(name, write)
-        opened: list[Path] = []
-        with ExitStack() as stack:  # whose folder is rank 0's
-            begin = stack.enter_context
+        writers = self.strategy.writers
+        with ExitStack() as stack:  # rank 0's alone holds the folder
 
-            def finish() -> None:
-                check_weights(opened[0])
-                describe(opened[0], **options, compression=getattr(model.config, "compression", None))
-                stack.close()
+            def begin() -> list[Path]:
+                return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite))]
 
-            ranks.while_others_wait(f"{name} begins", lambda: opened.append(begin(replacement(folder, overwrite))))
-            self.strategy.write_weights(model, self.strategy.writers.objects(opened)[0][0])
-            ranks.while_others_wait(f"{name} ends", finish)
+            def describe_whole(partial: Path) -> None:
+                if writers.rank == 0:
+                    check_weights(partial)
+                    describe(partial, **options, compression=getattr(model.config, "compression", None))
+
+            with naming(folder, "what it held"):
+                ((partial,), *_) = on_every_rank(begin, writers)
+                self.strategy.write_weights(model, partial)
+                on_every_rank(lambda: describe_whole(partial), writers)
+            on_every_rank(stack.close, writers)
 
 
 def check_device(device: str) -> None:

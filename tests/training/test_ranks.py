@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from export_faults import fail_to_describe
 from launching import Ranks, leave_time_to_kill, logged_losses, logged_parts, train_ranks
 
 from dmc.models import load_model
@@ -118,3 +119,11 @@ def test_rank_zero_alone_writes(two_ranks, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints", "data.json", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip
+
+
+def test_the_others_hear_why_rank_zero_could_not_export(two_ranks, tmp_path):
+    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
+    with Ranks(two_ranks, 2, log := tmp_path / "ranks.log", fail_to_describe) as ranks:
+        assert ranks.join() == [1, 1]
+    assert "RuntimeError: export 1 to" in log.read_text()
+    assert "failed on the first rank: ValueError: these settings are refused" in log.read_text()

@@ -1,11 +1,16 @@
 """Ranks that hold parts of a model export it together: into any folder, and all of it or nothing."""
 
+import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launching import train_ranks
+from export_faults import fail_to_complete, fail_to_describe, fail_to_join, fill_disk, kill_while_writing
+from launching import Ranks, train_ranks
 
 from dmc.models import load_model
+from dmc.replacement import replacement
 
 
 @pytest.fixture
@@ -19,3 +24,37 @@ def test_a_folder_of_any_name_is_exported_to(sharded, tmp_path):
     sharded["output_dir"] = str(tmp_path / "[a]" / "what?" / "*")
     train_ranks(sharded, 2, tmp_path / "log")
     assert load_model(Path(sharded["output_dir"]) / "final").compression.target_ratio == 4
+
+
+FAULTS = (
+    ("the disk of rank 1 is full", partial(fill_disk, on_rank=1), "File too large"),
+    ("the disk of rank 0 is full", partial(fill_disk, on_rank=0), "File too large"),
+    ("rank 0 cannot join the parts", fail_to_join, ""),
+    ("rank 0 cannot complete the folder", fail_to_complete, "these settings are refused"),
+    ("rank 0 cannot describe the folder", fail_to_describe, "these settings are refused"),
+    ("rank 1 is killed", partial(kill_while_writing, on_rank=1), ""),
+    ("rank 0 is killed", partial(kill_while_writing, on_rank=0), ""),
+)
+"""What happens, who makes it happen, and what each surviving rank says of it."""
+
+
+def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_next_start(sharded, tmp_path):
+    run, log = Path(sharded["output_dir"]), tmp_path / "log"
+    final = run / "final"
+    with replacement(final, overwrite=False) as folder:
+        (folder / "weights").write_text("an older model")
+    for name, sabotage, reason in FAULTS:
+        log.unlink(missing_ok=True)
+        with Ranks(sharded, 2, log, sabotage) as ranks:
+            codes = ranks.join()
+        said = log.read_text()
+        assert set(codes) <= {1, -9} and ("killed" in name) == (-9 in codes), f"{name}: {codes}\n{said[-4000:]}"
+        errors = re.findall(rf"^\w+: .*{re.escape(str(final))}.*{reason}", said, re.MULTILINE)
+        assert len(errors) == codes.count(1), f"{name}: {errors}\n{said[-4000:]}"
+        assert (final / "weights").read_text() == "an older model", name
+        assert "rank 0 is killed" in name or sorted(path.name for path in run.glob(".final*")) == [], name
+    train_ranks(sharded, 2, log)
+    assert load_model(final).compression.target_ratio == 4
+    assert sorted(path.name for path in run.glob(".final*")) == []
+    starts = [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert starts == [0] + len(FAULTS) * [1]  # nothing is trained twice

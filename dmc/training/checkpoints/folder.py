@@ -13,7 +13,8 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +76,7 @@ def on_every_rank(act: Callable[[], Result], ranks: Ranks) -> list[Result]:
     result, problem, cause = None, None, None
     try:
         result = act()
-    except FAILURES as error:
+    except Exception as error:
         cause, problem = error, reason_of(error)
     found: Any = ranks.objects((result, problem))
     failed = next((each for _, each in found if each is not None), None)
@@ -89,6 +90,22 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error).split("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def naming(target: Path, kept: str) -> Iterator[None]:
+    """Say of an error which folder could not be written, and what is kept.
+
+    Raises:
+        OSError: there was one.
+    """
+    try:
+        yield
+    except FAILURES as error:
+        raise OSError(
+            f"{target} could not be written ({reason_of(error)}): {kept} stays; mend this and start the same command "
+            "again"
+        ) from error
 
 
 def write_header(folder: Path, header: Header, ranks: Ranks = ALONE) -> None:

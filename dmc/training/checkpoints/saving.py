@@ -10,9 +10,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,14 @@ from dmc.models.build import assemble
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import (
-    FAILURES,
     WEIGHTS,
     Header,
     check_fits,
     check_whole,
+    naming,
     on_every_rank,
     read_header,
     read_tensors,
-    reason_of,
     write_header,
 )
 
@@ -160,7 +159,7 @@ class CheckpointSaver:
                 remove(partial)
                 partial.mkdir(parents=True)
 
-        with _naming(target):
+        with naming(target, "the checkpoint before it"):
             on_every_rank(make_room, ranks)
             writing = write(partial)  # from here on it communicates by itself
         self._pending = self._thread.submit(self._finish, writing, target, partial, header, ranks)
@@ -172,7 +171,7 @@ class CheckpointSaver:
             pending.result()
 
     def _finish(self, writing: Future, target: Path, partial: Path, header: Header, ranks: Ranks) -> None:
-        with _naming(target):
+        with naming(target, "the checkpoint before it"):
             on_every_rank(lambda: writing.exception() and writing.result(), ranks)
             write_header(partial, header, ranks)
             on_every_rank(lambda: self.commit(partial, target) if ranks.rank == 0 else None, ranks)
@@ -198,18 +197,6 @@ class CheckpointSaver:
         for path in target.parent.iterdir():
             if STEP.match(path.name.removesuffix(".partial")) and path not in kept:
                 remove(path)
-
-
-@contextmanager
-def _naming(target: Path) -> Iterator[None]:
-    """Say of an error that the checkpoint before stays."""
-    try:
-        yield
-    except FAILURES as error:
-        raise OSError(
-            f"{target} could not be written ({reason_of(error)}): the checkpoint before it stays; make room on the "
-            "disk and start the same command again"
-        ) from error
 
 
 class SaveLast(AfterStep):

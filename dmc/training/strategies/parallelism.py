@@ -18,7 +18,6 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -34,7 +33,6 @@ from dmc.training.checkpoints.folder import (
     Header,
     check_whole,
     on_every_rank,
-    reason_of,
     weights_of,
 )
 from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
@@ -182,8 +180,9 @@ class Parallelism:
         holds its parts twice. Called by all ranks.
 
         Raises:
-            OSError: a rank could not write or read its parts; on all ranks.
-            RuntimeError: the folder holds other weights than the model; on all ranks.
+            CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
+                ranks.
+            RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
         """
         weights, group = self.weights(model), self.writers.group
         options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
@@ -210,12 +209,9 @@ class Parallelism:
             model.config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
 
-        try:
-            distributed_checkpoint.save(weights, storage_writer=writer, **options)
-            on_every_rank(complete, self.writers)
-            distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
-        except CheckpointException as error:
-            raise OSError(f"{folder} was not written: {reason_of(error)}") from error
+        distributed_checkpoint.save(weights, storage_writer=writer, **options)
+        on_every_rank(complete, self.writers)
+        distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
         differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
         if differing := [name for each in self.writers.objects(differing) for name in each]:
             raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")

@@ -1,0 +1,62 @@
+"""Faults of single ranks while a divided model is exported, each called with the rank before its process trains."""
+
+import os
+import resource
+import signal
+
+
+def fill_disk(rank, on_rank):
+    """Let one rank write no more than 1,000 bytes into any file of the weights."""
+    from dmc.training.strategies.parallelism import Parallelism
+
+    def write_weights(self, model, folder):
+        plain_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, plain_limits[1]))  # Python turns its signal into an OSError
+        try:
+            plain(self, model, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, plain_limits)
+
+    plain = Parallelism.write_weights
+    if rank == on_rank:
+        Parallelism.write_weights = write_weights
+
+
+def kill_while_writing(rank, on_rank):
+    """Kill one rank where it writes its parts of the weights."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    if rank == on_rank:
+        HuggingFaceStorageWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_to_join(rank):
+    """Let the first rank find a part cut off that it joins to the whole."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    def finish(self, metadata, results):
+        for name in os.listdir(self.path):
+            os.truncate(os.path.join(self.path, name), 100)
+        plain(self, metadata, results)
+
+    plain = HuggingFaceStorageWriter.finish
+    HuggingFaceStorageWriter.finish = finish
+
+
+def fail_to_complete(rank):
+    """Let the model's generation settings be refused where the first rank writes them beside the weights."""
+    from transformers import GenerationConfig
+
+    GenerationConfig.save_pretrained = refuse
+
+
+def refuse(*_, **__):
+    raise ValueError("these settings are refused")
+
+
+def fail_to_describe(rank):
+    """Let the first rank fail to write what stands beside the weights, once these are whole."""
+    import dmc.export
+    import dmc.training.exporter
+
+    dmc.export.describe = dmc.training.exporter.describe = refuse
