@@ -52,7 +52,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
     with _timing(times, "measure"):
         table = compare(grid, configs, load_with_tokenizer, only_own=True)
         sample = _sample(runs[RETROFIT].final)
-    findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs).cells})
+    findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", "Quickstart: a tiny Llama, retrofitted")
     total = sum(json.loads(times.read_text()).values())
     print(f"\n{sample}\n{table}\n\n{total:.0f} s in all; as a page: {page}")

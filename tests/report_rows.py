@@ -147,9 +147,8 @@ def benchmark_rows(**task):
 
 def run_grid(config):
     """Measure the unfinished cells of a grid and return its store."""
-    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    cells = unfinished(grid.cells, store.rows())
-    run_cells(cells, grid, config, store, lambda model: load_with_tokenizer(model.path))
+    store = Store(Path(config.output) / "cells.jsonl")
+    run_cells(unfinished(plan_grid(config, CONFIGS), store), store, lambda model: load_with_tokenizer(model.path))
     return store
 
 

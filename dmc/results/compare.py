@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from dmc.budget import Budget, achieved_ratio
 from dmc.claims import ClaimedError, claim
 from dmc.provenance import provenance
 from dmc.results.equal_bytes import at_bytes, share_of
-from dmc.results.grid import FORMAT, Cell, CompareConfig, ComparedModel, Grid, model_settings, plan_grid
+from dmc.results.grid import Cell, CompareConfig, ComparedModel, PlannedModel, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
 from dmc.results.store import FINISHED, Store
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
-from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates, split_of_text
+from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
 from dmc.runtime import Engine, GenerationStats
 
@@ -54,7 +54,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    samples: dict[str, list[Sample]]
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def samples_of(self, name: str, task: Task) -> list[Sample]:
         """Make a task's samples, once."""
@@ -86,65 +86,52 @@ def compare(
         ValueError, FileNotFoundError, ImportError: see `plan_grid`; nothing has been written.
         ArithmeticError: cells failed, or have figures that are not finite; the tables are written and printed.
     """
-    grid, folder = plan_grid(config, configs), Path(config.output)
+    planned, folder = plan_grid(config, configs), Path(config.output)
     store = Store(folder / "cells.jsonl")
-    cells = unfinished(grid.cells, store.rows())
-    print(f"{len(grid.cells)} cells, {len(grid.cells) - len(cells)} finished before: {store.path}", file=sys.stderr)
-    run_cells(cells, grid, config, store, lambda model: load(model.path, model.dtype, model.revision))
-    keys = {cell.key for cell in grid.cells} if only_own else None
-    table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys)
+    cells = unfinished(planned, store)
+    print(f"{len(planned)} cells, {len(planned) - len(cells)} finished before: {store.path}", file=sys.stderr)
+    run_cells(cells, store, lambda model: load(model.path, model.dtype, model.revision))
+    keys = {cell.key for cell in planned}
+    table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys if only_own else None)
     files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
     table = f"\n{table}\n\n{store.path}, {files}"
-    if failed := failed_cells(grid.cells, store.rows()):
+    if failed := failed_cells([row for row in store.rows() if row["key"] in keys]):
         print(table)
         raise ArithmeticError(failed)  # the other jobs of a sweep go on
     return table
 
 
-def unfinished(cells: Sequence[Cell], rows: list[Row]) -> list[Cell]:
+def unfinished(cells: Sequence[Cell], store: Store) -> list[Cell]:
     """List the cells that have no row or a failed one."""
-    finished = {row["key"] for row in rows if row["status"] in FINISHED}
+    finished = {row["key"] for row in store.rows() if row["status"] in FINISHED}
     return [cell for cell in cells if cell.key not in finished]
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    grid: Grid,
-    config: CompareConfig,
-    store: Store,
-    load: Load,
-    make_engine: Callable[..., Engine] = Engine,
-) -> list[Row]:
+def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Callable[..., Engine] = Engine) -> None:
     """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
 
     Args:
         cells: cells of the grid, grouped by model, so that every model is loaded once.
-        grid: models and tasks.
-        config: engine settings, seed.
         store: receives the rows.
         load: returns a model, on its device, and its tokenizer.
         make_engine: called as `Engine`.
-    Returns:
-        The rows.
     """
-    rows = []
     source = provenance()
     with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
-        subject = models_of(grid, load)
+        loaded = models_of(load)
         for cell in own:
             bar.set_description(cell.title)
-            row = describe(cell, grid, config) | {"device": "", "provenance": source}
+            row = cell.row | {"device": "", "provenance": source}
             try:
-                row["device"] = device_name(subject(cell.model).model)
-                row |= checked(measure(cell, grid, config, subject(cell.model), make_engine, _given(cell, store)))
+                subject = loaded(cell.model)
+                row["device"] = device_name(subject.model)
+                row |= checked(measure(cell, subject, make_engine, _given(cell, store)))
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
             store.append(row)
-            rows.append(row)
             bar.update()
             release_memory()  # free the cell's cache before the next
-    return rows
 
 
 def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
@@ -159,19 +146,17 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
     Raises:
         OSError: a claim cannot be written.
     """
-    if not cells:
-        return
     folder = store.path.parent / CLAIMS
-    folder.mkdir(exist_ok=True)
     before = {row["key"]: row for row in store.rows()}
 
     def is_tried(key: str) -> bool:
-        row = next((row for row in store.rows() if row["key"] == key), None)
+        row = _row(key, store)
         return row is not None and (row["status"] in FINISHED or row != before.get(key))
 
-    waiting, told, last = list(cells), False, ""
+    waiting, is_told = list(cells), False
     while waiting:
-        held = []
+        folder.mkdir(exist_ok=True)
+        held, reason = list[Cell](), ""
         for cell in waiting:
             if cell.same_bytes_as is not None and not is_tried(cell.same_bytes_as):
                 held.append(cell)
@@ -182,32 +167,31 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
                         yield cell
             except ClaimedError as error:
                 held.append(cell)
-                last = str(error)
+                reason = str(error)
         if len(held) == len(waiting):
-            if not told:
-                logger.warning("waiting for cells that other processes run (%d): %s", len(held), last)
-            told = True
+            if not is_told:
+                logger.warning("waiting for cells that other processes run (%d): %s", len(held), reason)
+            is_told = True
             time.sleep(PAUSE)
         waiting = held
 
 
-def models_of(grid: Grid, load: Load) -> Callable[[str], LoadedModel]:
-    """Return a function from a model's name to the loaded model; it keeps only the last one.
+def models_of(load: Load) -> Callable[[PlannedModel], LoadedModel]:
+    """Return a function from a model of the grid to the loaded one; it keeps only the last.
 
-    A model that cannot be loaded is tried once, and raises the same error every time.
+    A model that cannot be loaded is tried once, and raises the same error for each of its cells.
     """
-    known: dict[str, LoadedModel | Exception] = {}
+    last: dict[str, LoadedModel | Exception] = {}
 
-    def get(name: str) -> LoadedModel:
-        if name not in known:
-            for other in [other for other, each in known.items() if isinstance(each, LoadedModel)]:
-                del known[other]
+    def get(model: PlannedModel) -> LoadedModel:
+        if model.name not in last:
+            last.clear()
             release_memory()
             try:
-                known[name] = LoadedModel(*load(grid.models[name]), samples={})
+                last[model.name] = LoadedModel(*load(model.settings))
             except Exception as error:
-                known[name] = error
-        found = known[name]
+                last[model.name] = error
+        found = last[model.name]
         if isinstance(found, Exception):
             raise found
         return found
@@ -226,7 +210,6 @@ def failure(error: Exception) -> Row:
     return {
         "status": FAILED,
         "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        "error_type": type(error).__name__,
         "traceback": "".join(where)[-4000:],
     }
 
@@ -242,111 +225,81 @@ def checked(row: Row) -> Row:
     return row | ({"status": NOT_FINITE, "not_finite": wrong} if wrong else {})
 
 
-def failed_cells(cells: Sequence[Cell], rows: list[Row]) -> str:
+def failed_cells(rows: Sequence[Row]) -> str:
     """Return a message about the cells without finite metrics; empty if there are none."""
-    ends = {row["key"]: row["status"] for row in rows}
-    failed, wrong = (sum(ends.get(cell.key) == end for cell in cells) for end in (FAILED, NOT_FINITE))
-    told = [f"{failed} of {len(cells)} cells failed; start it again to try them again"] if failed else []
-    told += [f"{wrong} of {len(cells)} cells have figures that are not finite"] if wrong else []
+    failed, wrong = (sum(row["status"] == status for row in rows) for status in (FAILED, NOT_FINITE))
+    told = [f"{failed} of {len(rows)} cells failed; start it again to try them again"] if failed else []
+    told += [f"{wrong} of {len(rows)} cells have figures that are not finite"] if wrong else []
     return "; ".join(told)
 
 
-def describe(cell: Cell, grid: Grid, config: CompareConfig) -> Row:
-    """Return the fields of a row that identify its cell and settings."""
-    task = grid.tasks[cell.task]
-    shared = cell.identity() | {
-        "reference": config.reference or next((each.model for each in grid.cells if not each.learned), None),
-        "settings": {
-            "model": model_settings(grid.models[cell.model]),
-            "policy": cell.method.options,
-            "task": grid.task_settings[cell.task],
-            "engine": asdict(config.engine),
-            "seed": config.seed,
-            "format": FORMAT,
-        },
-    }
-    if isinstance(task, LMEvalTask):
-        ends = cell.task.removeprefix(task.name)  # ":hidden" where both questions are asked
-        names = {"benchmark": task.benchmark.name + ends, "members": [each + ends for each in task.benchmark.tasks]}
-        names["question"] = task.settings.question
-        shared["settings"] |= {"lm_eval": asdict(task.settings) | {"save_samples": None}}
-        return shared | names
-    return shared | {
-        "main_metric": task.main_metric,
-        "higher_is_better": task.higher_is_better,
-        "split": split_of_text(task),
-        "question": getattr(task, "question", None),
-    }
+def _row(key: str | None, store: Store) -> Row | None:
+    return next((row for row in store.rows() if row["key"] == key), None)
 
 
 def _given(cell: Cell, store: Store) -> Row | None:
     """Find the row whose bytes are a cell's budget; None: the budget is not in bytes."""
-    row = next((row for row in store.rows() if row["key"] == cell.same_bytes_as), None)
+    row = _row(cell.same_bytes_as, store)
     if cell.same_bytes_as is not None and (row is None or row["status"] != DONE):
         raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
     return row
 
 
-def measure(
-    cell: Cell,
-    grid: Grid,
-    config: CompareConfig,
-    subject: LoadedModel,
-    make_engine: Callable[..., Engine],
-    given: Row | None = None,
-) -> Row:
+def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
     """Measure quality and memory of one cell.
 
     Args:
         cell: cell of the grid.
-        grid: models and tasks.
-        config: engine settings, seed.
         subject: the cell's model.
         make_engine: called as `Engine`.
         given: row whose bytes, or a share of them, are the cell's budget; None: the budget is not in bytes.
     Raises:
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
+    config, task, size = cell.config, cell.task.task, cell.config.engine.max_batch_size
 
     def measure_at(ratio: float | None, is_sketch: bool = False) -> Row:
         torch.manual_seed(config.seed)
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
-        return measure_engine(engine, cell, grid, config, subject, is_sketch)
+        if isinstance(task, LMEvalTask):
+            folder = Path(config.output) / "samples" / cell.key
+            row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
+        else:
+            samples = subject.samples_of(cell.task.name, task)
+            row, stats = run_samples(task, engine, _sketch(samples, size) if is_sketch else samples, size)
+        return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
 
     if given is None:
         return measure_at(None)
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
-    has_few = isinstance(grid.tasks[cell.task], LMEvalTask) or given["samples"] <= config.engine.max_batch_size
-    of_few = None if has_few else partial(measure_at, is_sketch=True)
-    row = at_bytes(measure_at, wanted, given["mean_achieved_ratio"] / share, of_few)
-    return row | {"requested_bytes_per_token": wanted}
+    first, reached = given["mean_achieved_ratio"] / share, None
+    if not isinstance(task, LMEvalTask) and given["samples"] > size:  # a sketch saves measurements of all samples
+        few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
+        first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
+    return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
 
 
-def measure_engine(
-    engine: Engine, cell: Cell, grid: Grid, config: CompareConfig, subject: LoadedModel, is_sketch: bool = False
-) -> Row:
-    """Measure a cell with its engine; a sketch takes a batch of samples from all over the task."""
-    task, size = grid.tasks[cell.task], config.engine.max_batch_size
-    if isinstance(task, LMEvalTask):
-        folder = Path(config.output) / "samples" / cell.key
-        row, stats = task.run(engine, grid.models[cell.model].path, size, config.seed, folder)
-        if (of := row.pop("samples_of", None)) is not None:
-            row["samples_key"] = digest(of)
-        return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
-    samples = subject.samples_of(cell.task, task)
-    if is_sketch:  # neighbors often share a context
-        run = max(1, size // SKETCH_RUNS)
-        starts = [run * each for each in spread(SKETCH_RUNS, len(samples) // run)]
-        samples = [each for start in starts for each in samples[start : start + run]]
+def _sketch(samples: list[Sample], size: int) -> list[Sample]:
+    """Choose a batch of samples from all over a task, in runs of neighbors, which often share a context."""
+    run = max(1, size // SKETCH_RUNS)
+    starts = [run * each for each in spread(SKETCH_RUNS, len(samples) // run)]
+    return [each for start in starts for each in samples[start : start + run]]
+
+
+def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
+    """Evaluate samples, `size` at the same time.
+
+    Returns:
+        The metrics, and the memory of every sample.
+    """
     results: list[SampleResult] = []
-    for begin in tqdm(range(0, len(samples), size), cell.title, leave=False, unit="batch", disable=None):
+    for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
     values = {name: [each.metrics[name] for each in results] for name in results[0].metrics}
     contexts = [[number] if each.context is None else each.context for number, each in enumerate(samples)]
-    row = {
-        "status": DONE,
+    return {
         "metrics": {name: statistics.fmean(each) for name, each in values.items()},
         "sample_values": values.pop(task.main_metric, []),
         "samples_by_metric": values,
@@ -354,9 +307,7 @@ def measure_engine(
         "samples": len(results),
         "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
         **by_coordinates(results),
-        **memory_of([each.stats for each in results], cell.method.budget),
-    }
-    return row
+    }, [each.stats for each in results]
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
@@ -376,19 +327,13 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
     tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
     mean_tokens = sum(each.mean_tokens_seen for each in stats)
     mean_slots = sum(float(each.mean_slots.sum()) for each in stats)
-    peak = max(stats, key=lambda each: each.bytes_allocated)
     return requested | {
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
         "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
-        "peak_tokens": peak.tokens_seen,
-        "bytes_allocated": peak.bytes_allocated,
-        "bytes_used": peak.bytes_used,
         "bytes_allocated_per_token": sum(each.bytes_allocated for each in stats) / tokens,
-        "bytes_used_per_token": sum(each.bytes_used for each in stats) / tokens,
         "mean_tokens": mean_tokens / len(stats),
         "mean_achieved_ratio": mean_tokens * layers * kv_heads / max(mean_slots, 1e-9),
         "mean_bytes_allocated_per_token": sum(each.mean_bytes_allocated for each in stats) / mean_tokens,
-        "mean_bytes_used_per_token": sum(each.mean_bytes_used for each in stats) / mean_tokens,
         "peak_bytes_allocated": max(each.peak_bytes_allocated for each in stats),
     }
 

@@ -42,41 +42,42 @@ def share_of(whose: str) -> float | None:
         return None
 
 
-def at_bytes(
-    measure: Callable[[float], Row], wanted: float, first: float, of_few: Callable[[float], Row] | None = None
-) -> Row:
+def at_bytes(measure: Callable[[float], Row], wanted: float, first: float, reached: float | None = None) -> Row:
     """Measure at successive compression ratios until the bytes match `wanted`.
 
     Args:
         measure: returns a finished row at a ratio, with `mean_bytes_allocated_per_token` over the scored positions.
         wanted: bytes per token.
-        first: ratio of the first try.
-        of_few: the same from a few of the samples: the ratio that these need is tried first, and taken if all samples
-            hold as much there.
+        first: ratio of the first try; as long as it leaves no room for what the method must keep, half of it is next.
+        reached: bytes per token at `first` of some of the samples, which allow nothing nearer: if all samples hold as
+            many, neither do they.
     Returns:
         A row with its ratio as `requested_ratio`: within `SAME_BYTES` of the wanted bytes if there is such a ratio, or
         else with the fewest above them, which favors the method.
+    Raises:
+        ValueError: the method has no room at any ratio.
     """
-    few = None if of_few is None else at_bytes(of_few, wanted, first)
-    found: dict[float, Row] = {}
-    share = 1 / max(1.0, first if few is None else few["requested_ratio"])
-    while len(found) < TRIES:
+    sizes: dict[float, float] = {}
+    rows: list[Row] = []
+    share = 1 / max(1.0, first)
+    while len(rows) < TRIES:
         try:
-            found[share] = measure(1 / share) | {"requested_ratio": 1 / share}
-        except ValueError:  # so small a budget has no room for what the method must keep
-            if not found and few is not None:  # but it had in those few
-                return at_bytes(measure, wanted, first)
-            if not found:
+            rows.append(measure(1 / share) | {"requested_ratio": 1 / share})
+        except ValueError:
+            if rows:
+                break
+            if share == 1:
                 raise
-            break
-        sizes = {each: _bytes(row) / wanted for each, row in found.items()}
-        if few is not None and abs(math.log(sizes[share] * wanted / _bytes(few))) < FINE:
+            share = min(1.0, 2 * share)
+            continue
+        sizes[share] = _bytes(rows[-1]) / wanted
+        if reached is not None and abs(math.log(sizes[share] * wanted / reached)) < FINE:
             break
         if any(size == sizes[share] and not 0.5 <= each / share <= 2 for each, size in sizes.items()):
             break  # the budget has no say: nothing, or nothing but the shortest prompt, is left to it
-        if 1 / SAME_BYTES <= sizes[share] <= SAME_BYTES or (share := _next(sizes)) in found:
+        if 1 / SAME_BYTES <= sizes[share] <= SAME_BYTES or (share := _next(sizes)) in sizes:
             break
-    return min(found.values(), key=lambda row: _distance(_bytes(row) / wanted))
+    return min(rows, key=lambda row: _distance(_bytes(row) / wanted))
 
 
 def _next(sizes: dict[float, float]) -> float:

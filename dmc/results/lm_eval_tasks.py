@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from pydantic import StrictBool, StrictInt
 
 from dmc.data.sources import file_stamps
-from dmc.results.measurement import Row
+from dmc.results.identity import identity_of
+from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
-from dmc.results.tasks.prompts import check_chat_template
 from dmc.runtime import Engine, GenerationStats
 from dmc.settings import Count, build_config, checked_dataclass
 
@@ -161,12 +161,22 @@ class LMEvalTask:
     """Names of all tasks that are loaded together."""
 
     def identity(self) -> Any:
-        """See `Task.identity`; saving samples does not change it."""
-        settings = asdict(self.settings)
-        del settings["save_samples"]
+        """Return JSON content that defines the task; saving samples does not change it."""
         folder = self.settings.tasks_folder
         own = [] if folder is None else file_stamps(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-        return [importlib.metadata.version("lm-eval"), settings, asdict(self.benchmark), own]
+        settings = identity_of(self.settings, "save_samples")
+        return [importlib.metadata.version("lm-eval"), settings, identity_of(self.benchmark), own]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Return the settings in its rows."""
+        return {"task": asdict(self.benchmark), "lm_eval": asdict(self.settings) | {"save_samples": None}}
+
+    def row(self, name: str) -> Row:
+        """Return the fields of its rows that are known before it runs; `name` ends in ":hidden" where both run."""
+        end = name.removeprefix(self.name)
+        members = [member + end for member in self.benchmark.tasks]
+        return {"benchmark": self.benchmark.name + end, "members": members, "question": self.settings.question}
 
     def run(
         self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
@@ -190,8 +200,6 @@ class LMEvalTask:
 
         from dmc.results.harness import EngineLM
 
-        if self.settings.chat_template and engine.tokenizer is not None:
-            check_chat_template(engine.tokenizer)
         question_at = self.benchmark.question_at if self.settings.question == "hidden" else None
         lm = EngineLM(engine, requests_at_once=8 * together, seed=seed, question_at=question_at)
         length = self.settings.max_gen_toks
@@ -253,7 +261,7 @@ def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: flo
     values = [float(value) for *_, value in found]
     if not values or not math.isclose(statistics.fmean(values), value, rel_tol=1e-6, abs_tol=1e-9):
         return {}
-    return {"sample_values": values, "samples_of": [place for *place, _ in found]}
+    return {"sample_values": values, "samples_key": digest([place for *place, _ in found])}
 
 
 def plan_lm_eval(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.models.weights import empty_model
-from dmc.results.grid import ComparedModel, describe_model
+from dmc.results.grid import plan_model
 
 TOLERANCE = 1e-4
 KEYS = {"dms_window_size": 6, "dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_cr": 8}
@@ -97,7 +97,7 @@ def test_a_dms_folder_decodes_as_described(adapter, group, make_stock, make_prom
             (generation,) = Engine(each).generate([sequence], SamplingParams(max_new_tokens=1, temperature=0.0))
             assert torch.equal(generation.stats.slots, run.entries)
     for name in ("dms", "ours"):
-        assert describe_model(ComparedModel(path=str(tmp_path / name)), name)[2] == 8.0
+        assert plan_model(name, str(tmp_path / name)).target_ratio == 8.0
     assert "dms_" not in (tmp_path / "ours" / "config.json").read_text()
 
 

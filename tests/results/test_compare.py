@@ -14,7 +14,7 @@ from scripts_here import run_script
 from dmc import Engine, load_model
 from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
-from dmc.results.compare import checked, describe, run_cells, unfinished
+from dmc.results.compare import checked, run_cells, unfinished
 from dmc.results.grid import CompareConfig, named_settings, plan_grid
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
@@ -86,25 +86,25 @@ class Workshop:
 
 
 def run(config, workshop):
-    grid, store = plan_grid(config, CONFIGS), Store(Path(config.output) / "cells.jsonl")
-    run_cells(unfinished(grid.cells, store.rows()), grid, config, store, workshop.load, workshop.make_engine)
+    store = Store(Path(config.output) / "cells.jsonl")
+    run_cells(unfinished(plan_grid(config, CONFIGS), store), store, workshop.load, workshop.make_engine)
     return store.rows()
 
 
 def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folders):
     models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
-    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
+    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS)
     assert [cell.title for cell in cells] == [
         "base keep 2 needle",
         "base keep tokens:8 needle",
         "base full needle",
         "small full needle",
     ]
-    assert [cell.learned for cell in cells] == [False, False, False, True]
-    assert [cell.method.requested_ratio for cell in cells] == [2.0, None, 1.0, 2.0]
+    assert [cell.row["learned"] for cell in cells] == [False, False, False, True]
+    assert [cell.row["requested_ratio"] for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
     models["base"] = {"path": str(folders.stock), "policies": ["full"]}  # chooses cells, and changes none
-    fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS).cells
+    fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS)
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
@@ -119,17 +119,13 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
         (None, 2.0),
     ]
     assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
-    entries = full["peak_tokens"] * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
-    assert entries <= full["bytes_used"] <= full["bytes_allocated"]
-    assert (
-        full["bytes_allocated_per_token"] == full["bytes_allocated"] / full["peak_tokens"] and full["peak_tokens"] == 41
-    )
+    entries = 41 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
+    assert entries <= full["peak_bytes_allocated"] == pytest.approx(41 * full["bytes_allocated_per_token"])
     assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (40.5, 1.0)  # two tokens behind a prompt of 40
-    assert 0 < keep["mean_bytes_used_per_token"] <= keep["mean_bytes_allocated_per_token"]
     assert small["achieved_ratio"] > 1.2
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
     assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
-    assert keep["settings"]["policy"].items() >= {"_target_": "users_keep.Keep", "fails": False}.items()
+    assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep"}
     assert keep["settings"]["task"]["lengths"] == [40]
     assert "versions" in full["provenance"]
 
@@ -137,13 +133,16 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
 def test_every_task_that_is_shipped_can_be_planned(make_config):
     names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
     grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
-    assert sorted(grid.tasks) == names and len(names) > 8
-    assert {task.main_metric for task in grid.tasks.values()} == {"loss", "exact_match", "share_held"}
+    assert [cell.task.name for cell in grid] == names and len(names) > 8
+    assert {cell.row["main_metric"] for cell in grid} == {"loss", "exact_match", "share_held"}
 
 
 def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config, caplog):
     tasks = ["haystack", {"name": "mine", "like": "inside"}]
-    assert [*plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS).tasks] == ["needle", "mine"]
+    assert [cell.task.name for cell in plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS)] == [
+        "needle",
+        "mine",
+    ]
     assert {each.getMessage() for each in caplog.records} == {
         f"{earlier} is an earlier version's name and is read as {present}"
         for earlier, present in (("haystack", "needle"), ("inside", "cache_analysis"))
@@ -191,7 +190,7 @@ def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it
     config, workshop = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), Workshop()
     workshop.error = error
     failed, full = run(config, workshop)
-    assert (failed["status"], failed["error_type"], full["status"]) == ("failed", type(error).__name__, "done")
+    assert (failed["status"], full["status"]) == ("failed", "done")
     assert "\n" not in failed["error"] and failed["error"].startswith(type(error).__name__)
     assert "in make_engine" in failed["traceback"]
     table = write_report([full, failed], Path(config.output))
@@ -311,7 +310,7 @@ def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config):
 
 
 def keys(config):
-    return [cell.key for cell in plan_grid(config, CONFIGS).cells]
+    return [cell.key for cell in plan_grid(config, CONFIGS)]
 
 
 def test_whatever_defines_a_cell_is_in_its_key(make_config, folders, tmp_path, users_module):
@@ -344,7 +343,7 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config, folders, tmp_path, u
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": {}}, r"models is empty"),
+        ({"models": {}}, "models={}: expected at least 1 item"),
         ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
         ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
         ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
@@ -387,7 +386,7 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
     config = make_config(tasks=tasks, policies=["full"])
     grid = plan_grid(config, CONFIGS)
-    rows = {cell.task: describe(cell, grid, config) for cell in grid.cells}
+    rows = {cell.task.name: cell.row for cell in grid}
     splits = {name: row["split"] for name, row in rows.items()}
     none = dict.fromkeys(["passkey", "own"])
     assert splits == dict.fromkeys(names[:-1], "test") | none | {"chosen": "validation"}

@@ -124,10 +124,10 @@ def test_each_seed_is_given_the_bytes_of_its_own(make_config, folders):
     models = {f"control-{seed}": {"path": str(folders.stock), "variant": "control", "seed": seed} for seed in (0, 1)}
     models |= {f"cr2-{seed}": {"path": str(folders.compressed), "variant": "cr2", "seed": seed} for seed in (0, 1)}
     for budgets in (["bytes"], ["bytes:cr2"]):
-        cells = plan_grid(make_config(models=models, policies=["full", "tova"], budgets=budgets), CONFIGS).cells
-        keys = {cell.key: cell.model for cell in cells}
+        cells = plan_grid(make_config(models=models, policies=["full", "tova"], budgets=budgets), CONFIGS)
+        keys = {cell.key: cell.model.name for cell in cells}
         last = [cell for cell in cells if cell.same_bytes_as]
-        assert [(cell.method.asked, cell.model, keys[str(cell.same_bytes_as)]) for cell in last] == [
+        assert [(cell.method.asked, cell.model.name, keys[str(cell.same_bytes_as)]) for cell in last] == [
             ("bytes:cr2", "control-0", "cr2-0"), ("bytes:cr2", "control-1", "cr2-1")
         ]  # fmt: skip
         assert cells[-2:] == last and len(keys) == 6
@@ -155,5 +155,5 @@ def test_processes_wait_for_the_bytes_that_another_one_measures(make_config):
     for thread in threads:
         thread.join()
     rows = [line for line in (Path(config.output) / "cells.jsonl").read_text().splitlines() if line]
-    assert len(rows) == len(plan_grid(config, CONFIGS).cells) == 3
+    assert len(rows) == len(plan_grid(config, CONFIGS)) == 3
     assert '"status": "failed"' not in "".join(rows)

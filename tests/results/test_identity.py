@@ -2,12 +2,14 @@
 
 import csv
 import shutil
+from dataclasses import field, make_dataclass
 
 from report_rows import CONFIGS, TINY_NEEDLE, compare_row, lm_eval_row, on_command_line, write_report, write_rows
 from scripts_here import run_script
 
 from dmc.config import build_config
 from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.identity import identity_of
 from dmc.results.report import read_folders
 from dmc.results.store import Store
 from dmc.study import StudyConfig, StudyRun, evaluate_runs
@@ -63,7 +65,7 @@ def test_a_grid_of_a_then_b_then_a_shows_both(folders, tmp_path, capsys):
 def test_options_that_are_defaults_written_out_are_the_same_cell(folders, tmp_path):
     def key_of(policy, task=NEEDLE):
         values = {"models": {"base": str(folders.stock)}, "policies": [policy], "budgets": [2], "tasks": [task]}
-        (cell,) = plan_grid(build_config(CompareConfig, {**values, "output": str(tmp_path)}), CONFIGS).cells
+        (cell,) = plan_grid(build_config(CompareConfig, {**values, "output": str(tmp_path)}), CONFIGS)
         return cell.key
 
     plain = {"name": "h2o", "_target_": "dmc.policies.H2O"}
@@ -72,13 +74,25 @@ def test_options_that_are_defaults_written_out_are_the_same_cell(folders, tmp_pa
     assert key_of("h2o") == key_of("h2o", {**NEEDLE, "seed": 0}) != key_of("h2o", {**NEEDLE, "seed": 1})
 
 
+def test_a_new_option_leaves_what_does_not_use_it_as_it_is():
+    def build(options, **values):
+        kind = make_dataclass("H2O", options, namespace={"__module__": "dmc.policies.h2o"})
+        return identity_of(kind(**values), "budget")
+
+    old = [("budget", int), ("recent", int, 4)]
+    new = [*old, ("layers", list, field(default_factory=lambda: [1, 2]))]
+    assert build(old, budget=2) == build(new, budget=3) == build(new, budget=2, layers=(1, 2), recent=4)
+    assert build(old, budget=2, recent=8) == build(new, budget=2, recent=8) != build(new, budget=2)
+    assert build(new, budget=2, layers=[1]) != build(new, budget=2)
+
+
 def test_whatever_tokenizes_or_weighs_is_part_of_a_models_identity(folders, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folders.stock, copy)
 
     def key_of(**model):
         values = {"models": {"base": {"path": str(copy), **model}}, "policies": ["full"], "budgets": []}
-        (cell,) = plan_grid(build_config(CompareConfig, {**values, "tasks": [NEEDLE]}), CONFIGS).cells
+        (cell,) = plan_grid(build_config(CompareConfig, {**values, "tasks": [NEEDLE]}), CONFIGS)
         return cell.key
 
     keys = [key_of(), key_of(revision="other")]
@@ -100,7 +114,7 @@ def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypa
         snapshot.mkdir(parents=True, exist_ok=True)
         shutil.copy(folders.stock / "config.json", snapshot)
         values = {"models": {"base": "somebody/model"}, "policies": ["full"], "budgets": [], "tasks": [NEEDLE]}
-        (cell,) = plan_grid(build_config(CompareConfig, values), CONFIGS).cells
+        (cell,) = plan_grid(build_config(CompareConfig, values), CONFIGS)
         return cell.key
 
     assert key_at("a") == key_at("a") != key_at("b")

@@ -24,6 +24,7 @@ from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
 from dmc.results.compare import memory_of
 from dmc.results.grid import CompareConfig, plan_tasks
+from dmc.results.identity import identity_of
 from dmc.results.tasks import (
     Breakdown,
     FactRecall,
@@ -39,10 +40,6 @@ from dmc.results.tasks.prompts import Encoder
 from dmc.results.tasks.text_loss import long_range_repeats
 from dmc.runtime import GenerationStats
 
-CHAT_TEMPLATE = (
-    "be brief{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 FILLER = "The grass is green. The sky is blue.\n"
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 Script = Callable[[str], str]
@@ -131,22 +128,11 @@ def word_tokenizer(tmp_path_factory):
     return train_tokenizer([text] * 3, 294, tmp_path_factory.mktemp("words"))
 
 
-@pytest.fixture(scope="module")
-def chat_tokenizer(folders):
-    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
 def run(task, script, model, tokenizer, **options):
     engine = ScriptedEngine(model, tokenizer, script, **options)
     results = task.evaluate(engine, task.samples(tokenizer, 300))
     assert engine.blocks_in_use == 0
     return results
-
-
-def in_chat(task):
-    return type(task)(**{**vars(task), "chat_template": True})
 
 
 def text_loss(folders, tmp_path, **changes):
@@ -213,16 +199,6 @@ def test_windows_of_one_document_belong_together(folders, tokenizer, tmp_path):
     assert len({sample.context for sample in samples}) == 3
 
 
-def test_the_files_of_a_text_belong_to_its_identity(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("one")
-    task = TextLoss(TextSource(str(path)))
-    before = task.identity()
-    assert task.identity() == before
-    path.write_text("one and two")
-    assert task.identity() != before
-
-
 def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(4, (200,), generator=generator).tolist()
@@ -266,7 +242,7 @@ def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_
     evicted = memory_of([each.stats for each in task.evaluate(Engine(model, policy=policy), samples)])
     assert evicted["achieved_ratio"] == delayed["achieved_ratio"]
     assert evicted["mean_achieved_ratio"] == pytest.approx(255 / 65, rel=0.02)
-    assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated"] > 0
+    assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated_per_token"] * 255 > 0
 
 
 def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all_tokens():
@@ -276,9 +252,9 @@ def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all
 
     memory = memory_of([held(100, 100, 1000), held(900, 100, 3000)])
     assert memory["achieved_ratio"] == memory["mean_achieved_ratio"] == 1000 / 200
-    assert memory["bytes_allocated_per_token"] == memory["bytes_used_per_token"] == 4000 / 1000
-    assert memory["mean_bytes_allocated_per_token"] == memory["mean_bytes_used_per_token"] == 1000 / 500
-    assert (memory["bytes_allocated"], memory["peak_tokens"]) == (3000, 900)
+    assert memory["bytes_allocated_per_token"] == 4000 / 1000
+    assert memory["mean_bytes_allocated_per_token"] == 1000 / 500
+    assert memory["peak_bytes_allocated"] == 3000
 
 
 FACTS = FactRecall(haystack="12 34.\n", lengths=[160, 200], keys=3, num_keys=3, contexts=2, questions=2, rebinding=0.5)
@@ -406,7 +382,7 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
     asked = {"name": "asked", "like": "passkey", "question": "both", "lengths": [220], "depths": [0, 0.5, 1]}
     asked |= {"shares_context": True, "fact": NEEDLE.fact, "question_text": NEEDLE.question_text}
     config = build_config(CompareConfig, {"models": {"m": "x"}, "policies": [], "tasks": [asked], "budgets": []})
-    tasks: Any = plan_tasks(config, CONFIGS, "x")[0]
+    tasks: Any = {each.name: each.task for each in plan_tasks(config, CONFIGS, "x")}
     assert {name: task.question for name, task in tasks.items()} == {"asked:known": "known", "asked:hidden": "hidden"}
     for task in tasks.values():
         samples = task.samples(tokenizer, 300)
@@ -460,7 +436,6 @@ def test_any_text_can_hide_a_needle(folders, tmp_path, model, tokenizer):
     first, second = task.samples(tokenizer, 300)
     assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt
     assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
-    assert task.identity() == source.description()
 
 
 def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokenizer, tmp_path):
@@ -541,50 +516,6 @@ def test_batches_do_not_change_a_conversation(model, tokenizer):
     assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_conversation_is_what_the_template_writes_and_the_reply_begins_as_the_answer_does(
-    name, model, chat_tokenizer
-):
-    task, script = SCRIPTS[name]
-    plain, chat = task.samples(chat_tokenizer, 300), in_chat(task).samples(chat_tokenizer, 300)
-    for without, sample in zip(plain, chat, strict=True):
-        assert sample.coordinates == without.coordinates
-        whole = [*sample.prompt, *sample.after]
-        text = "ok".join(map(chat_tokenizer.decode, getattr(sample, "turns", None) or [whole]))
-        messages = [{"role": "user", "content": said} for said in re.findall("<user>(.*?)</user>", text, flags=re.S)]
-        for place in range(1, 2 * len(messages) - 1, 2):
-            messages.insert(place, {"role": "assistant", "content": "ok"})
-        start = re.split(r"[?\n]", chat_tokenizer.decode([*without.prompt, *without.after]))[-1].strip()
-        written = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert start and "".join(text.split()) == "".join((written + start).split())
-        if "length" in sample.coordinates:
-            assert sample.coordinates["length"] - len(whole) in (range(100) if name == "key_value" else [0])
-    assert {each.metrics["exact_match"] for each in run(in_chat(task), script, model, chat_tokenizer)} == {1.0}
-
-
-def test_later_turns_follow_the_end_of_the_reply(chat_tokenizer):
-    for sample in in_chat(TURNS).samples(chat_tokenizer, 300):
-        texts = [chat_tokenizer.decode(turn) for turn in sample.turns]
-        assert texts[0].startswith("be brief<user>The door code of")
-        assert all(text.startswith("</assistant><user>") for text in texts[1:])
-        assert all(text.endswith("</user><assistant>") for text in texts[:-1])
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "chat_template=true: the tokenizer .* has no chat template"),
-        ("{{ messages[0].content }}", "does not write every turn once and in order"),
-    ],
-)
-def test_a_tokenizer_that_cannot_write_a_conversation_is_refused(template, message, chat_tokenizer):
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template = template
-    for task in (NEEDLE, PAIRS, CHAIN, TURNS):
-        with pytest.raises(ValueError, match=message):
-            in_chat(task).samples(tokenizer, 300)
-
-
 def test_metrics_are_averaged_by_coordinates():
     def result(length, depth, match):
         coordinates = {"length": length, "depth": depth}
@@ -609,7 +540,7 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
         (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected at least 1 item"),
         (lambda _: Needle(haystack=FILLER, lengths=512), "lengths=512: expected an instance of Sequence"),
-        (lambda _: Needle(haystack=" ").identity(), "haystack is empty"),
+        (lambda _: Needle(haystack=" "), "haystack=' ': expected an instance of DocumentSource or"),
         (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected greater than or"),
         (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected 'known' or 'hidden'"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
@@ -625,10 +556,9 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),
         (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected 'seen' or 'unseen'"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
-        (lambda _: FactRecall(haystack=" ").identity(), "haystack is empty"),
         (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected greater than or equal to 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
-        (lambda _: TextLoss(TextSource("absent.txt")).identity(), "absent"),
+        (lambda _: identity_of(TextLoss(TextSource("absent.txt"))), "absent"),
     ],
 )
 def test_bad_settings_are_refused_with_what_was_expected(build, message, tokenizer):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.forced import of_given_tokens
 from dmc.runtime.generation import Scoring
@@ -39,16 +39,6 @@ class Asking:
     main_metric = "exact_match"
     higher_is_better = True
     question: str
-
-    def identity(self) -> Any:
-        """See `Task.identity`: the text or the files of `haystack`, if the task has one."""
-        if not hasattr(self, "haystack"):
-            return None
-        if not isinstance(self.haystack, str):
-            return describe_text(self.haystack, "haystack")
-        if not self.haystack.strip():
-            raise ValueError("haystack is empty: give a text that is repeated, or a source of documents")
-        return self.haystack
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters of answers."""

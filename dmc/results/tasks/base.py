@@ -9,6 +9,7 @@ from typing import Annotated, Any, Protocol
 import pandas
 from pydantic import Field
 
+from dmc.data import DocumentSource
 from dmc.runtime import Engine, GenerationStats
 from dmc.settings import Count, Share
 
@@ -53,18 +54,14 @@ Depths = Annotated[Sequence[Share], Field(min_length=1)]
 
 
 class Task(Protocol):
-    """Interface of a quality measurement, during which memory is measured too; configured by `configs/task/*.yaml`."""
+    """Interface of a quality measurement, during which memory is measured too; configured by `configs/task/*.yaml`.
+
+    A dataclass whose options, documents and own code define its samples, see `dmc.results.identity`.
+    """
 
     main_metric: str
     """Metric by which methods are ranked."""
     higher_is_better: bool
-
-    def identity(self) -> Any:
-        """Return JSON content that the samples depend on beside the settings, such as the files of a corpus.
-
-        Raises:
-            FileNotFoundError, ValueError: a source of the samples is missing.
-        """
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """Make the samples, deterministically.
@@ -107,22 +104,10 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
 
 def split_of_text(task: Task) -> str | None:
     """Return the split of a task's text; None: it has no text, or the user's own."""
-    source = getattr(task, "source", None) or getattr(task, "haystack", None)
-    split = None if getattr(source, "is_local", False) else getattr(source, "split", None)
-    return split if isinstance(split, str) else None  # `str` itself has a method `split`
-
-
-def describe_text(source: Any, name: str) -> Any:
-    """Return the identity of a text, for `Task.identity`.
-
-    Raises:
-        ValueError, FileNotFoundError: the setting `name` is no source of documents, or its files are not there.
-    """
-    if not hasattr(source, "description"):
-        expected = "expected a source of documents, {_target_: dmc.data.TextSource, name: book.txt}"
-        raise ValueError(f"{name}={source!r}: {expected}")
-    source.check()
-    return source.description()
+    for source in vars(task).values():
+        if isinstance(source, DocumentSource) and not getattr(source, "is_local", False):
+            return getattr(source, "split", None)
+    return None
 
 
 def spread(count: int, length: int) -> list[int]:

@@ -8,11 +8,11 @@ import numpy as np
 from pydantic import Field, StrictInt
 
 from dmc.config.data import Words
-from dmc.data import DocumentSource, FactWriter
+from dmc.data import FactWriter
 from dmc.data.facts import Key, half, weave
 from dmc.results.tasks.asking import Asking, Turns
 from dmc.results.tasks.base import Counts, Sample
-from dmc.results.tasks.prompts import Encoder
+from dmc.results.tasks.prompts import Encoder, Haystack
 from dmc.runtime import SamplingParams
 from dmc.settings import Count, Share, checked_dataclass
 
@@ -33,7 +33,7 @@ class FactRecall(Asking):
         ValueError: a value is out of range.
     """
 
-    haystack: DocumentSource | str
+    haystack: Haystack
     """Text between the facts: a source of documents, or a text that is repeated."""
     lengths: Counts = (1024,)
     """Tokens of contexts with a question."""

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
-from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question, Turns
 from dmc.results.tasks.base import Counts, Depths, Sample
-from dmc.results.tasks.prompts import Encoder, beginning_of_answer
+from dmc.results.tasks.prompts import Encoder, Haystack, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.settings import Count, checked_dataclass
 
@@ -36,9 +35,6 @@ class TextRecall(Asking):
     """Number of samples at each coordinate of the grid."""
     max_new_tokens: Count = 24
     """Maximum tokens of a generated answer."""
-    chat_template: StrictBool = False
-    """Whether to write the tokenizer's chat template around the prompt: the text after the last question mark or line
-    end of a question then begins the reply."""
     question: Question = "known"
     """Whether the cache is compressed with the question in the prompt. The text after its last question mark or line
     end, the same for every sample, is fed after that and predicts the answer's first token."""
@@ -92,7 +88,7 @@ class Needle(TextRecall):
     A row keeps the grid `by_length_and_depth`.
     """
 
-    haystack: DocumentSource | str
+    haystack: Haystack
     """A source of documents, or a text that is repeated."""
     lengths: Counts = (512, 1024)
     """Tokens of prompts, the question included."""
@@ -122,7 +118,7 @@ class Needle(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer, self.chat_template)
+        encoder = Encoder(tokenizer)
         texts = encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
         return [
             sample
@@ -183,7 +179,7 @@ class KeyValuePairs(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer, self.chat_template)
+        encoder = Encoder(tokenizer)
         return [
             self._sample(encoder, length, depth, number)
             for length in self.lengths
@@ -236,7 +232,7 @@ class TwoStageRetrieval(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer, self.chat_template)
+        encoder = Encoder(tokenizer)
         places = [(size, number) for size in self.entries for number in range(self.samples_per_place)]
         return [self._sample(encoder, size, number) for size, number in places]
 
@@ -265,7 +261,7 @@ class MultiTurnRecall(TextRecall):
     Each turn sees the cache that the one before has compressed, see `Turns`. A row has metrics `by_turn`.
     """
 
-    haystack: DocumentSource | str
+    haystack: Haystack
     """Text in between: a source of documents, or a text that is repeated."""
     turns: Annotated[Sequence[Annotated[StrictInt, Field(ge=2)]], Field(min_length=1)] = (2, 4, 8)
     """Turns in which the question is asked; the first turn is 1."""
@@ -281,7 +277,7 @@ class MultiTurnRecall(TextRecall):
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
-        encoder = Encoder(tokenizer, self.chat_template)
+        encoder = Encoder(tokenizer)
         most = (max(self.turns) - 1) * self.turn_tokens
         texts = encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
         return [self._sample(encoder, text, turn, i) for turn in self.turns for i, text in enumerate(texts)]
@@ -290,8 +286,9 @@ class MultiTurnRecall(TextRecall):
         draw = self.random(turn, index)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
         fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]
-        fillers[0] = [*encoder.encode(self.fact.format(**values)), *fillers[0]]
-        turns = encoder.converse(fillers[: turn - 1], self.question_text.format(**values))
+        fillers[0] = [*encoder.begin, *encoder.encode(self.fact.format(**values)), *fillers[0]]
+        asked, start = encoder.ask(self.question_text.format(**values))
+        turns = [*fillers[: turn - 1], [*asked, *start]]
         prompt = [token for each in turns for token in each]
         answer, reply = encoder.encode(f" {values['number']}"), self.params(self.reply_tokens)
         context = None if isinstance(self.haystack, str) else index

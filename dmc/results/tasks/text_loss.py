@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult, describe_text, spread
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, spread
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
 from dmc.settings import Count, checked_dataclass
@@ -29,10 +29,6 @@ class TextTask:
     """Number of windows; fewer if the text is short."""
     cache_folder: str = field(default="outputs/cache", kw_only=True)
     """Folder of tokenized text."""
-
-    def identity(self) -> Any:
-        """See `Task.identity`."""
-        return describe_text(self.source, "source")
 
     def windows(self, tokenizer: Any, length: int) -> Any:
         """Return all windows of so many tokens, a data set with `input_ids`.
