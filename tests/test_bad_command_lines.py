@@ -279,7 +279,7 @@ CASES = [
         "compare",
         COMPARE,
         """
-        models={{m:{world}/nowhere}}|nowhere models={{m:{stock}k}}|/stock? models={{m:{world}/empty_config}}|config.json
+        models={{m:{world}/nowhere}}|nowhere models={{m:{stock}k}}|/stock' models={{m:{world}/empty_config}}|config.json
         models=[{stock}]|models budgets=none|none lm_eval.tasks_folder={world}/nowhere|nowhere lm_eval.limit=0
         lm_eval.limit=some|limit tasks=[{{like:needle}}]|name tasks=[{{name:a,like:needle,digits:0}}]|digits=0
         tasks=[{{name:a,like:needle,digts:1}}]|digts engine.block_size=0 engine.kernels=nonesuch|nonesuch
@@ -297,7 +297,7 @@ CASES = [
             ("policies=h2o budgets=0.5", "0.5"),
             ("policies=h2o budgets=[]", "budgets is empty"),
             ("tasks=needel", "tasks[0]='needel' is not in configs/task; did you mean 'needle'?"),
-            ("tasks=[]", "tasks is empty"),
+            ("tasks=[]", "tasks=[]: expected at least 1 item"),
             ("engine.max_batch_size=0", "engine.max_batch_size=0: expected greater than or equal to 1"),
             ("output={world}/bare_cells reference=nobody", "nobody"),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -117,18 +116,11 @@ class PlannedModel:
     num_layers: int
     key: str
     """Hash of everything that defines it."""
-    written: str | None
-    """Last modification time of a folder."""
 
     @property
     def variant(self) -> str:
         """Return the common name of models that differ in their seed."""
         return self.settings.variant or self.name
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """Return the settings in its rows: without `policies`, which choose cells and change none."""
-        return asdict(self.settings) | {"policies": None, "written": self.written}
 
 
 @dataclass(frozen=True)
@@ -194,7 +186,8 @@ class Cell:
         task_key = digest([FORMAT, identity_of(config.engine), config.seed, task.identity])
         defining = [model.name, method.name, task.name, model.key, policy_key, task_key, asked, self.same_bytes_as]
         ratio = None if method.budget is None else method.budget.ratio
-        settings = {"model": model.told, "policy": method.settings, **task.settings}
+        told = asdict(model.settings) | {"policies": None}  # which choose cells, and change none
+        settings = {"model": told, "policy": method.settings, **task.settings}
         return task.row | {
             "key": digest(defining),
             "method": f"{model.name}, {'learned' if model.target_ratio and asked is None else method.name}",
@@ -432,10 +425,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
     folder = Path(model.path).expanduser()
     if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
-        beside = [str(folder.parent / each.name) for each in folder.parent.glob("*") if each.is_dir()]
-        close = difflib.get_close_matches(str(folder), beside, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"{where}: there is no folder {model.path}{hint}")
+        beside = (str(each) for each in folder.parent.glob("*") if each.is_dir())
+        raise ValueError(f"{where}: there is no folder {model.path}; {suggest(folder, beside)}")
     try:
         values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
     except OSError as error:
@@ -443,10 +434,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     if "model_type" not in values:
         raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
     files = model_files(model.path, model.revision)
-    times = [stamp[-1] for stamp in files if isinstance(stamp, list)]
-    written = datetime.fromtimestamp(max(times) / 1e9).isoformat(sep=" ", timespec="seconds") if times else None
     compressed = str(values["model_type"]).startswith("dmc_")
     target_ratio = values["compression"]["target_ratio"] if compressed else values.get("dms_cr")  # of NVIDIA's DMS
     ratio = None if target_ratio is None else float(target_ratio)
     key = digest([model.dtype, model.revision, files, values])
-    return PlannedModel(name, model, ratio, values["num_hidden_layers"], key, written)
+    return PlannedModel(name, model, ratio, values["num_hidden_layers"], key)

@@ -214,7 +214,7 @@ class LMEvalTask:
             apply_chat_template=self.settings.chat_template,
             fewshot_as_multiturn=self.settings.chat_template,
             system_instruction=self.settings.system_instruction,
-            confirm_run_unsafe_code=True,  # `check_tasks` has checked the consent
+            confirm_run_unsafe_code=allows_code(),
             log_samples=True,  # for pairing methods by question
         )
         if self.settings.save_samples:
@@ -293,12 +293,10 @@ def plan_lm_eval(
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install '.[eval]'") from error
     check_tasks(names, manager, [*known, *(path.stem for path in folder.glob("*.yaml"))])
-    if not both:
-        return {task: LMEvalTask(task, each, settings, names) for each in benchmarks for task in each.tasks}
     return {
-        f"{task}:{question}": LMEvalTask(task, each, replace(settings, question=question), names)
+        f"{task}:{question}" if both else task: LMEvalTask(task, each, replace(settings, question=question), names)
         for each in benchmarks
-        for question in get_args(Question)[: 1 + each.can_hide]
+        for question in (get_args(Question)[: 1 + each.can_hide] if both else [settings.question])
         for task in each.tasks
     }
 
@@ -334,31 +332,19 @@ def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str]
             close = " or ".join(map(repr, difflib.get_close_matches(name, [*known, *manager.all_tasks], n=3)))
             hint = f"did you mean {close}?" if close else "`lm-eval ls tasks` lists what there is"
             raise ValueError(f"tasks: {name!r} is unknown; {hint}")
-        parts = parts_of(manager, name)
-        if parts and not (manager.task_index[name].cfg or {}).get("aggregate_metric_list"):
+        settings = manager.task_index[name].cfg or {}
+        if name in (*manager.all_groups, *manager.all_tags) and "aggregate_metric_list" not in settings:
             raise ValueError(
-                f"tasks: {name!r} has no score of its own; name the tasks to average: "
-                f"{{name: {name}_mean, members: [{', '.join(parts)}]}}"
+                f"tasks: {name!r} has no score of its own; name the tasks to average, {{name: {name}_mean, members: "
+                "[...]}: `lm-eval ls subtasks` lists them"
             )
-        if runs_code(manager, name) and os.environ.get(CODE_CONSENT) != "1":
+        if settings.get("unsafe_code") and not allows_code():
             raise ValueError(
                 f"tasks: {name!r} runs code that the model writes: set {CODE_CONSENT}=1 if this machine may do that "
                 "(a container without secrets)"
             )
 
 
-def parts_of(manager: TaskManager, name: str) -> list[str]:
-    """Return the names of the tasks and groups in a group or tag; empty for a task."""
-    entry = manager.task_index.get(name)
-    if entry is None:
-        return []
-    parts = sorted(entry.tags) if entry.cfg is None else entry.cfg.get("task")
-    parts = parts if isinstance(parts, list) else []
-    return [part if isinstance(part, str) else str(part.get("task") or part.get("group")) for part in parts]
-
-
-def runs_code(manager: TaskManager, name: str) -> bool:
-    """Return whether a task, or one of a group, is marked as running generated code."""
-    entry = manager.task_index.get(name)
-    is_marked = entry is not None and bool((entry.cfg or {}).get("unsafe_code"))
-    return is_marked or any(runs_code(manager, part) for part in parts_of(manager, name))
+def allows_code() -> bool:
+    """Return whether generated code may be run."""
+    return os.environ.get(CODE_CONSENT) == "1"

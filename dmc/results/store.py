@@ -43,8 +43,7 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # another process may make it at the same time
         self.path = path
         self._reported: set[int | str] = set()
 

@@ -276,7 +276,7 @@ def test_the_dmc_papers_benchmarks_are_table_1():
         ("dmc_papr", "did you mean 'dmc_paper'"),
         ("xyzxyzxyz", "`lm-eval ls tasks` lists what there is"),
         ("humaneval", f"runs code that the model writes: set {CODE_CONSENT}=1"),
-        ("ai2_arc", r"'ai2_arc' has no score of its own.*members: \[arc_challenge, arc_easy\]"),
+        ("ai2_arc", "'ai2_arc' has no score of its own; name the tasks to average"),
     ],
 )
 def test_a_task_that_cannot_be_run_is_refused(name, message, everything):
