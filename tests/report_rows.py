@@ -31,6 +31,7 @@ TINY_NEEDLE = {
     **{"lengths": [40], "depths": [0.5], "samples_per_place": 2},
 }
 """A task of `compare.py` with prompts of 40 tokens."""
+NEEDLE = {"name": "needle", **TINY_NEEDLE}
 
 
 def on_command_line(**values):

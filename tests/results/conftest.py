@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_rows import benchmark_rows, compare_grid, write_rows
+from report_rows import CONFIGS, NEEDLE, benchmark_rows, compare_grid, write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
+from dmc.config import build_config
 from dmc.data import train_tokenizer
+from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders, write_page
 
 VOCAB_SIZE = 300
@@ -60,6 +62,23 @@ def folders(tmp_path_factory):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return found
+
+
+@pytest.fixture
+def make_config(folders, tmp_path):
+    """Return a builder of a grid: one task and the full cache of the stock model, unless told otherwise."""
+
+    def build(**changes):
+        values = {"models": {"base": str(folders.stock)}, "policies": ["full"], "budgets": [], "tasks": [NEEDLE]}
+        return build_config(CompareConfig, {**values, "output": str(tmp_path / "out"), **changes})
+
+    return build
+
+
+@pytest.fixture
+def keys(make_config):
+    """Return a function from changes of that grid to the keys of its cells."""
+    return lambda **changes: [cell.key for cell in plan_grid(make_config(**changes), CONFIGS)]
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ from report_rows import run_grid
 
 from dmc import Engine, policies
 from dmc.budget import Budget
-from dmc.config import build_config
 from dmc.data import TextSource
-from dmc.results.grid import CompareConfig
 from dmc.results.plots import draw_places
 from dmc.results.report import read_folders, write_page
 from dmc.results.tasks import CacheAnalysis, Sample, by_coordinates
-from dmc.results.tasks.cache_analysis import NUM_BINS, decisions_of, segment_lengths
+from dmc.results.tasks.cache_analysis import NUM_BINS, decisions_of
 
 GATES = [{"action": "merge", "delay": 0}, {"action": "merge", "delay": 4}, {"action": "drop", "delay": 3}]
 METHODS = [
@@ -82,14 +80,6 @@ def lengths_one_by_one(decisions):
     return lengths
 
 
-CASES = [([0], [1]), ([0, 1, 1], [3]), ([0, 0, 0], [1, 1, 1]), ([0, 1, 0, 1, 1], [2, 3]), ([], [])]
-
-
-@pytest.mark.parametrize(("decisions", "expected"), CASES)
-def test_segment_lengths_of_small_cases(decisions, expected):
-    assert segment_lengths(torch.tensor([decisions]).bool()).tolist() == expected == lengths_one_by_one(decisions)
-
-
 def test_long_texts_are_told_in_so_many_places(make_compressed, make_prompts):
     found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(NUM_BINS * 2 + 7))
     assert [len(found[name][axis]) for name, axis in (("by_position_and_layer", "position"),
@@ -119,14 +109,12 @@ def test_a_session_that_has_not_begun_holds_nothing(make_stock):
         session.positions_held()
 
 
-def test_a_grid_analyzes_caches_and_the_page_draws_it(folders, tmp_path):
-    task = {"name": "held", "like": "cache_analysis", "num_samples": 3, "length": 48}
-    task["cache_folder"] = str(tmp_path / "cache")
+def test_a_grid_analyzes_caches_and_the_page_draws_it(make_config, folders, tmp_path):
+    task = {"name": "held", "like": "cache_analysis", "num_samples": 3, "length": 48, "cache_folder": str(tmp_path)}
     task["source"] = {"_target_": "dmc.data.TextSource", "name": str(folders.text)}
     policy = {"name": "streaming", "like": "streaming_llm", "sinks": 2}
-    values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "policies": ["full", policy]}
-    values |= {"budgets": ["tokens:10"], "tasks": [task], "output": str(tmp_path / "out")}
-    config = build_config(CompareConfig, values)
+    models = {"base": str(folders.stock), "small": str(folders.compressed)}
+    config = make_config(models=models, policies=["full", policy], budgets=["tokens:10"], tasks=[task])
     assert [row["status"] for row in run_grid(config).rows()] == ["done"] * 3
     findings = read_folders([tmp_path / "out"])
     held = findings.places[findings.places["metric"] == "share_held"]

@@ -1,25 +1,20 @@
-import csv
 import errno
-import json
-import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from report_rows import CONFIGS, TINY_NEEDLE, on_command_line, plain_row, write_report
+from report_rows import CONFIGS, NEEDLE, on_command_line, plain_row, write_report, write_rows
 from scripts_here import run_script
 
 from dmc import Engine, load_model
-from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
 from dmc.results.compare import checked, run_cells, unfinished
-from dmc.results.grid import CompareConfig, named_settings, plan_grid
+from dmc.results.grid import plan_grid
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
 
-NEEDLE = {"name": "needle", **TINY_NEEDLE, "samples_per_place": 3}
 PROVENANCE = {"provenance": {"command": "compare.py", "git_commit": None, "versions": {}}}
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
 MODULE = """
@@ -49,19 +44,7 @@ def users_module(tmp_path, monkeypatch):
     return tmp_path / "users_keep.py"
 
 
-@pytest.fixture
-def make_config(folders, tmp_path):
-    def build(**changes):
-        values = {
-            "models": {"base": str(folders.stock)},
-            "policies": ["full", KEEP],
-            "budgets": [2, "tokens:8"],
-            "tasks": [NEEDLE],
-            "output": str(tmp_path / "out"),
-        }
-        return build_config(CompareConfig, {**values, **changes})
-
-    return build
+TWO_METHODS = {"policies": ["full", KEEP], "budgets": [2, "tokens:8"]}
 
 
 class Workshop:
@@ -93,7 +76,7 @@ def run(config, workshop):
 
 def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folders):
     models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
-    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS)
+    cells = plan_grid(make_config(models=models, policies=[KEEP, "full"], budgets=TWO_METHODS["budgets"]), CONFIGS)
     assert [cell.title for cell in cells] == [
         "base keep 2 needle",
         "base keep tokens:8 needle",
@@ -104,13 +87,13 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folde
     assert [cell.row["requested_ratio"] for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
     models["base"] = {"path": str(folders.stock), "policies": ["full"]}  # chooses cells, and changes none
-    fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"]), CONFIGS)
+    fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"], budgets=TWO_METHODS["budgets"]), CONFIGS)
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
 def test_a_row_tells_quality_and_memory(make_config, folders):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
-    rows = run(make_config(models=models, budgets=["tokens:8"]), Workshop())
+    rows = run(make_config(models=models, policies=["full", KEEP], budgets=["tokens:8"]), Workshop())
     full, keep, small = rows
     assert [row["status"] for row in rows] == ["done"] * 3
     assert [(row["budget"], row["requested_ratio"]) for row in rows] == [
@@ -118,28 +101,21 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
         ("tokens:8", full["mean_tokens"] / 8),
         (None, 2.0),
     ]
-    assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 3, 3)
+    assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 2, 2)
     entries = 41 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
     assert entries <= full["peak_bytes_allocated"] == pytest.approx(41 * full["bytes_allocated_per_token"])
     assert (full["mean_tokens"], full["mean_achieved_ratio"]) == (40.5, 1.0)  # two tokens behind a prompt of 40
     assert small["achieved_ratio"] > 1.2
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
-    assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 3
+    assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 2
     assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep"}
     assert keep["settings"]["task"]["lengths"] == [40]
     assert "versions" in full["provenance"]
 
 
-def test_every_task_that_is_shipped_can_be_planned(make_config):
-    names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
-    grid = plan_grid(make_config(tasks=names, policies=["full"]), CONFIGS)
-    assert [cell.task.name for cell in grid] == names and len(names) > 8
-    assert {cell.row["main_metric"] for cell in grid} == {"loss", "exact_match", "share_held"}
-
-
 def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config, caplog):
     tasks = ["haystack", {"name": "mine", "like": "inside"}]
-    assert [cell.task.name for cell in plan_grid(make_config(tasks=tasks, policies=["full"]), CONFIGS)] == [
+    assert [cell.task.name for cell in plan_grid(make_config(tasks=tasks), CONFIGS)] == [
         "needle",
         "mine",
     ]
@@ -149,24 +125,8 @@ def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config,
     }
 
 
-def test_a_row_keeps_its_figures_by_length_and_depth(make_config, tmp_path):
-    task = {"name": "passkey", "like": "passkey", "lengths": [130, 180], "depths": [0, 1], "samples_per_place": 2}
-    (row,) = run(make_config(tasks=[task], policies=["full"]), Workshop())
-    table = row["by_length_and_depth"]
-    assert (table["length"], table["depth"], table["samples"]) == ([130, 180], [0, 1], [[2, 2], [2, 2]])
-    for metric in ("exact_match", "loss"):
-        assert sum(map(sum, table[metric])) / 4 == pytest.approx(row["metrics"][metric])
-    write_report([row], tmp_path)
-    with (tmp_path / "measurements.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    found = [each for each in lines if each["metric"] == "loss" and each["by"] == "length depth"]
-    assert [(float(each["length"]), float(each["depth"]), float(each["value"])) for each in found] == [
-        (length, depth, table["loss"][i][j]) for i, length in enumerate([130, 180]) for j, depth in enumerate([0, 1])
-    ]
-
-
 def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
-    config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)})
+    config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)}, **TWO_METHODS)
     first = Workshop(stop_at=2)
     with pytest.raises(KeyboardInterrupt):
         run(config, first)
@@ -200,13 +160,8 @@ def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it
     assert again.num_engines == 1
 
 
-def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders, tmp_path):
-    config = make_config(
-        models={"bad": str(folders.compressed), "good": str(folders.stock)},
-        budgets=[2],
-        tasks=[NEEDLE, {**NEEDLE, "name": "n"}],
-    )
-    workshop, loaded = Workshop(), []
+def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders):
+    models, workshop, loaded = {"bad": str(folders.compressed), "good": str(folders.stock)}, Workshop(), []
 
     def load(model):
         loaded.append(model.path)
@@ -215,8 +170,8 @@ def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_confi
         return load_with_tokenizer(model.path)
 
     workshop.load = load
-    rows = run(config, workshop)
-    assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 4
+    rows = run(make_config(models=models, tasks=[NEEDLE, {**NEEDLE, "name": "n"}]), workshop)
+    assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 2
     assert {row["error"] for row in rows[:2]} == {"OSError: no file named model.safetensors"}
     assert loaded == [str(folders.compressed), str(folders.stock)]
 
@@ -258,17 +213,15 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, nam
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_path):
-    rows = [checked(plain_row(name, "4", [1.0, 2.0])) for name in ("h2o", "tova")]
-    rows.insert(1, checked(plain_row("bad", "4", [1.0, value])))
-    assert [row["status"] for row in rows] == ["done", "not finite", "done"]
-    table = write_report(rows, tmp_path)
-    assert table.endswith(f"not finite, left out of the figures: base, bad, CR 4, text: loss is {value}")
-    assert "| base, bad |" not in table
-    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row | PROVENANCE) + "\n" for row in rows))
-    findings = read_folders([tmp_path])
-    assert list(findings.summary["name"]) == ["h2o", "tova"]
-    assert findings.untold == [table.splitlines()[-1]]
+    values = {"h2o": [1.0, 2.0], "bad": [1.0, value]}
+    rows = [checked(plain_row(name, "4", each, **PROVENANCE)) for name, each in values.items()]
+    assert [row["status"] for row in rows] == ["done", "not finite"]
+    findings = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
+    assert findings.untold == [f"not finite, left out of the figures: base, bad, CR 4, text: loss is {value}"]
+    assert list(findings.summary["name"]) == ["h2o"]
     write_page(findings, tmp_path / "page")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checked(rows[0] | {"sample_values": [torch.ones(1)]})
 
 
 def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_others_table(
@@ -297,49 +250,6 @@ def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_oth
         assert "| base, full |" in told.out and "| bad, full |" not in told.out
 
 
-def test_figures_that_cannot_be_written_fail_their_cell_only():
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        checked(plain_row("h2o", "4", [1.0]) | {"sample_values": [torch.ones(1)]})
-
-
-def test_a_task_that_does_not_suit_a_model_fails_its_cells_only(make_config):
-    tasks = [{**NEEDLE, "lengths": [9]}, {**NEEDLE, "name": "n"}]
-    rows = run(make_config(policies=["full"], tasks=tasks), Workshop())
-    assert [row["status"] for row in rows] == ["failed", "done"]
-    assert "9 tokens have no room for fact and question" in rows[0]["error"]
-
-
-def keys(config):
-    return [cell.key for cell in plan_grid(config, CONFIGS)]
-
-
-def test_whatever_defines_a_cell_is_in_its_key(make_config, folders, tmp_path, users_module):
-    copy = tmp_path / "copy"
-    shutil.copytree(folders.stock, copy)
-    models = {"base": str(copy)}
-    keep = {"policies": [KEEP], "budgets": [2], "models": models}
-    (key,) = keys(make_config(**keep))
-    assert keys(make_config(**{**keep, "budgets": ["2.0"]})) == [key]
-    assert keys(make_config(**keep, output="elsewhere")) == [key]
-    changes = [
-        {"budgets": [4]},
-        {"policies": [{**KEEP, "fails": True}]},
-        {"tasks": [{**NEEDLE, "seed": 1}]},
-        {"engine": {"block_size": 32}},
-        {"seed": 1},
-        {"models": {"base": {"path": str(copy), "dtype": "bfloat16"}}},
-    ]
-    found = {key, *(keys(make_config(**{**keep, **change}))[0] for change in changes)}
-    assert len(found) == 1 + len(changes)
-    (copy / "README.md").write_text("no part of the model")
-    assert keys(make_config(**keep)) == [key]
-    os.utime(copy / "model.safetensors", ns=(1, 1))
-    (newer,) = keys(make_config(**keep))
-    users_module.write_text(MODULE + "# another version\n")
-    (newest,) = keys(make_config(**keep))
-    assert len({key, newer, newest}) == 3
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -352,16 +262,7 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config, folders, tmp_path, u
 )
 def test_wrong_settings_end_it_before_any_work(changes, message, make_config):
     with pytest.raises(ValueError, match=message):  # more of them: tests/test_bad_command_lines.py
-        plan_grid(make_config(**changes), CONFIGS)
-
-
-def test_a_file_can_be_taken_with_other_options():
-    (found,) = named_settings(
-        [{"name": "long", "like": "text_loss", "context_tokens": 9}], CONFIGS / "task", "t"
-    ).items()
-    assert found[0] == "long"
-    assert (found[1]["context_tokens"], found[1]["scored_tokens"]) == (9, 256)
-    assert found[1]["source"]["_target_"] == "dmc.data.StandardLibrarySource"
+        plan_grid(make_config(**{"policies": [KEEP], "budgets": [2], **changes}), CONFIGS)
 
 
 def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
@@ -379,20 +280,19 @@ def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config, tmp_path):
-    names = ["text_loss", "text_loss_by_position", "needle", "multi_turn", "passkey"]
+    names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
     own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
     held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
     tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
     tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
-    config = make_config(tasks=tasks, policies=["full"])
-    grid = plan_grid(config, CONFIGS)
-    rows = {cell.task.name: cell.row for cell in grid}
-    splits = {name: row["split"] for name, row in rows.items()}
-    none = dict.fromkeys(["passkey", "own"])
-    assert splits == dict.fromkeys(names[:-1], "test") | none | {"chosen": "validation"}
-    table = write_report([plain_row("full", None, [1.0, 2.0], split="validation")], tmp_path)
-    assert table.startswith("### text: loss of 2 samples of the validation split (lower is better)")
-    asked = {name: row["question"] for name, row in rows.items()}
-    assert (asked["passkey"], asked["multi_turn"], asked["text_loss"]) == ("known", "hidden", None)
-    table = write_report([plain_row("full", None, [1.0, 2.0], question="hidden")], tmp_path)
-    assert table.startswith("### text: loss of 2 samples (lower is better), question hidden")
+    rows = {cell.task.name: cell.row for cell in plan_grid(make_config(tasks=tasks), CONFIGS)}
+    without_text = dict.fromkeys(["passkey", "key_value", "two_stage", "two_stage_direct", "own"])
+    splits = dict.fromkeys(names, "test") | without_text | {"chosen": "validation"}
+    assert {name: row["split"] for name, row in rows.items()} == splits
+    assert {row["main_metric"] for row in rows.values()} == {"loss", "exact_match", "share_held"}
+    assert [rows[name]["question"] for name in ("passkey", "multi_turn", "text_loss")] == ["known", "hidden", None]
+    for changes, told in ({"split": "validation"}, " of the validation split"), ({"question": "hidden"}, ""):
+        table = write_report([plain_row("full", None, [1.0, 2.0], **changes)], tmp_path)
+        assert (
+            table.startswith(f"### text: loss of 2 samples{told} (lower is better)") and changes.popitem()[1] in table
+        )

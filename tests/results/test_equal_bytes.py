@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from report_rows import CONFIGS, run_grid
 
-from dmc.config import build_config
 from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
-from dmc.results.grid import CompareConfig, plan_grid
-from dmc.results.statistics import beside_baselines, summarize
+from dmc.results.grid import plan_grid
+from dmc.results.statistics import beside_baselines
 from dmc.results.tables import format_tables
 
 SIZES = {
@@ -77,20 +76,19 @@ def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_an
 
 
 @pytest.fixture
-def make_config(folders, tmp_path):
+def make_text_grid(make_config, folders, tmp_path):
+    """Return a builder of a grid over a stock and a compressed model, and a text."""
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
     text = {"source": {"_target_": "dmc.data.TextSource", "name": str(folders.text)}, "cache_folder": str(tmp_path)}
-    text |= {"context_tokens": 192, "scored_tokens": 64, "num_samples": 2}
-    values = {"models": models, "policies": ["full", "tova", "streaming_llm", "quest"], "budgets": [4, "bytes:small"]}
-    values |= {"tasks": [{"name": "text", "like": "text_loss", **text}], "output": str(tmp_path / "out")}
-    return lambda **changes: build_config(CompareConfig, {**values, **changes})
+    text |= {"name": "text", "like": "text_loss", "context_tokens": 192, "scored_tokens": 64, "num_samples": 2}
+    return lambda **changes: make_config(**{"models": models, "tasks": [text], **changes})
 
 
 @pytest.mark.parametrize("together", [1, 32])
-def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(together, make_config):
+def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(together, make_text_grid):
     baselines = ["tova", "streaming_llm"] if together > 1 else ["tova"]
     budgets, policies = ["bytes:small", "bytes:0.5"], ["full", *baselines, "quest"]
-    store = run_grid(make_config(budgets=budgets, policies=policies, engine={"max_batch_size": together}))
+    store = run_grid(make_text_grid(budgets=budgets, policies=policies, engine={"max_batch_size": together}))
     rows = {(row["policy"], row["budget"]): row for row in store.rows() if not row["learned"]}
     (small,) = (row for row in store.rows() if row["learned"])
     size = rows["full", None]["mean_bytes_allocated_per_token"]
@@ -103,26 +101,24 @@ def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(together
             assert row["requested_ratio"] == pytest.approx(row["mean_achieved_ratio"], rel=0.05)
     frame = store.frame()
     beside = beside_baselines(frame, metrics=["loss"]).set_index("baseline")
+    assert {*beside.index} == {*baselines}  # all that quest holds is the full cache
     full = rows["full", None]["metrics"]["loss"]
     for policy in baselines:
         lost = rows[policy, "bytes:small"]["metrics"]["loss"] - full
         assert beside.loc[policy, "baseline_lost"] == pytest.approx(lost)
         assert beside.loc[policy, "gap"] == pytest.approx(lost - (small["metrics"]["loss"] - full))
-    assert {*beside.index} == {*baselines}  # all that quest holds is the full cache
-    asked = summarize(frame, metrics=["loss"]).set_index("title")["asked"]
-    assert asked["base, tova, bytes of small"] == "bytes of small"
-    assert asked["base, tova, 0.5 of the bytes"] == "0.5 of the bytes"
     best = beside[beside["is_best"]].iloc[0]
     tables = "".join(format_tables(frame, metrics=["loss"]))
     assert f"| {abs(best['gap']):.4f}" in tables and f" than {best.name}" in tables
+    assert "base, tova | bytes of small" in tables and "base, tova | 0.5 of the bytes" in tables
     assert "↓" not in tables.partition("±")[0] and "≠ " not in tables  # as many bytes is all that was asked for
 
 
-def test_each_seed_is_given_the_bytes_of_its_own(make_config, folders):
+def test_each_seed_is_given_the_bytes_of_its_own(make_text_grid, folders):
     models = {f"control-{seed}": {"path": str(folders.stock), "variant": "control", "seed": seed} for seed in (0, 1)}
     models |= {f"cr2-{seed}": {"path": str(folders.compressed), "variant": "cr2", "seed": seed} for seed in (0, 1)}
     for budgets in (["bytes"], ["bytes:cr2"]):
-        cells = plan_grid(make_config(models=models, policies=["full", "tova"], budgets=budgets), CONFIGS)
+        cells = plan_grid(make_text_grid(models=models, policies=["full", "tova"], budgets=budgets), CONFIGS)
         keys = {cell.key: cell.model.name for cell in cells}
         last = [cell for cell in cells if cell.same_bytes_as]
         assert [(cell.method.asked, cell.model.name, keys[str(cell.same_bytes_as)]) for cell in last] == [
@@ -135,18 +131,17 @@ def test_each_seed_is_given_the_bytes_of_its_own(make_config, folders):
     ("changes", "told"),
     [
         ({"budgets": ["bytes:smal"]}, "'smal' is no compressed model; did you mean 'small'"),
-        ({"budgets": ["bytes:base"]}, "'base' is no compressed model"),
         ({"budgets": ["bytes:4"]}, "between 0 and 1"),
         ({"budgets": ["bytes:0.5"], "policies": ["tova"]}, "add full to policies"),
     ],
 )
-def test_bytes_of_nothing_are_told_before_anything_runs(changes, told, make_config):
+def test_bytes_of_nothing_are_told_before_anything_runs(changes, told, make_text_grid):
     with pytest.raises(ValueError, match=told):
-        plan_grid(make_config(**changes), CONFIGS)
+        plan_grid(make_text_grid(**{"policies": ["full", "tova"], **changes}), CONFIGS)
 
 
-def test_processes_wait_for_the_bytes_that_another_one_measures(make_config):
-    config = make_config(budgets=["bytes:small"], policies=["full", "tova"])
+def test_processes_wait_for_the_bytes_that_another_one_measures(make_text_grid):
+    config = make_text_grid(budgets=["bytes:small"], policies=["full", "tova"])
     threads = [threading.Thread(target=run_grid, args=(config,)) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -123,28 +123,18 @@ def test_results_do_not_depend_on_the_batch(folders):
 
 
 def test_repeats_of_a_sampled_prompt_differ_and_come_again(folders):
-    texts = [
-        engine_lm(folders.stock).generate_until(ask("generate_until", *[("alpha beta", dict(SAMPLED))] * 4))
-        for _ in range(2)
-    ]
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) > 1
-    assert not any(" gamma" in text for text in texts[0])
+    requests = ask("generate_until", *[("alpha beta", dict(SAMPLED))] * 4)
+    texts = engine_lm(folders.stock).generate_until(requests)
+    assert texts == engine_lm(folders.stock).generate_until(requests) and len(set(texts)) > 1
+    assert not any(" gamma" in text for text in texts)
 
 
-def test_choices_that_differ_in_their_last_token_share_a_pass(folders):
-    lm = engine_lm(folders.stock)
-    scores = lm.loglikelihood(ask("loglikelihood", *[("alpha beta", choice) for choice in "ABCD"]), disable_tqdm=True)
-    assert len(lm.stats) == 1
-    singles = [
-        lm.loglikelihood(ask("loglikelihood", ("alpha beta", choice)), disable_tqdm=True)[0] for choice in "ABCD"
-    ]
-    assert scores == singles
-
-
-def test_cut_prompts_are_counted(folders):
-    lm = engine_lm(folders.stock)
-    long = "alpha beta " * 400
+def test_choices_that_differ_in_their_last_token_share_a_pass_and_cut_prompts_are_counted(folders):
+    lm, long = engine_lm(folders.stock), "alpha beta " * 400
+    choices = ask("loglikelihood", *[("alpha beta", choice) for choice in "ABCD"])
+    scores = lm.loglikelihood(choices, disable_tqdm=True)
+    assert len(lm.stats) == 1 and lm.num_cut == 0
+    assert scores == [lm.loglikelihood([each], disable_tqdm=True)[0] for each in choices]
     lm.loglikelihood(ask("loglikelihood", (long, " gamma"), ("alpha", " gamma")), disable_tqdm=True)
     lm.generate_until(ask("generate_until", (long, {"until": [], "max_gen_toks": 2})), disable_tqdm=True)
     assert lm.num_cut == 2
@@ -161,9 +151,6 @@ def test_cut_prompts_are_counted(folders):
 def test_generation_settings_that_cannot_be_kept_are_refused(settings, message, folders):
     with pytest.raises(ValueError, match=message):
         engine_lm(folders.stock).generate_until(ask("generate_until", ("alpha", settings)))
-
-
-def test_a_model_without_a_tokenizer_is_refused(folders):
     with pytest.raises(ValueError, match="the model's folder has no tokenizer"):
         EngineLM(Engine(load_model(folders.stock)))
 

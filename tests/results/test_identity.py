@@ -1,77 +1,65 @@
-"""Rows that differ in anything stand apart: in the store, in every table, on the page and in the study."""
+"""What defines a cell, and rows that differ in any of it stand apart: in the store, in tables, on the page."""
 
-import csv
+import os
 import shutil
+import sys
 from dataclasses import field, make_dataclass
 
-from report_rows import CONFIGS, TINY_NEEDLE, compare_row, lm_eval_row, on_command_line, write_report, write_rows
-from scripts_here import run_script
+import pytest
+from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, write_report, write_rows
 
-from dmc.config import build_config
-from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.identity import identity_of
 from dmc.results.report import read_folders
 from dmc.results.store import Store
 from dmc.study import StudyConfig, StudyRun, evaluate_runs
 
-NEEDLE = {"name": "needle", **TINY_NEEDLE}
+KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
+MODULE = """
+from dataclasses import dataclass
+from dmc.policies import LocalWindow
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(LocalWindow):
+    fails: bool = False
+"""
 
 
-def h2o(recent):
-    return {"name": "h2o", "like": "h2o", "recent": recent}
+def test_whatever_defines_a_cell_is_in_its_key(keys, folders, tmp_path, monkeypatch):
+    model, module, text = tmp_path / "model", tmp_path / "users_keep.py", tmp_path / "text.txt"
+    shutil.copytree(folders.stock, model)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_keep", raising=False)
+    module.write_text(MODULE)
+    text.write_text("one")
+    source = {"_target_": "dmc.data.TextSource", "name": str(text)}
+    tasks = [NEEDLE, {"name": "text", "like": "text_loss", "source": source}]
 
+    def both(**changes):
+        return tuple(
+            keys(**{"models": {"m": str(model)}, "policies": [KEEP], "budgets": [2], "tasks": tasks} | changes)
+        )
 
-def settings_of(policy, **task):
-    return {"policy": policy, "task": task, "engine": {"block_size": 16}, "seed": 0}
-
-
-def swept(recent, quality):
-    """A row of a sweep over an option of H2O."""
-    values = [quality] * 32
-    row = compare_row("h2o", 4.0, sample_values=values, metrics={"loss": quality})
-    settings = settings_of({"_target_": "dmc.policies.H2O", "recent": recent, "normalise": False})
-    return row | {"key": f"h2o-{recent}", "policy_key": f"p{recent}", "settings": settings}
-
-
-def lines_of(table):
-    return [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
-
-
-def test_a_sweep_over_an_option_keeps_a_line_for_each_value(tmp_path):
-    rows = [compare_row("full"), swept(4, 3.2), swept(8, 3.1), swept(16, 3.3)]
-    table = write_report(rows, tmp_path)
-    assert lines_of(table) == ["base, full", "base, h2o (recent=8)", "base, h2o (recent=4)", "base, h2o (recent=16)"]
-    with (tmp_path / "results.csv").open() as file:
-        written = {row["keys"]: row["policy"] for row in csv.DictReader(file)}
-    assert {written[f"['h2o-{recent}']"] for recent in (4, 8, 16)} == {f"h2o (recent={n})" for n in (4, 8, 16)}
-    page = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
-    assert set(page.summary["label"]) == {"full cache", *(f"h2o (recent={recent}) at CR 4" for recent in (4, 8, 16))}
-    assert page.places["label"][page.places["by"] == "position"].nunique() == 4
-
-
-def test_a_grid_of_a_then_b_then_a_shows_both(folders, tmp_path, capsys):
-    def compare(recent):
-        command = [f"models={{base: {folders.stock}}}", f"tasks=[{on_command_line(**NEEDLE)}]"]
-        command += [f"policies=[{{name: h2o, like: h2o, recent: {recent}}}]", "budgets=2"]
-        assert run_script("compare.py", *command, f"output={tmp_path / 'out'}") == ""
-        return capsys.readouterr().out
-
-    first, both, again = compare(4), compare(8), compare(4)
-    assert "base, h2o |" in first
-    assert again == both
-    assert sorted(lines_of(again)) == ["base, h2o (recent=4)", "base, h2o (recent=8)"]
-
-
-def test_options_that_are_defaults_written_out_are_the_same_cell(folders, tmp_path):
-    def key_of(policy, task=NEEDLE):
-        values = {"models": {"base": str(folders.stock)}, "policies": [policy], "budgets": [2], "tasks": [task]}
-        (cell,) = plan_grid(build_config(CompareConfig, {**values, "output": str(tmp_path)}), CONFIGS)
-        return cell.key
-
-    plain = {"name": "h2o", "_target_": "dmc.policies.H2O"}
-    assert key_of("h2o") == key_of(plain) == key_of({**plain, "recent": None, "evict_decoding": True})
-    assert key_of("h2o") != key_of({**plain, "recent": 4})
-    assert key_of("h2o") == key_of("h2o", {**NEEDLE, "seed": 0}) != key_of("h2o", {**NEEDLE, "seed": 1})
+    found = [both()]
+    assert both(budgets=["2.0"]) == both(output="elsewhere") == both(policies=[{**KEEP, "fails": False}]) == found[0]
+    assert both(tasks=[{**NEEDLE, "seed": 0}, tasks[1]]) == found[0]  # a default written out
+    for changes in (
+        {"budgets": [4]}, {"policies": [{**KEEP, "fails": True}]}, {"engine": {"block_size": 32}}, {"seed": 1},
+        {"models": {"m": {"path": str(model), "dtype": "bfloat16"}}},
+        {"models": {"m": {"path": str(model), "revision": "other"}}},
+    ):  # fmt: skip
+        found.append(both(**changes))
+    (model / "README.md").write_text("no part of the model")
+    assert both() == found[0] != both(tasks=[{**NEEDLE, "seed": 1}, tasks[1]])
+    text.write_text("one and two")
+    assert both()[0] == found[0][0] and both()[1] != found[0][1]
+    for path in (model / "chat_template.jinja", model / "pytorch_model.bin"):
+        path.write_text("new")
+        found.append(both())
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    found.append(both())
+    module.write_text(MODULE + "# another version\n")
+    found.append(both())
+    assert len({key for pair in found for key in pair}) == 2 * len(found)
 
 
 def test_a_new_option_leaves_what_does_not_use_it_as_it_is():
@@ -86,23 +74,7 @@ def test_a_new_option_leaves_what_does_not_use_it_as_it_is():
     assert build(new, budget=2, layers=[1]) != build(new, budget=2)
 
 
-def test_whatever_tokenizes_or_weighs_is_part_of_a_models_identity(folders, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folders.stock, copy)
-
-    def key_of(**model):
-        values = {"models": {"base": {"path": str(copy), **model}}, "policies": ["full"], "budgets": []}
-        (cell,) = plan_grid(build_config(CompareConfig, {**values, "tasks": [NEEDLE]}), CONFIGS)
-        return cell.key
-
-    keys = [key_of(), key_of(revision="other")]
-    for name in ("chat_template.jinja", "pytorch_model.bin"):
-        (copy / name).write_text("new")
-        keys.append(key_of())
-    assert len(set(keys)) == 4
-
-
-def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypatch):
+def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypatch, keys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--somebody--model"
@@ -113,11 +85,30 @@ def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypa
         snapshot = repository / "snapshots" / (commit * 40)
         snapshot.mkdir(parents=True, exist_ok=True)
         shutil.copy(folders.stock / "config.json", snapshot)
-        values = {"models": {"base": "somebody/model"}, "policies": ["full"], "budgets": [], "tasks": [NEEDLE]}
-        (cell,) = plan_grid(build_config(CompareConfig, values), CONFIGS)
-        return cell.key
+        return keys(models={"base": "somebody/model"})
 
     assert key_at("a") == key_at("a") != key_at("b")
+
+
+def lines_of(table):
+    return [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values", "told"),
+    [
+        ("policy", "recent", [4, 8, 16], "base, h2o (recent={})"),
+        ("model", "path", ["one", "two"], "base (path={}), h2o"),
+    ],
+)
+def test_rows_of_one_name_stand_apart_by_the_setting_in_which_they_differ(kind, name, values, told, tmp_path):
+    shared, rows = compare_row("h2o", 4.0), []
+    for each in values:
+        rows.append(shared | {"key": str(each), f"{kind}_key": str(each), "settings": {kind: {name: each}}})
+    assert {*lines_of(write_report(rows, tmp_path))} == {told.format(each) for each in values}
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(values)
+    page = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
+    assert page.summary["label"].nunique() == page.places["label"].nunique() == len(values)
 
 
 def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path):
@@ -140,29 +131,13 @@ def test_a_benchmark_with_other_settings_is_another_column(tmp_path):
     assert "| 0.1000 ± " in table and " | 0.2000 ± " in table
 
 
-def test_two_models_of_one_name_stand_apart(tmp_path):
-    rows = []
-    for path in ("one", "two"):
-        for policy, ratio in (("full", 1.0), ("h2o", 4.0)):
-            settings = {"model": {"path": path, "dtype": "auto"}, **settings_of({})}
-            rows.append(
-                compare_row(policy, ratio) | {"key": f"{path}{policy}", "model_key": path, "settings": settings}
-            )
-    assert sorted(set(lines_of(write_report(rows, tmp_path)))) == [
-        f"base (path={path}), {policy}" for path in ("one", "two") for policy in ("full", "h2o")
-    ]
-    assert read_folders([write_rows(rows, tmp_path / "cells.jsonl")]).summary["label"].nunique() == 4
-
-
 def test_the_study_compares_what_its_own_settings_measured(folders, tmp_path):
     shutil.copytree(folders.stock, tmp_path / "control-s0" / "final")
     run = StudyRun("control", 0, tmp_path / "control-s0", ())
 
     def measured(recent):
-        config = StudyConfig(
-            bases={}, runs={"control": []}, policies=["full", h2o(recent)], budgets=[2], tasks=[NEEDLE],
-            output=str(tmp_path / "study"),
-        )  # fmt: skip
+        grid = {"policies": ["full", {"name": "h2o", "like": "h2o", "recent": recent}], "budgets": [2]}
+        config = StudyConfig(bases={}, runs={"control": []}, tasks=[NEEDLE], output=str(tmp_path / "study"), **grid)
         return evaluate_runs(config, [run], CONFIGS)
 
     first, other, again = measured(4), measured(8), measured(4)

@@ -1,10 +1,9 @@
 """lm-eval's tasks as tasks of a grid: what a row keeps, and what is refused."""
 
-import csv
+import itertools
 import json
 import os
 import re
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -15,15 +14,14 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
-from report_rows import CONFIGS, TINY_NEEDLE, run_grid
+from report_rows import CONFIGS, NEEDLE, run_grid
 from scripts_here import run_script
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
-from dmc.config import build_config
 from dmc.loading import load_with_tokenizer
 from dmc.policies import H2O
-from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.grid import plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, LMEvalSettings, check_tasks, read_benchmarks
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
@@ -34,23 +32,26 @@ pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 
 
 @pytest.fixture
-def make_config(folders, tasks_folder, tmp_path):
-    def build(policy="full", budget=None, **changes):
-        values = {"models": {"base": str(folders.stock)}, "tasks": [BOTH], "output": str(tmp_path / "out")}
-        values |= {"policies": [policy], "budgets": [] if budget is None else [budget]}
+def make_lm_eval(make_config, tasks_folder):
+    """Return a builder of a grid over the local tasks; settings of lm-eval's tasks are told apart by their names."""
+
+    def build(**changes):
         own = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
         lm_eval = {"tasks_folder": str(tasks_folder), "limit": 3} | own
-        return build_config(CompareConfig, values | {"lm_eval": lm_eval} | changes)
+        return make_config(**{"tasks": [BOTH], "lm_eval": lm_eval} | changes)
 
     return build
+
+
+H2O_2 = {"policies": ["h2o"], "budgets": [2]}
 
 
 def run(config):
     return run_grid(config).rows()
 
 
-def test_a_row_tells_quality_memory_and_where_it_came_from(make_config):
-    config = make_config("h2o", 2, save_samples=True)
+def test_a_row_tells_quality_memory_and_where_it_came_from(make_lm_eval):
+    config = make_lm_eval(**H2O_2, save_samples=True)
     choice, generation = run(config)
     assert [row["status"] for row in (choice, generation)] == ["done"] * 2
     assert (choice["main_metric"], generation["main_metric"]) == ("acc", "exact_match")
@@ -88,13 +89,13 @@ def documents(max_seq_lengths, pretrained, **settings):
 """
 
 
-def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config, tmp_path):
+def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_lm_eval, tmp_path):
     folder = tmp_path / "made"
     folder.mkdir()
     (folder / "made.yaml").write_text(MADE_TASK)
     (folder / "make.py").write_text(MADE_DOCUMENTS)
     settings = {"max_seq_lengths": [3, 5]}
-    config = make_config(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
+    config = make_lm_eval(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
     (row,) = run(config)
     assert row["status"] == "done", row
     samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
@@ -105,7 +106,7 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_config,
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("where", [{"context_field": "context"}, {"question_marks": ["Asked:", "\n\nQuestion:"]}])
-def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, policy, make_config, folders, tmp_path):
+def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, policy, make_lm_eval, folders, tmp_path):
     folder = tmp_path / "asked"
     folder.mkdir()
     documents = [{"context": f"Question: alpha {'beta ' * count}", "answer": "x"} for count in (20, 40)]
@@ -114,9 +115,9 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, pol
     text = MADE_TASK.replace("custom_dataset: !function make.documents", data).replace("task: made", "task: asked")
     text = text.replace("doc_to_text: prompt", 'doc_to_text: "{{context}}\\n\\nQuestion: gamma?\\nIt is"')
     (folder / "asked.yaml").write_text(text)
-    budget = 4 if policy != "full" else None
+    budget = [] if policy == "full" else [4]
     asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "both"}
-    config = make_config(policy, budget, **asked, save_samples=True)
+    config = make_lm_eval(policies=[policy], budgets=budget, **asked, save_samples=True)
     known, row = run(config)
     assert [row[name] for name in ("status", "question", "task")] == ["done", "hidden", "asked:hidden"], row
     assert [known[name] for name in ("status", "question", "task")] == ["done", "known", "asked:known"], known
@@ -148,44 +149,22 @@ def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, pol
         ),
     ],
 )
-def test_a_question_that_cannot_be_hidden_fails_its_task(task, message, make_config):
-    (row,) = run(make_config(tasks=[task], question="hidden"))
+def test_a_question_that_cannot_be_hidden_fails_its_task(task, message, make_lm_eval):
+    (row,) = run(make_lm_eval(tasks=[task], question="hidden"))
     assert row["status"] == "failed" and message in row["error"]
 
 
-def test_a_task_whose_data_or_package_is_missing_fails_alone(make_config, tasks_folder, tmp_path):
-    folder = tmp_path / "tasks"
-    shutil.copytree(tasks_folder, folder)
-    (folder / "choice.yaml").write_text((folder / "choice.yaml").read_text().replace("choice.jsonl", "nothing.jsonl"))
-    (folder / "made.yaml").write_text(MADE_TASK)
-    (folder / "make.py").write_text("import a_package_that_is_not_there")
-    config = make_config(tasks_folder=str(folder), tasks=["local_choice", "made", "local_generation"])
-    rows = run(config)
-    assert [row["status"] for row in rows] == ["failed", "failed", "done"]
-    assert "nothing.jsonl" in rows[0]["error"] and "a_package_that_is_not_there" in rows[1]["error"]
-    assert "failed: " in write_tables(Store(Path(config.output) / "cells.jsonl"), tmp_path)
+def test_whatever_defines_a_cell_is_in_its_key(make_lm_eval, tasks_folder):
+    def key(**changes):
+        (cell,) = plan_grid(make_lm_eval(**{"tasks": ["local_choice"], **changes}), CONFIGS)
+        return cell.key
 
-
-def keys(config):
-    return [cell.key for cell in plan_grid(config, CONFIGS)]
-
-
-def test_whatever_defines_a_cell_is_in_its_key(make_config, tasks_folder):
-    task = {"name": "local_choice"}
-    (key,) = keys(make_config(tasks=[task]))
-    assert keys(make_config(tasks=[task], output="elsewhere", save_samples=True)) == [key]
-    changes = [
-        {"tasks": [{**task, "num_fewshot": 2}]},
-        {"tasks": [{**task, "metric": "acc_norm"}]},
-        {"limit": None},
-        {"seed": 1},
-        {"chat_template": True},
-        {"engine": {"block_size": 32}},
-    ]
-    found = {key, *(keys(make_config(**{"tasks": [task], **change}))[0] for change in changes)}
-    assert len(found) == 1 + len(changes)
+    assert key(output="elsewhere", save_samples=True) == key(chat_template=False) == key()
+    named = [{"tasks": [{"name": "local_choice", **each}]} for each in ({"num_fewshot": 2}, {"metric": "acc_norm"})]
+    changes = [{}, *named, {"limit": None}, {"seed": 1}, {"chat_template": True}, {"engine": {"block_size": 32}}]
+    found = [key(**each) for each in changes]
     os.utime(tasks_folder / "choice.jsonl", ns=(1, 1))
-    assert keys(make_config(tasks=[task])) != [key]
+    assert len({*found, key()}) == 1 + len(changes)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +176,9 @@ def test_whatever_defines_a_cell_is_in_its_key(make_config, tasks_folder):
         ({"question": "both"}, "question=both: it is unknown where questions of 'both' begin"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_written(changes, message, make_config, tmp_path):
+def test_bad_settings_are_refused_before_anything_is_written(changes, message, make_lm_eval, tmp_path):
     with pytest.raises(ValueError, match=message):
-        plan_grid(make_config(**changes), CONFIGS)
+        plan_grid(make_lm_eval(**changes), CONFIGS)
     assert not (tmp_path / "out").exists()
 
 
@@ -262,13 +241,6 @@ def test_the_questions_of_ruler_and_longbench_can_be_hidden():
         assert longbench.question_at(text, {"context": "{{context}}"}) < len(text) - 2
 
 
-def test_the_dmc_papers_benchmarks_are_table_1():
-    mmlu, cs_qa, humaneval = read_benchmarks(["dmc_paper"], CONFIGS / "evaluation")
-    assert (mmlu.tasks, mmlu.num_fewshot) == (["mmlu"], 5)
-    assert (len(cs_qa.tasks), cs_qa.num_fewshot) == (6, 0)
-    assert humaneval.generation == {"do_sample": True, "temperature": 0.1, "top_p": 0.95}
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -284,38 +256,26 @@ def test_a_task_that_cannot_be_run_is_refused(name, message, everything):
         check_tasks([name], everything, SELECTIONS)
 
 
-def test_the_table_has_means_of_members_and_a_line_for_each_method(make_config, folders):
+def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(make_lm_eval, folders):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
-    config = make_config(models=models, policies=["full", "h2o"], budgets=["tokens:8"])
+    policies = {"policies": ["full", "h2o", "snapkv"], "budgets": [4]}
+    config = make_lm_eval(models=models, tasks=[NEEDLE, BOTH], limit=2, **policies)
     rows = run(config)
-    folder = Path(config.output)
-    table = write_tables(Store(folder / "cells.jsonl"), folder)
-    assert table == (folder / "table.md").read_text().strip()
-    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    assert table.startswith("### both: mean of 6 samples (higher is better), question known")
-    assert [[cell.strip() for cell in line[:2]] for line in lines[1:]] == [
-        ["base, full", "full cache"], ["small, learned", "CR 2"], ["base, h2o", "8 tokens"],
-    ]  # fmt: skip
-    values = [row["metrics"][row["main_metric"]] for row in rows[:2]]
-    assert f"| {statistics.fmean(values):.4f} |" in table
-    with (folder / "results.csv").open() as file:
-        assert float(next(csv.DictReader(file))["value"]) == pytest.approx(statistics.fmean(values))
-
-
-def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_leave(folders, tasks_folder, tmp_path):
-    ours = {"name": "ours", **TINY_NEEDLE}
-    values = {"models": {"base": str(folders.stock), "small": str(folders.compressed)}, "tasks": [ours, "local_choice"]}
-    values |= {"policies": ["full", "h2o", "snapkv"], "budgets": [4], "output": str(tmp_path / "o")}
-    config = build_config(CompareConfig, values | {"lm_eval": {"tasks_folder": str(tasks_folder), "limit": 2}})
-    rows = run(config)
+    names = ("needle", "local_choice", "local_generation")
     assert [(row["model"], row["policy"], row["task"], row["status"]) for row in rows] == [
         (model, policy, task, "done")
-        for model, policies in (("base", ["full", "h2o", "snapkv"]), ("small", ["full", "snapkv"]))
-        for policy in policies
-        for task in ("ours", "local_choice")
+        for model, fitting in (("base", ["full", "h2o", "snapkv"]), ("small", ["full", "snapkv"]))
+        for policy in fitting
+        for task in names
     ]
-    table = write_tables(Store(tmp_path / "o" / "cells.jsonl"), tmp_path / "o")
-    assert "### ours: exact_match" in table and "### local_choice: acc" in table and "### All tasks" in table
+    table = write_tables(Store(Path(config.output) / "cells.jsonl"), Path(config.output))
+    assert "### needle: exact_match" in table and "### All tasks" in table
+    assert "### both: mean of 4 samples (higher is better), question known" in table
+    for row, other in itertools.pairwise(rows):  # a line for each method, with the mean of the members
+        if row["task"] == "local_choice":
+            value = statistics.fmean(each["metrics"][each["main_metric"]] for each in (row, other))
+            name = "small, learned" if row["learned"] and row["policy"] == "full" else row["method"]
+            assert re.search(rf"\| {name} \|.*\| {value:.4f} ", table)
 
 
 def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tmp_path, monkeypatch):

@@ -150,27 +150,22 @@ def plain_losses(model, sample):
 
 
 def test_windows_of_text_are_spread_and_scored_behind_their_context(folders, tmp_path, model, tokenizer):
-    task = text_loss(folders, tmp_path)
+    task = text_loss(folders, tmp_path, scored_tokens=20, context_tokens=12, bucket_tokens=8)
     samples = task.samples(tokenizer, 300)
     stream = [*tokenizer(folders.text.read_text())["input_ids"], tokenizer.eos_token_id]
     last = len(stream) // 32 - 1
     expected = [stream[32 * index : 32 * (index + 1)] for index in (0, round(last / 2), last)]
     assert [each.prompt + each.continuation for each in samples] == expected
-    for sample, result in zip(samples, task.evaluate(Engine(model), samples), strict=True):
-        assert result.metrics["loss"] == pytest.approx(float(plain_losses(model, sample).mean()), rel=1e-5)
-        assert (len(sample.prompt), result.stats.tokens_seen, result.stats.achieved_ratio) == (24, 31, 1.0)
-
-
-def test_loss_by_position_is_that_of_the_tokens_there(folders, tmp_path, model, tokenizer):
-    task = text_loss(folders, tmp_path, context_tokens=1, scored_tokens=20, bucket_tokens=8)
-    samples = task.samples(tokenizer, 300)
     engine, held = Engine(model, prefill_chunk_size=7), []
     score = engine.score_with_stats
     engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
-    table = by_coordinates(task.evaluate(engine, samples))["by_position"]
+    results, losses = task.evaluate(engine, samples), torch.stack([plain_losses(model, each) for each in samples])
     assert held == [(20,)] * 3  # and no whole vocabularies
-    losses = torch.stack([plain_losses(model, each) for each in samples])
-    assert table["position"] == [1, 9, 17] and table["samples"] == [3, 3, 3]
+    for sample, result, own in zip(samples, results, losses, strict=True):
+        assert result.metrics["loss"] == pytest.approx(float(own.mean()), rel=1e-5)
+        assert (len(sample.prompt), result.stats.tokens_seen, result.stats.achieved_ratio) == (12, 31, 1.0)
+    table = by_coordinates(results)["by_position"]
+    assert table["position"] == [12, 20, 28] and table["samples"] == [3, 3, 3]
     assert table["loss"] == pytest.approx([float(losses[:, a:b].mean()) for a, b in ((0, 8), (8, 16), (16, 20))])
     assert table["cumulative_loss"] == pytest.approx([float(losses[:, :b].mean()) for b in (8, 16, 20)])
 
@@ -199,48 +194,43 @@ def test_windows_of_one_document_belong_together(folders, tokenizer, tmp_path):
     assert len({sample.context for sample in samples}) == 3
 
 
-def test_far_repeats_are_tokens_whose_ngram_was_last_said_far_back():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(4, (200,), generator=generator).tolist()
-    for ngram, distance in ((1, 4), (2, 16), (3, 40)):
-        expected = []
-        for end in range(ngram - 1, len(tokens)):
-            words = tokens[end - ngram + 1 : end + 1]
-            before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
-            if before and end - before[-1] >= distance:
-                expected.append(end)
-        assert long_range_repeats(tokens, ngram, distance) == expected
-        assert expected
+def repeats(tokens, ngram, distance):
+    """Walk back from each token to the last occurrence of the n-gram that it ends."""
+    found = []
+    for end in range(ngram - 1, len(tokens)):
+        words = tokens[end - ngram + 1 : end + 1]
+        before = [at for at in range(ngram - 1, end) if tokens[at - ngram + 1 : at + 1] == words]
+        found += [end] if before and end - before[-1] >= distance else []
+    return found
 
 
 def test_loss_of_far_repeats_is_that_of_their_tokens(model, tokenizer, tmp_path):
+    tokens = torch.randint(4, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    for case in ((1, 4), (2, 16), (3, 40)):
+        assert long_range_repeats(tokens, *case) == repeats(tokens, *case) != []
     words = "alpha beta gamma delta epsilon " * 3
     (tmp_path / "book.txt").write_text(" ".join([words, "gamma gamma alpha beta " * 20, words] * 4))
     settings = {"num_samples": 2, "context_tokens": 40, "scored_tokens": 80, "cache_folder": str(tmp_path / "cache")}
     task = TextLoss(TextSource(str(tmp_path / "book.txt")), repeat_ngram=3, repeat_distance=6, **settings)
     samples = task.samples(tokenizer, 300)
     for sample, result in zip(samples, task.evaluate(Engine(model, tokenizer), samples), strict=True):
-        places = [place - 40 for place in long_range_repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
+        places = [place - 40 for place in repeats(sample.prompt + sample.continuation, 3, 6) if place >= 40]
         expected = float(plain_losses(model, sample)[places].mean())
         assert result.metrics["long_range_repeat_loss"] == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="no window repeats 90 tokens"):
         TextLoss(task.source, repeat_ngram=90, repeat_distance=6, **settings).samples(tokenizer, 300)
 
 
-def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_path, model):
-    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_path, model, tokenizer):
     task = TextLoss(TextSource(str(folders.text)), 2, 1, 255, cache_folder=str(tmp_path))
     samples = task.samples(tokenizer, 300)
-    gates = CompressionConfig(
-        action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0
-    )  # drops all but the first
-    delayed = memory_of([each.stats for each in task.evaluate(Engine(retrofit(copy.deepcopy(model), gates)), samples)])
-    assert delayed["achieved_ratio"] == 255 / 65
+    gates = CompressionConfig(action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0)  # all but the first
+    policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
+    engines = Engine(retrofit(copy.deepcopy(model), gates)), Engine(model, policy=policy)
+    delayed, evicted = (memory_of([each.stats for each in task.evaluate(engine, samples)]) for engine in engines)
+    assert delayed["achieved_ratio"] == evicted["achieved_ratio"] == 255 / 65
     held = [min(seen, 64) + (seen > 64) for seen in range(1, 256)]
     assert delayed["mean_achieved_ratio"] == pytest.approx(sum(range(1, 256)) / sum(held))  # 2.27
-    policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
-    evicted = memory_of([each.stats for each in task.evaluate(Engine(model, policy=policy), samples)])
-    assert evicted["achieved_ratio"] == delayed["achieved_ratio"]
     assert evicted["mean_achieved_ratio"] == pytest.approx(255 / 65, rel=0.02)
     assert delayed["peak_bytes_allocated"] == delayed["bytes_allocated_per_token"] * 255 > 0
 
@@ -252,9 +242,8 @@ def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all
 
     memory = memory_of([held(100, 100, 1000), held(900, 100, 3000)])
     assert memory["achieved_ratio"] == memory["mean_achieved_ratio"] == 1000 / 200
-    assert memory["bytes_allocated_per_token"] == 4000 / 1000
-    assert memory["mean_bytes_allocated_per_token"] == 1000 / 500
-    assert memory["peak_bytes_allocated"] == 3000
+    sizes = [memory[f"{name}bytes_allocated_per_token"] for name in ("", "mean_")]
+    assert [*sizes, memory["peak_bytes_allocated"]] == [4000 / 1000, 1000 / 500, 3000]
 
 
 FACTS = FactRecall(haystack="12 34.\n", lengths=[160, 200], keys=3, num_keys=3, contexts=2, questions=2, rebinding=0.5)
@@ -347,14 +336,9 @@ def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(na
     assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
     for answer in (" 1", "", " mauve", ' 31415926"'):
         assert {each.metrics["exact_match"] for each in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_samples_are_the_same_every_time_and_change_with_the_seed(name, tokenizer):
-    task, _ = SCRIPTS[name]
     samples = task.samples(tokenizer, 300)
     assert samples == task.samples(tokenizer, 300)
-    other = type(task)(**{**vars(task), "seed": 1}).samples(tokenizer, 300)
+    other = dataclasses.replace(task, seed=1).samples(tokenizer, 300)
     assert [each.continuation for each in other] != [each.continuation for each in samples]
 
 
@@ -481,14 +465,6 @@ def test_an_answer_that_is_right_in_parts_is_right_in_these_alone(task, script, 
         assert result.metrics.items() >= right.items()
 
 
-def test_the_color_asked_for_is_the_sums_and_no_other(tokenizer):
-    for task in (CHAIN, DIRECT):
-        for sample in task.samples(tokenizer, 300):
-            total, color = look_up(tokenizer.decode(sample.prompt))
-            assert 0 <= total < sample.coordinates["entries"]
-            assert tokenizer.decode(sample.continuation).endswith(f" {color}.")
-
-
 def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
     seen: list[str] = []
 
@@ -496,24 +472,18 @@ def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
         seen.append(text)
         return find_code(text)
 
-    results = run(TURNS, note, model, tokenizer)
+    results, samples = run(TURNS, note, model, tokenizer), TURNS.samples(tokenizer, 300)
     last = max(seen, key=len)
     assert last.count(" All rig") == 3 and last.startswith("The door code of")
-    for result, sample in zip(results, TURNS.samples(tokenizer, 300), strict=True):
-        assert result.stats.tokens_seen > len(sample.prompt)
-        assert result.stats.achieved_ratio == 1.0
+    for result, sample in zip(results, samples, strict=True):
+        assert result.stats.tokens_seen > len(sample.prompt) and result.stats.achieved_ratio == 1.0
     policy = StreamingLLM(budget=Budget(tokens=32))
     for result in run(TURNS, find_code, model, tokenizer, policy=policy, max_batch_size=4):
         assert result.stats.slots.unique().tolist() == [32]
-
-
-def test_batches_do_not_change_a_conversation(model, tokenizer):
-    engine = Engine(model, tokenizer)
-    samples = TURNS.samples(tokenizer, 300)
-    together = TURNS.evaluate(engine, samples)
-    alone = [TURNS.evaluate(engine, [sample])[0] for sample in samples]
-    assert [each.metrics for each in together] == [each.metrics for each in alone]
-    assert [each.stats.tokens_seen for each in together] == [each.stats.tokens_seen for each in alone]
+    engine = Engine(model, tokenizer)  # alone as among others
+    together, alone = TURNS.evaluate(engine, samples), [TURNS.evaluate(engine, [each])[0] for each in samples]
+    for one, other in zip(together, alone, strict=True):
+        assert (one.metrics, one.stats.tokens_seen) == (other.metrics, other.stats.tokens_seen)
 
 
 def test_metrics_are_averaged_by_coordinates():
@@ -539,24 +509,17 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: Needle(haystack=FILLER, depths=[2]), "depths[0]=2: expected less than or equal to 1"),
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
         (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected at least 1 item"),
-        (lambda _: Needle(haystack=FILLER, lengths=512), "lengths=512: expected an instance of Sequence"),
         (lambda _: Needle(haystack=" "), "haystack=' ': expected an instance of DocumentSource or"),
-        (lambda _: Needle(haystack=FILLER, samples_per_place=0), "samples_per_place=0: expected greater than or"),
-        (lambda _: Needle(haystack=FILLER, question="maybe"), "question='maybe': expected 'known' or 'hidden'"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
         (lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300), "lengths: 20 tokens have no"),
         (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
-        (lambda _: KeyValuePairs(lengths=[0]), "lengths[0]=0"),
-        (lambda _: TwoStageRetrieval(entries=[]), "entries=[]"),
         (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns[0]=1: expected greater than or equal to 2"),
         (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected 'hidden'"),
         (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected at most the keys=5"),
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),
-        (lambda _: FactRecall(haystack=FILLER, form="odd"), "form='odd': expected 'seen' or 'unseen'"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
-        (lambda _: TextLoss(TextSource("x"), scored_tokens=0), "scored_tokens=0: expected greater than or equal to 1"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
         (lambda _: identity_of(TextLoss(TextSource("absent.txt"))), "absent"),
     ],
