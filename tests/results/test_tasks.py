@@ -360,24 +360,24 @@ METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(wi
 
 @pytest.mark.parametrize("method", [*METHODS, "gates"])
 def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
-    method, folders, tokenizer
+    method, folders, word_tokenizer
 ):
     model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
-    asked = {"name": "asked", "like": "passkey", "question": "both", "lengths": [220], "depths": [0, 0.5, 1]}
-    asked |= {"shares_context": True, "fact": NEEDLE.fact, "question_text": NEEDLE.question_text}
+    asked = {"name": "asked", "_target_": "dmc.results.tasks.FactRecall", "question": "both", **vars(FACTS)}
+    asked |= {"question": "both", "questions": 3, "haystack": FACTS.haystack}
     config = build_config(CompareConfig, {"models": {"m": "x"}, "policies": [], "tasks": [asked], "budgets": []})
     tasks: Any = {each.name: each.task for each in plan_tasks(config, CONFIGS, "x")}
     assert {name: task.question for name, task in tasks.items()} == {"asked:known": "known", "asked:hidden": "hidden"}
     for task in tasks.values():
-        samples = task.samples(tokenizer, 300)
+        samples = task.samples(word_tokenizer, 300)
         prompts, after = [each.prompt for each in samples], [each.after for each in samples]
         assert len(samples) == 12 and len({tuple(each) for each in prompts}) == (12 if task.question == "known" else 4)
-        engine = Engine(model, tokenizer, policy, max_batch_size=5, prefill_chunk_size=None if policy else 50)
+        engine = Engine(model, word_tokenizer, policy, max_batch_size=5, prefill_chunk_size=None if policy else 50)
         together = engine.generate(prompts, task.params(), after=after)
         results = task.evaluate(engine, samples)
         assert engine.blocks_in_use == 0
         for sample, generation, result in zip(samples, together, results, strict=True):
-            own = Engine(model, tokenizer, policy)
+            own = Engine(model, word_tokenizer, policy)
             with own.session() as session:
                 session.feed(sample.prompt)
                 alone = session.generate(sample.after, task.params())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
+from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question, Turns
 from dmc.results.tasks.base import Counts, Depths, Sample
 from dmc.results.tasks.prompts import Encoder, Haystack, beginning_of_answer
@@ -41,6 +44,8 @@ class TextRecall(Asking):
     seed: StrictInt = 0
     stop: ClassVar[tuple[str, ...]] = ("\n",)
     """Strings that end an answer."""
+    axes: ClassVar[dict[str, str]] = {"length": "lengths", "depth": "depths"}
+    """Settings whose values span the grid of samples, by coordinate."""
 
     def extract(self, text: str) -> dict[str, str | None]:
         """Extract from an answer the text that each metric compares, or None; default: the first number."""
@@ -56,19 +61,38 @@ class TextRecall(Asking):
         """See `Asking.params`."""
         return SamplingParams(max_new_tokens=max_new_tokens or self.max_new_tokens, temperature=0.0, stop=self.stop)
 
+    def texts(self, encoder: Encoder) -> list[list[int]]:
+        """Return the filler of the samples at a place; default: none."""
+        return [[]] * self.samples_per_place
+
+    def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
+        """Make the sample of a number at a place.
+
+        Raises:
+            ValueError: the place has no room for it.
+        """
+        raise NotImplementedError
+
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """See `Task.samples`; samples over the same window of a source share their context."""
+        encoder = Encoder(tokenizer)
+        texts, found = self.texts(encoder), list[Sample]()
+        is_source = isinstance(getattr(self, "haystack", None), DocumentSource)
+        for values in itertools.product(*(getattr(self, setting) for setting in self.axes.values())):
+            place = dict(zip(self.axes, values, strict=True))
+            for number, text in enumerate(texts):
+                sample = self.ask(encoder, place, number, text)
+                found.append(replace(sample, context=texts.index(text)) if is_source else sample)
+        return found
+
     def sample(
-        self,
-        tokens: list[int],
-        asked: tuple[list[int], list[int]],
-        answer: list[int],
-        coordinates: dict[str, float],
-        context: Any = None,
+        self, tokens: list[int], asked: tuple[list[int], list[int]], answer: list[int], place: dict[str, Any]
     ) -> Sample:
         """Make a sample from the tokens to compress and the tokens to feed after that."""
         question, cue = asked
         if self.question == "known":
-            return Sample([*tokens, *question], answer, coordinates, after=cue, context=context)
-        return Sample(tokens, answer, coordinates, after=[*question, *cue], context=context)
+            return Sample([*tokens, *question], answer, place, after=cue)
+        return Sample(tokens, answer, place, after=[*question, *cue])
 
     def random(self, *coordinates: object) -> random.Random:
         """Return the random generator of a sample."""
@@ -98,9 +122,6 @@ class Needle(TextRecall):
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
     """Digits of the number."""
-    shares_context: StrictBool = False
-    """Whether one text holds the facts of all depths, each asked for by its own sample: several questions about one
-    context."""
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
@@ -113,46 +134,23 @@ class Needle(TextRecall):
             )
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
-        if self.shares_context and ("{name}" not in self.fact or len(self.depths) > len(NAMES)):
-            raise ValueError(f"shares_context=true: expected {{name}} in fact, and at most {len(NAMES)} depths")
 
-    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
-        texts = encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
-        return [
-            sample
-            for length in self.lengths
-            for depths in ([self.depths] if self.shares_context else [[depth] for depth in self.depths])
-            for number, text in enumerate(texts)
-            for sample in self._ask(encoder, text, length, depths, number, texts.index(text))
-        ]
+    def texts(self, encoder: Encoder) -> list[list[int]]:
+        """See `TextRecall.texts`."""
+        return encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
 
-    def _ask(
-        self, encoder: Encoder, text: list[int], length: int, depths: Sequence[float], number: int, source: int
-    ) -> list[Sample]:
-        """Hide one fact at each depth, and ask for each."""
-        draw = self.random(length, *depths, number)
-        names = draw.sample(NAMES, len(depths))
-        numbers = [draw.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in depths]
-        said = [{"name": name, "number": each} for name, each in zip(names, numbers, strict=True)]
-        facts = [encoder.encode(self.fact.format(**each)) for each in said]
-        questions = [encoder.ask(self.question_text.format(**each)) for each in said]
-        longest = max(sum(map(len, asked)) for asked in questions)
-        room = length - len(encoder.begin) - sum(map(len, facts)) - longest
+    def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
+        """See `TextRecall.ask`."""
+        length, depth = place["length"], place["depth"]
+        draw = self.random(length, depth, number)
+        said = {"name": draw.sample(NAMES, 1)[0], "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
+        fact, asked = encoder.encode(self.fact.format(**said)), encoder.ask(self.question_text.format(**said))
+        room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
         if room < 0:
             raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")
-        context, last = list(encoder.begin), 0
-        for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda each: each[0]):
-            cut = round(depth * room)
-            context += [*text[last:cut], *fact]
-            last = cut
-        context += text[last:room]
-        of_context = (length, *depths, number) if isinstance(self.haystack, str) else source
-        return [
-            self.sample(context, asked, encoder.encode(f" {each}"), {"length": length, "depth": depth}, of_context)
-            for depth, each, asked in zip(depths, numbers, questions, strict=True)
-        ]
+        cut = round(depth * room)
+        context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
+        return self.sample(context, asked, encoder.encode(f" {said['number']}"), place)
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -177,17 +175,9 @@ class KeyValuePairs(TextRecall):
         """See `TextRecall.extract`: the text before the closing quote."""
         return {"exact_match": text.split('"')[0].strip() or None}
 
-    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
-        return [
-            self._sample(encoder, length, depth, number)
-            for length in self.lengths
-            for depth in self.depths
-            for number in range(self.samples_per_place)
-        ]
-
-    def _sample(self, encoder: Encoder, length: int, depth: float, number: int) -> Sample:
+    def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
+        """See `TextRecall.ask`."""
+        length, depth = place["length"], place["depth"]
         draw = self.random(length, number)  # the same pairs at every depth
         context = [*encoder.begin, *encoder.encode(self.opening)]
         pairs: list[tuple[str, str]] = []
@@ -204,7 +194,7 @@ class KeyValuePairs(TextRecall):
             raise ValueError(f"lengths: {length} tokens have no room for a single pair of UUIDs")
         key, value = pairs[round(depth * (len(pairs) - 1))]
         asked, answer = encoder.ask(self.asks.format(key=key)), encoder.encode(f'{value}"')
-        return self.sample(context, asked, answer, {"length": length, "depth": depth}, (length, number))
+        return replace(self.sample(context, asked, answer, place), context=(length, number))
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -223,6 +213,7 @@ class TwoStageRetrieval(TextRecall):
     samples_per_place: Count = 15
     max_new_tokens: Count = 48
     stop: ClassVar[tuple[str, ...]] = ("\n\n",)
+    axes: ClassVar[dict[str, str]] = {"entries": "entries"}
 
     def extract(self, text: str) -> dict[str, str | None]:
         """See `TextRecall.extract`: the first color named, and the first number."""
@@ -230,14 +221,9 @@ class TwoStageRetrieval(TextRecall):
         color = {"exact_match": found[0] if found else None}
         return color | {"sum_match": first_number(text)} if self.chain_of_thought else color
 
-    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
-        places = [(size, number) for size in self.entries for number in range(self.samples_per_place)]
-        return [self._sample(encoder, size, number) for size, number in places]
-
-    def _sample(self, encoder: Encoder, size: int, number: int) -> Sample:
-        draw = self.random(size, number)
+    def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
+        """See `TextRecall.ask`."""
+        size, draw = place["entries"], self.random(place["entries"], number)
         colors = draw.choices(COLORS, k=size)
         total = draw.randrange(size)
         first = draw.randint(0, total)
@@ -251,7 +237,7 @@ class TwoStageRetrieval(TextRecall):
             question = f"Name the color of {equation}.\nAnswer: the color is"
             answer = f" {colors[total]}."
         asked = encoder.ask(question)
-        return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), {"entries": size})
+        return self.sample([*encoder.begin, *context], asked, encoder.encode(answer), place)
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -274,16 +260,16 @@ class MultiTurnRecall(TextRecall):
     question: Literal["hidden"] = "hidden"
     """Always hidden: the earlier turns are compressed before the question."""
     cache_folder: str = "outputs/cache"
+    axes: ClassVar[dict[str, str]] = {"turn": "turns"}
 
-    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
-        """See `Task.samples`."""
-        encoder = Encoder(tokenizer)
+    def texts(self, encoder: Encoder) -> list[list[int]]:
+        """See `TextRecall.texts`."""
         most = (max(self.turns) - 1) * self.turn_tokens
-        texts = encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
-        return [self._sample(encoder, text, turn, i) for turn in self.turns for i, text in enumerate(texts)]
+        return encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
 
-    def _sample(self, encoder: Encoder, text: list[int], turn: int, index: int) -> Turns:
-        draw = self.random(turn, index)
+    def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Turns:
+        """See `TextRecall.ask`."""
+        turn, draw = place["turn"], self.random(place["turn"], number)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
         fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]
         fillers[0] = [*encoder.begin, *encoder.encode(self.fact.format(**values)), *fillers[0]]
@@ -291,6 +277,4 @@ class MultiTurnRecall(TextRecall):
         turns = [*fillers[: turn - 1], [*asked, *start]]
         prompt = [token for each in turns for token in each]
         answer, reply = encoder.encode(f" {values['number']}"), self.params(self.reply_tokens)
-        context = None if isinstance(self.haystack, str) else index
-        answers = {turn - 1: answer}
-        return Turns(prompt, answer, {"turn": turn}, context=context, turns=turns, answers=answers, reply=reply)
+        return Turns(prompt, answer, place, turns=turns, answers={turn - 1: answer}, reply=reply)
