@@ -28,7 +28,6 @@ from dmc.target import suggest
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next(each / "configs" for each in (PACKAGE, PACKAGE.parent) if (each / "configs" / "policy").is_dir())
 """All settings: in the package where it is installed, beside it in a checkout."""
-MEMORY = ("achieved_ratio", "mean_achieved_ratio", "mean_bytes_allocated_per_token", "peak_bytes_allocated")
 
 
 @register_model("dmc")
@@ -66,19 +65,17 @@ class FolderLM(EngineLM):
         **options: Any,
     ) -> None:
         budget = None if ratio is None and tokens is None else Budget(ratio=ratio, tokens=tokens)
-        own = {name.partition(".")[2]: value for name, value in options.items() if name.startswith("policy.")}
+        groups: dict[str, dict[str, Any]] = {"policy": {}, "engine": {}}
+        for option, value in options.items():
+            group, _, name = option.partition(".")
+            if group not in groups or not name:
+                known = [*signature(FolderLM).parameters, *(f"engine.{each.name}" for each in fields(EngineSettings))]
+                raise ValueError(f"model_args: {option!r} is unknown; {suggest(option, known)}")
+            groups[group][name] = value
         entry = {"name": policy, "like": policy} if isinstance(policy, str) else policy
-        ((_, settings),) = named_settings([entry | own], CONFIGS / "policy", "policy").items()
+        ((_, settings),) = named_settings([entry | groups["policy"]], CONFIGS / "policy", "policy").items()
         together = 8 if str(batch_size).startswith("auto") else int(batch_size)
-        engine = {"engine.max_batch_size": together, **options}
-        known = {f"engine.{each.name}" for each in fields(EngineSettings)}
-        for name in options:
-            if name not in known and not name.startswith("policy."):
-                raise ValueError(
-                    f"model_args: {name!r} is unknown; {suggest(name, [*signature(FolderLM).parameters, *known])}"
-                )
-        values = {name.partition(".")[2]: engine[name] for name in engine if name in known}
-        served = build_config(EngineSettings, values, "engine")
+        served = build_config(EngineSettings, {"max_batch_size": together, **groups["engine"]}, "engine")
         built = policy_from_config(settings, budget)  # before the model is loaded
         model, tokenizer = load_with_tokenizer(pretrained, dtype, revision)
         if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
@@ -90,8 +87,7 @@ class FolderLM(EngineLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the method and its memory, for the results file."""
-        memory = memory_of(self.stats, self.budget) if self.stats else {}
-        return {"policy": self.policy, "cache": {name: memory[name] for name in MEMORY if name in memory}}
+        return {"policy": self.policy, "cache": memory_of(self.stats, self.budget) if self.stats else {}}
 
 
 def main() -> None:
