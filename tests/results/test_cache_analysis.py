@@ -72,22 +72,21 @@ def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
 def lengths_one_by_one(decisions):
     """Walk along one head's decisions."""
     lengths = []
-    for position, decision in enumerate(decisions):
-        if position == 0 or not decision:
-            lengths.append(1)
-        else:
+    for decision in decisions:
+        if decision and lengths:
             lengths[-1] += 1
+        else:
+            lengths.append(1)
     return lengths
 
 
 def test_long_texts_are_told_in_so_many_places(make_compressed, make_prompts):
     found = tables(Engine(make_compressed(gates=GATES[0])), make_prompts(NUM_BINS * 2 + 7))
-    assert [len(found[name][axis]) for name, axis in (("by_position_and_layer", "position"),
-                                                      ("by_tokens_and_layer", "tokens"))] == [45, 45]  # fmt: skip
-    position, held = (torch.tensor(found["by_position_and_layer"][name]) for name in ("position", "share_held"))
-    last = torch.tensor(found["by_tokens_and_layer"]["share_held"])[-1]
-    torch.testing.assert_close(held.mean(0), last)
-    assert position[:3].tolist() == [0, 3, 6]
+    by_position, by_tokens = found["by_position_and_layer"], found["by_tokens_and_layer"]
+    assert len(by_position["position"]) == len(by_tokens["tokens"]) == 45 and by_position["position"][:3] == [0, 3, 6]
+    torch.testing.assert_close(
+        torch.tensor(by_position["share_held"]).mean(0), torch.tensor(by_tokens["share_held"])[-1]
+    )
 
 
 @pytest.mark.parametrize("case", ["reads fewer", "merges"])
@@ -101,11 +100,8 @@ def test_whose_tokens_are_not_known_is_refused(case, make_stock, make_compressed
     assert engine.blocks_in_use == 0
     with pytest.raises(ValueError, match="LlamaForCausalLM has no gates"):
         decisions_of(make_stock(), [1, 2])
-
-
-def test_a_session_that_has_not_begun_holds_nothing(make_stock):
-    engine = Engine(make_stock(), policy=policies.H2O(budget=Budget(ratio=2)))
-    with engine.session() as session, pytest.raises(ValueError, match="holds nothing: give it a turn first"):
+    begun = Engine(make_stock(), policy=policies.H2O(budget=Budget(ratio=2))).session()
+    with begun as session, pytest.raises(ValueError, match="holds nothing: give it a turn first"):
         session.positions_held()
 
 

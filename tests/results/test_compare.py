@@ -23,7 +23,7 @@ from dmc.policies import LocalWindow
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(LocalWindow):
-    fails: bool = False
+    flag: bool = False
 
     def __post_init__(self):
         if self.budget.tokens == 1:
@@ -48,12 +48,10 @@ TWO_METHODS = {"policies": ["full", KEEP], "budgets": [2, "tokens:8"]}
 
 
 class Workshop:
-    """Loads models and makes engines that leave policies aside, and counts both."""
+    """Loads models and makes engines that leave policies aside, and counts both; it may be interrupted."""
 
-    def __init__(self, stop_at=None):
-        self.loaded = []
-        self.num_engines, self.stop_at = 0, stop_at
-        self.error = NotImplementedError("Keep does not serve this model")
+    def __init__(self, stop_at=None, error=None):
+        self.loaded, self.num_engines, self.stop_at, self.error = [], 0, stop_at, error
 
     def load(self, model):
         self.loaded.append(model.path)
@@ -63,7 +61,7 @@ class Workshop:
         if self.num_engines == self.stop_at:
             raise KeyboardInterrupt
         self.num_engines += 1
-        if policy is not None and policy.fails:
+        if policy is not None and self.error is not None:
             raise self.error
         return Engine(model, tokenizer, **options)
 
@@ -77,12 +75,8 @@ def run(config, workshop):
 def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folders):
     models = {"base": str(folders.stock), "small": {"path": str(folders.compressed), "dtype": "float32"}}
     cells = plan_grid(make_config(models=models, policies=[KEEP, "full"], budgets=TWO_METHODS["budgets"]), CONFIGS)
-    assert [cell.title for cell in cells] == [
-        "base keep 2 needle",
-        "base keep tokens:8 needle",
-        "base full needle",
-        "small full needle",
-    ]
+    titles = ["base keep 2 needle", "base keep tokens:8 needle", "base full needle", "small full needle"]
+    assert [cell.title for cell in cells] == titles
     assert [cell.row["learned"] for cell in cells] == [False, False, False, True]
     assert [cell.row["requested_ratio"] for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
@@ -96,11 +90,8 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
     rows = run(make_config(models=models, policies=["full", KEEP], budgets=["tokens:8"]), Workshop())
     full, keep, small = rows
     assert [row["status"] for row in rows] == ["done"] * 3
-    assert [(row["budget"], row["requested_ratio"]) for row in rows] == [
-        (None, 1.0),
-        ("tokens:8", full["mean_tokens"] / 8),
-        (None, 2.0),
-    ]
+    asked = [(None, 1.0), ("tokens:8", full["mean_tokens"] / 8), (None, 2.0)]
+    assert [(row["budget"], row["requested_ratio"]) for row in rows] == asked
     assert (full["achieved_ratio"], full["samples"], len(full["sample_values"])) == (1.0, 2, 2)
     entries = 41 * 2 * 2 * 2 * 16 * 4  # tokens, layers, KV heads, key and value, head_dim, bytes
     assert entries <= full["peak_bytes_allocated"] == pytest.approx(41 * full["bytes_allocated_per_token"])
@@ -127,19 +118,14 @@ def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config,
 
 def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
     config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)}, **TWO_METHODS)
-    first = Workshop(stop_at=2)
     with pytest.raises(KeyboardInterrupt):
-        run(config, first)
+        run(config, Workshop(stop_at=2))
     before = Store(Path(config.output) / "cells.jsonl").rows()
-    assert len(before) == 2
-    second = Workshop()
+    second, third = Workshop(), Workshop()
     rows = run(config, second)
-    assert second.num_engines == 2
-    assert rows[:2] == before
+    assert (len(before), second.num_engines, rows[:2]) == (2, 2, before)
     assert [row["model"] for row in rows] == ["base", "base", "base", "small"]
-    third = Workshop()
-    assert run(config, third) == rows
-    assert third.loaded == []
+    assert run(config, third) == rows and third.loaded == []
 
 
 ERRORS = [RuntimeError("CUDA error:\n  an illegal address"), MemoryError(), torch.OutOfMemoryError("no")]
@@ -147,49 +133,46 @@ ERRORS = [RuntimeError("CUDA error:\n  an illegal address"), MemoryError(), torc
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it_again(error, make_config):
-    config, workshop = make_config(policies=[{**KEEP, "fails": True}, "full"], budgets=[2]), Workshop()
-    workshop.error = error
-    failed, full = run(config, workshop)
+    config, again = make_config(policies=[KEEP, "full"], budgets=[2]), Workshop()
+    failed, full = run(config, Workshop(error=error))
     assert (failed["status"], full["status"]) == ("failed", "done")
     assert "\n" not in failed["error"] and failed["error"].startswith(type(error).__name__)
     assert "in make_engine" in failed["traceback"]
     table = write_report([full, failed], Path(config.output))
     assert table.endswith(f"failed: base, keep, CR 2, needle: {failed['error']}")
-    again = Workshop()
-    run(config, again)
-    assert again.num_engines == 1
+    assert {row["status"] for row in run(config, again)} == {"done"} and again.num_engines == 1
 
 
-def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders):
-    models, workshop, loaded = {"bad": str(folders.compressed), "good": str(folders.stock)}, Workshop(), []
-
-    def load(model):
-        loaded.append(model.path)
-        if model.path == str(folders.compressed):
-            raise OSError("no file named model.safetensors")
-        return load_with_tokenizer(model.path)
-
-    workshop.load = load
+def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders, tmp_path):
+    shutil.copytree(folders.stock, tmp_path / "bad")
+    (tmp_path / "bad" / "model.safetensors").unlink()
+    models, workshop = {"bad": str(tmp_path / "bad"), "good": str(folders.stock)}, Workshop()
     rows = run(make_config(models=models, tasks=[NEEDLE, {**NEEDLE, "name": "n"}]), workshop)
     assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 2
-    assert {row["error"] for row in rows[:2]} == {"OSError: no file named model.safetensors"}
-    assert loaded == [str(folders.compressed), str(folders.stock)]
+    assert rows[0]["error"] == rows[1]["error"] and workshop.loaded == [*models.values()]
 
 
-@pytest.mark.parametrize("models", [["broken"], ["broken", "stock"]])
-def test_a_failed_cell_ends_the_script_with_an_error_and_the_table(models, folders, tmp_path, monkeypatch, capsys):
-    shutil.copytree(folders.stock, tmp_path / "broken")
+def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_table(
+    folders, tmp_path, monkeypatch, capsys
+):
+    for name in ("broken", "wrong"):
+        shutil.copytree(folders.stock, tmp_path / name)
     (tmp_path / "broken" / "model.safetensors").unlink()
+    model = load_model(folders.stock)
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "wrong")
     monkeypatch.chdir(tmp_path)
-    paths = {"broken": tmp_path / "broken", "stock": folders.stock}
-    command = ["compare.py", "policies=full", f"tasks=[{on_command_line(**NEEDLE)}]", f"output={tmp_path / 'out'}"]
-    command.append(f"models={{{', '.join(f'{name}: {paths[name]}' for name in models)}}}")
-    assert run_script(*command)
-    told = capsys.readouterr()
-    assert "failed: broken, full, needle: " in told.out
-    assert ("| stock, full |" in told.out) == ("stock" in models)
-    statuses = [row["status"] for row in Store(tmp_path / "out" / "cells.jsonl").rows()]
-    assert statuses == ["failed", "done"][: len(models)]
+    task = "{name: text, like: text_loss, context_tokens: 8, scored_tokens: 8, num_samples: 2, cache_folder: cache, "
+    task += f"source: {{_target_: dmc.data.TextSource, name: {folders.text}}}}}"
+    models = f"models={{broken: broken, wrong: wrong, base: {folders.stock}}}"
+    for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
+        ended = run_script("compare.py", models, "policies=full", f"tasks=[{task}]", "output=out")
+        assert ended.startswith("error: 1 of 3 cells failed; ") and "; 1 of 3 cells have figures that are not" in ended
+        told = capsys.readouterr()
+        assert f"3 cells, {finished} finished before" in told.err
+        assert "not finite, left out of the figures: wrong, full, text: loss is nan" in told.out
+        assert "failed: broken, full, text: " in told.out
+        assert "| base, full |" in told.out and "| wrong, full |" not in told.out
 
 
 def full_disk(*_):
@@ -199,16 +182,18 @@ def full_disk(*_):
 @pytest.mark.parametrize(("place", "name"), [("os.write", "cells.jsonl"), ("pathlib.Path.write_bytes", "table.md")])
 def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, name, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = ["compare.py", "policies=full", f"tasks=[{on_command_line(**NEEDLE)}]"]
-    command += [f"models={{base: {folders.stock}}}", f"output={tmp_path / 'out'}"]
+    command = [
+        f"models={{base: {folders.stock}}}",
+        "policies=full",
+        f"tasks=[{on_command_line(**NEEDLE)}]",
+        "output=out",
+    ]
     with monkeypatch.context() as context:
         context.setattr(place, full_disk)
-        told = run_script(*command)
-    assert told.startswith("error: [Errno 28] No space left on device") and told.endswith(f"'{tmp_path}/out/{name}'")
-    left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {"cells.jsonl", "claims"}
-    assert run_script(*command) == ""
-    assert (tmp_path / "out" / "table.md").is_file()
+        told = run_script("compare.py", *command)
+    assert told.startswith("error: [Errno 28] No space left on device") and told.endswith(f"'out/{name}'")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"cells.jsonl", "claims"}
+    assert run_script("compare.py", *command) == "" and (tmp_path / "out" / "table.md").is_file()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -224,38 +209,12 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_pat
         checked(rows[0] | {"sample_values": [torch.ones(1)]})
 
 
-def test_figures_that_are_not_finite_end_the_script_with_an_error_beside_the_others_table(
-    folders, tmp_path, monkeypatch, capsys
-):
-    model = load_model(folders.stock)
-    model.model.norm.weight.data.fill_(float("nan"))
-    shutil.copytree(folders.stock, tmp_path / "bad")
-    model.save_pretrained(tmp_path / "bad")
-    monkeypatch.chdir(tmp_path)
-    task = "{name: text, like: text_loss, context_tokens: 8, scored_tokens: 8, num_samples: 2, cache_folder: cache, "
-    task += f"source: {{_target_: dmc.data.TextSource, name: {folders.text}}}}}"
-    command = [
-        "compare.py",
-        f"models={{bad: {tmp_path / 'bad'}, base: {folders.stock}}}",
-        "policies=full",
-        f"tasks=[{task}]",
-    ]
-    for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
-        assert run_script(*command, "budgets=[]", "output=out") == (
-            "error: 1 of 2 cells have figures that are not finite"
-        )
-        told = capsys.readouterr()
-        assert f"2 cells, {finished} finished before" in told.err
-        assert "not finite, left out of the figures: bad, full, text: loss is nan" in told.out
-        assert "| base, full |" in told.out and "| bad, full |" not in told.out
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"models": {}}, "models={}: expected at least 1 item"),
         ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
-        ({"policies": [{**KEEP, "fial": 1}]}, r"no option 'fial': did you mean 'fails'\?"),
+        ({"policies": [{**KEEP, "flga": 1}]}, r"no option 'flga': did you mean 'flag'\?"),
         ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
         ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),
     ],
@@ -267,16 +226,14 @@ def test_wrong_settings_end_it_before_any_work(changes, message, make_config):
 
 def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = ["compare.py", "-m", "policies=[],[full]", f"tasks=[{on_command_line(**NEEDLE)}]"]
-    command += [f"models={{base: {folders.stock}, small: {folders.compressed}}}", f"output={tmp_path / 'out'}"]
-    assert run_script(*command) == ""
-    said = capsys.readouterr()
+    models = f"models={{base: {folders.stock}, small: {folders.compressed}}}"
+    task = f"tasks=[{on_command_line(**NEEDLE)}]"
+    assert run_script("compare.py", "-m", "policies=[],[full]", task, models, "output=out") == ""
+    said, table = capsys.readouterr(), (tmp_path / "out" / "table.md").read_text()
     rows = Store(tmp_path / "out" / "cells.jsonl").rows()
     assert [(row["model"], row["status"]) for row in rows] == [("small", "done"), ("base", "done")]
     assert "2 cells, 1 finished before" in said.err
-    table = (tmp_path / "out" / "table.md").read_text()
-    assert table.strip() in said.out
-    assert "| small, learned | CR 2 |" in table
+    assert table.strip() in said.out and "| small, learned | CR 2 |" in table
 
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config, tmp_path):

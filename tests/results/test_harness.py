@@ -60,13 +60,10 @@ def test_every_number_is_that_of_hugging_faces_own_adapter(kind, num_fewshot, fo
 
 
 def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders):
-    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
     pair = ("alpha", " line 7 <b>xx</b>" * 29)
-    theirs = HFLM(load_model(folders.stock), tokenizer=tokenizer, batch_size=1)
+    theirs = HFLM(load_model(folders.stock), tokenizer=AutoTokenizer.from_pretrained(folders.stock), batch_size=1)
     own = engine_lm(folders.stock)
-    ((ours, _),), ((expected, _),) = (
-        lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True) for lm in (own, theirs)
-    )
+    ours, expected = (lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True)[0][0] for lm in (own, theirs))
     context, answer = own._encode_pair(*pair)
     with torch.no_grad():
         logits = theirs.model.double()(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]

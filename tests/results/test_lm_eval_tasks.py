@@ -50,6 +50,11 @@ def run(config):
     return run_grid(config).rows()
 
 
+def samples_of(config, row):
+    (file,) = (Path(config.output) / "samples" / row["key"]).iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def test_a_row_tells_quality_memory_and_where_it_came_from(make_lm_eval):
     config = make_lm_eval(**H2O_2, save_samples=True)
     choice, generation = run(config)
@@ -63,8 +68,7 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_lm_eval):
         assert statistics.fmean(row["sample_values"]) == pytest.approx(row["metrics"][row["main_metric"]])
     assert choice["settings"]["policy"]["_target_"] == "dmc.policies.H2O"
     assert {"lm-eval", "torch"} <= set(choice["provenance"]["versions"])
-    file = Path(config.output) / "samples" / choice["key"] / "local_choice.jsonl"
-    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    samples = samples_of(config, choice)
     assert statistics.fmean(sample["acc"] for sample in samples) == choice["metrics"]["acc"]
     assert all(len(sample["resps"]) == 4 for sample in samples)
 
@@ -97,56 +101,40 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_lm_eval
     settings = {"max_seq_lengths": [3, 5]}
     config = make_lm_eval(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
     (row,) = run(config)
-    assert row["status"] == "done", row
-    samples = (Path(config.output) / "samples" / row["key"] / "made.jsonl").read_text().splitlines()
-    assert [json.loads(line)["doc"] for line in samples] == [
+    assert [each["doc"] for each in samples_of(config, row)] == [
         {"prompt": "alpha " * length, "answer": next(iter(config.models.values()))} for length in (3, 5)
     ]
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-@pytest.mark.parametrize("where", [{"context_field": "context"}, {"question_marks": ["Asked:", "\n\nQuestion:"]}])
-def test_a_hidden_question_comes_when_its_context_has_been_compressed(where, policy, make_lm_eval, folders, tmp_path):
-    folder = tmp_path / "asked"
-    folder.mkdir()
-    documents = [{"context": f"Question: alpha {'beta ' * count}", "answer": "x"} for count in (20, 40)]
-    (folder / "asked.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
-    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/asked.jsonl}}}}"
-    text = MADE_TASK.replace("custom_dataset: !function make.documents", data).replace("task: made", "task: asked")
-    text = text.replace("doc_to_text: prompt", 'doc_to_text: "{{context}}\\n\\nQuestion: gamma?\\nIt is"')
-    (folder / "asked.yaml").write_text(text)
-    budget = [] if policy == "full" else [4]
-    asked = {"tasks": [{"name": "asked", **where}], "tasks_folder": str(folder), "question": "both"}
-    config = make_lm_eval(policies=[policy], budgets=budget, **asked, save_samples=True)
-    known, row = run(config)
-    assert [row[name] for name in ("status", "question", "task")] == ["done", "hidden", "asked:hidden"], row
-    assert [known[name] for name in ("status", "question", "task")] == ["done", "known", "asked:known"], known
-    assert (row["benchmark"], row["members"]) == ("asked:hidden", ["asked:hidden"])
-    assert {line.question for line in summarize(Store(Path(config.output) / "cells.jsonl").frame()).itertuples()} == {
-        "known", "hidden",
-    }  # fmt: skip
-    samples = (Path(config.output) / "samples" / row["key"] / "asked.jsonl").read_text().splitlines()
+@pytest.mark.parametrize("policies", [{}, H2O_2], ids=["full", "h2o"])
+def test_a_hidden_question_comes_when_its_context_has_been_compressed(policies, make_lm_eval, folders):
+    asked = {"tasks": [{"name": "local_generation", "question_marks": ["zeta", " "]}], "question": "both"}
+    config = make_lm_eval(**asked, **policies, save_samples=True, max_gen_toks=4)
+    rows = run(config)
+    assert [(row["status"], row["question"], row["task"]) for row in rows] == [
+        ("done", question, f"local_generation:{question}") for question in ("known", "hidden")
+    ]
+    assert (rows[1]["benchmark"], rows[1]["members"]) == ("local_generation:hidden", ["local_generation:hidden"])
+    frame = Store(Path(config.output) / "cells.jsonl").frame()
+    assert {line.question for line in summarize(frame).itertuples()} == {"known", "hidden"}
     model, tokenizer = load_with_tokenizer(str(folders.stock))
-    for document, sample in zip(documents, map(json.loads, samples), strict=True):
-        engine = Engine(model, tokenizer, H2O(budget=Budget(ratio=4.0)) if budget else None)
-        context, question = document["context"], "\n\nQuestion: gamma?\nIt is"
-        if "context_field" in where:  # of which spaces at the end are no part
-            question = context[len(context.strip()) :] + question
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, stop=("gam", " delta"))
+    for sample in samples_of(config, rows[1]):
+        context, question = re.fullmatch("(.*)( .*?)", sample["doc"]["prompt"]).groups()  # the last word
+        engine = Engine(model, tokenizer, H2O(budget=Budget(ratio=2.0)) if policies else None)
         with engine.session() as session:
-            session.feed(context.strip() if "context_field" in where else context)
-            params = SamplingParams(max_new_tokens=4, temperature=0.0)
+            session.feed(context)
             alone = session.generate(tokenizer(question, add_special_tokens=False)["input_ids"], params)
         assert sample["resps"] == [[alone.text]]
+    spaces = Benchmark("a", context_field="context").question_at("Read: alpha  \nWhy?", {"context": " alpha  "})
+    assert spaces == len("Read: alpha")  # of a context, spaces at the end are no part
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         ({"name": "local_generation", "question_marks": ["Why"]}, "no question of local_generation begins in"),
-        (
-            {"name": "local_choice", "context_field": "question"},
-            "a task that compares likelihoods has no separate question",
-        ),
+        ({"name": "local_choice", "context_field": "question"}, "likelihoods has no separate question"),
     ],
 )
 def test_a_question_that_cannot_be_hidden_fails_its_task(task, message, make_lm_eval):
@@ -183,11 +171,10 @@ def test_bad_settings_are_refused_before_anything_is_written(changes, message, m
 
 
 def test_the_metric_that_is_shown_must_be_there():
+    filtered = ["exact_match,strict", "exact_match,loose"]
     assert Benchmark("a", metric=["acc_norm", "acc"]).choose(["acc", "f1"]) == "acc"
-    assert Benchmark("a", metric="exact_match").choose(["exact_match,strict", "exact_match,loose"]).endswith("strict")
-    assert (
-        Benchmark("a", metric="exact_match,loose").choose(["exact_match,strict", "exact_match,loose"]).endswith("loose")
-    )
+    assert Benchmark("a", metric="exact_match").choose(filtered) == filtered[0]
+    assert Benchmark("a", metric=filtered[1]).choose(filtered) == filtered[1]
     with pytest.raises(ValueError, match="metric='f2' is none of acc, f1"):
         Benchmark("a", metric="f2").choose(["acc", "f1"])
 
@@ -204,19 +191,11 @@ def everything(tasks_folder):
     return TaskManager(include_path=[*folders, tasks_folder], include_defaults=False)
 
 
-def test_every_task_of_every_paper_is_known_to_lm_eval(everything, monkeypatch):
-    monkeypatch.setenv(CODE_CONSENT, "1")
-    names = {
-        task for name in SELECTIONS for each in read_benchmarks([name], CONFIGS / "evaluation") for task in each.tasks
-    }
-    assert len(names) > 40
-    check_tasks(sorted(names), everything)
-    assert everything.task_index["humaneval"].cfg["num_fewshot"] == 0
-
-
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_metric_of_every_paper_is_one_of_its_tasks(selection, everything):
+def test_every_task_and_metric_of_every_paper_is_known_to_lm_eval(selection, everything, monkeypatch):
+    monkeypatch.setenv(CODE_CONSENT, "1")
     for benchmark in read_benchmarks([selection], CONFIGS / "evaluation"):
+        check_tasks(benchmark.tasks, everything)
         for name in benchmark.tasks:
             config = everything.task_index[name].cfg
             metrics = [each["metric"] for each in config.get("metric_list", config.get("aggregate_metric_list"))]

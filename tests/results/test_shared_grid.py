@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ TASK = """
 import os, time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 from dmc.results.tasks import Sample, SampleResult
 from dmc.runtime import GenerationStats
@@ -44,8 +44,6 @@ class Slow:
         time.sleep(0.05)
         while Path(self.log + ".hold").exists() and str(os.getpid()) in Path(self.log + ".hold").read_text().split():
             time.sleep(0.01)
-        if self.number < 0:
-            raise KeyError("number")
         stats = GenerationStats.__new__(GenerationStats)
         stats.__dict__.update(tokens_seen=3, slots=torch.ones(1, 1), bytes_allocated=8, mean_bytes_allocated=8.0)
         stats.__dict__.update(mean_tokens_seen=2.0, mean_slots=torch.ones(1, 1), peak_bytes_allocated=8)
@@ -53,13 +51,8 @@ class Slow:
 """
 
 
-class Model:
-    """As much of a model as a grid asks for."""
-
-    device = torch.device("cpu")
-
-    def get_input_embeddings(self):
-        return torch.nn.Embedding(4, 1)
+MODEL = SimpleNamespace(device=torch.device("cpu"), get_input_embeddings=lambda: torch.nn.Embedding(4, 1))
+"""As much of a model as a grid asks for."""
 
 
 @pytest.fixture
@@ -79,7 +72,7 @@ def store_of(cells):
 
 def work(cells):
     store = store_of(cells)
-    run_cells(unfinished(cells, store), store, lambda model: (Model(), None), lambda *_, **__: None)
+    run_cells(unfinished(cells, store), store, lambda model: (MODEL, None), lambda *_, **__: None)
 
 
 def lines(path):

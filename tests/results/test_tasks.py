@@ -7,23 +7,22 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from report_rows import CONFIGS
 from runtime.test_prefix_cache import count_fed
 from transformers import AutoTokenizer
 
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.budget import Budget
 from dmc.compression import CompressionConfig
-from dmc.config import build_config
 from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
 from dmc.results.compare import memory_of
-from dmc.results.grid import CompareConfig, plan_tasks
+from dmc.results.grid import plan_tasks
 from dmc.results.identity import identity_of
 from dmc.results.tasks import (
     Breakdown,
@@ -41,7 +40,6 @@ from dmc.results.tasks.text_loss import long_range_repeats
 from dmc.runtime import GenerationStats
 
 FILLER = "The grass is green. The sky is blue.\n"
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 Script = Callable[[str], str]
 
 
@@ -68,10 +66,6 @@ def find_needle(text):
     return " " + re.search(rf"magic number of {name} is (\d+)", text)[1] + ".\n"
 
 
-def find_pass_key(text):
-    return " " + re.search(r"pass key is (\d+)", text)[1]
-
-
 def find_value(text):
     key = re.search(r'Key: "(.*?)".*Value: "$', text, flags=re.S)[1]
     return re.search(rf'"{key}": "(.*)"', text)[1] + '"'
@@ -90,20 +84,12 @@ def find_code(text):
 
 
 NEEDLE = Needle(haystack=FILLER, lengths=[144, 200], depths=[0, 0.5, 1], samples_per_place=2)
-PASS_KEY = Needle(
-    haystack=FILLER,
-    lengths=[128],
-    depths=[0.2],
-    fact="\nThe pass key is {number}.\n",
-    question_text="\nWhat is the pass key? The pass key is",
-)
 PAIRS = KeyValuePairs(lengths=[480], depths=[0, 1], samples_per_place=2)
 CHAIN = TwoStageRetrieval(entries=[5, 9], samples_per_place=3)
 DIRECT = TwoStageRetrieval(entries=[5, 9], samples_per_place=3, chain_of_thought=False)
 TURNS = MultiTurnRecall(haystack=FILLER, turns=[2, 4], turn_tokens=24, samples_per_place=2)
 SCRIPTS: dict[str, tuple[Any, Script]] = {
     "needle": (NEEDLE, find_needle),
-    "passkey": (PASS_KEY, find_pass_key),
     "key_value": (PAIRS, find_value),
     "chain": (CHAIN, lambda text: " {0}. The color of {0} is {1}.".format(*look_up(text))),
     "direct": (DIRECT, lambda text: f" {look_up(text)[1]}"),
@@ -135,11 +121,6 @@ def run(task, script, model, tokenizer, **options):
     return results
 
 
-def text_loss(folders, tmp_path, **changes):
-    options = {"num_samples": 3, "context_tokens": 24, "scored_tokens": 8, "cache_folder": str(tmp_path), **changes}
-    return TextLoss(TextSource(str(folders.text)), **options)
-
-
 def plain_losses(model, sample):
     """Feed everything at once and read the losses of the continuation off the logits."""
     tokens = torch.tensor([*sample.prompt, *sample.after, *sample.continuation])
@@ -150,7 +131,7 @@ def plain_losses(model, sample):
 
 
 def test_windows_of_text_are_spread_and_scored_behind_their_context(folders, tmp_path, model, tokenizer):
-    task = text_loss(folders, tmp_path, scored_tokens=20, context_tokens=12, bucket_tokens=8)
+    task = TextLoss(TextSource(str(folders.text)), 3, 12, 20, 8, cache_folder=str(tmp_path))
     samples = task.samples(tokenizer, 300)
     stream = [*tokenizer(folders.text.read_text())["input_ids"], tokenizer.eos_token_id]
     last = len(stream) // 32 - 1
@@ -269,19 +250,13 @@ def test_facts_are_asked_of_one_compressed_context(question, model, word_tokeniz
         assert (sample.prompt[-len(sample.after) :] == sample.after) == (question == "known")
     assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
     assert {each.metrics["exact_match"] for each in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
-    engine = Engine(model, word_tokenizer, policy=LocalWindow(budget=Budget(tokens=8)))
+    engine = Engine(model, word_tokenizer)
     fed = count_fed(engine)
-    results = task.evaluate(engine, samples)
-    alone = [result for sample in samples for result in task.evaluate(engine, [sample])]
-    for mine, own in zip(results, alone, strict=True):
-        assert mine.metrics == pytest.approx(own.metrics, abs=1e-5)
-    assert all(torch.equal(mine.stats.slots, own.stats.slots) for mine, own in zip(results, alone, strict=True))
-    assert all(result.stats.mean_slots.max() <= 9 for result in results)
+    task.evaluate(engine, samples)
     contexts = {tuple(sample.prompt): len(sample.prompt) for sample in samples}
     twice = sum(2 * (len(each.prompt) + len(each.after)) for each in samples)  # to answer, and for the loss
     once = sum(contexts.values()) + sum(2 * len(each.after) for each in samples)
-    assert sum(fed) == twice + (once if question == "hidden" else twice)
-    assert engine.blocks_in_use == 0
+    assert sum(fed) == (once if question == "hidden" else twice)
 
 
 @pytest.mark.parametrize("question", ["known", "hidden"])
@@ -342,7 +317,7 @@ def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(na
     assert [each.continuation for each in other] != [each.continuation for each in samples]
 
 
-@pytest.mark.parametrize("name", ["needle", "passkey", "key_value", "chain", "direct"])
+@pytest.mark.parametrize("name", ["needle", "key_value", "chain", "direct"])
 def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(name, tokenizer, model):
     task, script = SCRIPTS[name]
     known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
@@ -360,15 +335,16 @@ METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(wi
 
 @pytest.mark.parametrize("method", [*METHODS, "gates"])
 def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
-    method, folders, word_tokenizer
+    method, folders, word_tokenizer, make_config
 ):
     model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
-    asked = {"name": "asked", "_target_": "dmc.results.tasks.FactRecall", "question": "both", **vars(FACTS)}
-    asked |= {"question": "both", "questions": 3, "haystack": FACTS.haystack}
-    config = build_config(CompareConfig, {"models": {"m": "x"}, "policies": [], "tasks": [asked], "budgets": []})
-    tasks: Any = {each.name: each.task for each in plan_tasks(config, CONFIGS, "x")}
-    assert {name: task.question for name, task in tasks.items()} == {"asked:known": "known", "asked:hidden": "hidden"}
-    for task in tasks.values():
+    asked = {"name": "a", "_target_": "dmc.results.tasks.FactRecall", **vars(FACTS), "question": "both", "questions": 3}
+    known, hidden = plan_tasks(make_config(tasks=[asked]), CONFIGS, "x")
+    assert [(each.name, each.task.question) for each in (known, hidden)] == [
+        ("a:known", "known"),
+        ("a:hidden", "hidden"),
+    ]
+    for task in (known.task, hidden.task):
         samples = task.samples(word_tokenizer, 300)
         prompts, after = [each.prompt for each in samples], [each.after for each in samples]
         assert len(samples) == 12 and len({tuple(each) for each in prompts}) == (12 if task.question == "known" else 4)
@@ -414,41 +390,31 @@ def test_the_pair_asked_for_stands_at_its_depth_of_as_many_as_fit(tokenizer):
 
 
 def test_any_text_can_hide_a_needle(folders, tmp_path, model, tokenizer):
-    source = TextSource(str(folders.text))
     options = {"lengths": [150], "depths": [0.5], "samples_per_place": 2, "cache_folder": str(tmp_path)}
-    task = Needle(haystack=source, **options)
+    task = Needle(haystack=TextSource(str(folders.text)), **options)
     first, second = task.samples(tokenizer, 300)
-    assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt
+    assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt and first.context == 0
     assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
 
 
-def test_filler_has_neither_beginnings_nor_ends_of_texts_inside(beginning_tokenizer, tmp_path):
-    for number in range(20):
-        (tmp_path / f"{number:02d}.txt").write_text("alpha beta gamma")
-    (windows,) = Encoder(beginning_tokenizer).filler(
-        TextSource(str(tmp_path / "*.txt")), 40, 1, str(tmp_path / "cache")
-    )
-    framing = framing_of(beginning_tokenizer)
-    assert len(windows) == 40 and not {*framing.begin, framing.end} & set(windows)
-
-
-def test_contexts_come_from_all_over_a_text_and_again_where_there_are_more(tokenizer, tmp_path):
-    (tmp_path / "text.txt").write_text(" ".join(f"{number:04d}" for number in range(400)))
-    filler, source = Encoder(tokenizer).filler, TextSource(str(tmp_path / "text.txt"))
+def test_filler_comes_from_all_over_a_text_without_the_ends_of_its_documents(beginning_tokenizer, tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number:02d}.txt").write_text(" ".join(f"{10 * number + place:04d}" for place in range(10)))
+    filler, source = Encoder(beginning_tokenizer).filler, TextSource(str(tmp_path / "*.txt"))
     every = filler(source, 40, 10**3, str(tmp_path / "cache"))
     count = every.index(every[0], 1)
     assert filler(source, 40, 3, str(tmp_path / "cache")) == [every[0], every[(count - 1) // 2], every[count - 1]]
-    assert every == [every[index % count] for index in range(10**3)]
+    assert every == [every[index % count] for index in range(10**3)]  # again where there are more
+    framing = framing_of(beginning_tokenizer)
+    assert all(len(each) == 40 and not {*framing.begin, framing.end} & {*each} for each in every[:count])
 
 
 def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer):
-    halves = [
-        dataclasses.replace(FACTS, keys=1, num_keys=2, questions=1, words=f"{n}_half") for n in ("first", "second")
-    ]
-    first, second = (
-        {(*each.after, *each.continuation) for each in half.samples(word_tokenizer, 300)} for half in halves
-    )
-    assert len(first) == len(second) == 1 and not first & second
+    asked = []
+    for words in ("first_half", "second_half"):
+        task = dataclasses.replace(FACTS, keys=1, num_keys=2, questions=1, words=words)
+        asked.append({(*each.after, *each.continuation) for each in task.samples(word_tokenizer, 300)})
+    assert [len(each) for each in asked] == [1, 1] and not asked[0] & asked[1]
     with pytest.raises(ValueError, match="keys=2: expected at most 1"):
         dataclasses.replace(FACTS, keys=2, num_keys=3, words="first_half")
 
@@ -487,20 +453,13 @@ def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
 
 
 def test_metrics_are_averaged_by_coordinates():
-    def result(length, depth, match):
-        coordinates = {"length": length, "depth": depth}
-        stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
-        return SampleResult({}, stats, [Breakdown(coordinates, {"match": match})])
-
-    results = [result(20, 0.5, 1), result(10, 0, 1), result(20, 0.5, 0), result(10, 0.5, 0)]
-    assert by_coordinates(results) == {
-        "by_length_and_depth": {
-            "length": [10, 20],
-            "depth": [0, 0.5],
-            "samples": [[1, 1], [0, 2]],
-            "match": [[1, 0], [None, 0.5]],
-        }
-    }
+    stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
+    found = [
+        SampleResult({}, stats, [Breakdown({"length": length, "depth": depth}, {"match": match})])
+        for length, depth, match in ((20, 0.5, 1), (10, 0, 1), (20, 0.5, 0), (10, 0.5, 0))
+    ]
+    table = {"length": [10, 20], "depth": [0, 0.5], "samples": [[1, 1], [0, 2]], "match": [[1, 0], [None, 0.5]]}
+    assert by_coordinates(found) == {"by_length_and_depth": table}
 
 
 @pytest.mark.parametrize(
