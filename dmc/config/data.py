@@ -44,7 +44,8 @@ class LessonConfig:
     keys: Count = 4
     """Number of different keys in a sequence."""
     of_keys: Count | None = None
-    """Number of first words to draw them from; None: all."""
+    """Number of words to draw them from, the first ones; for keys of several words others in each sequence, so that
+    keys share words and every word of them counts. None: all."""
 
 
 Words = Literal["all", "first_half", "second_half"]

@@ -82,8 +82,10 @@ class FactWriter:
         ((self._asking, _),) = self._pieces([QUESTION])
 
     def draw_keys(self, count: int, draw: np.random.Generator, of_keys: int | None = None) -> list[Key]:
-        """Draw distinct keys, of the first `of_keys` words."""
+        """Draw distinct keys of `of_keys` words: the first ones, for keys of several words any."""
         words = self.keys[:of_keys]
+        if of_keys is not None and self.key_words > 1:
+            words = draw.choice(self.keys, size=len(words), replace=False).tolist()
         shape = (len(words),) * self.key_words
         drawn = np.unravel_index(draw.choice(math.prod(shape), size=count, replace=False), shape)
         return [tuple(words[index] for index in key) for key in zip(*drawn, strict=True)]

@@ -166,10 +166,14 @@ def test_a_text_that_is_compressed_before_anyone_asks_says_each_fact_once_and_ev
     assert np.histogram(places, bins=2, range=(0, LENGTH))[0] / len(places) == pytest.approx([0.5] * 2, abs=0.07)
 
 
-def test_keys_of_several_words_are_distinct_and_of_the_first_words(wordy):
+def test_keys_of_several_words_are_distinct_and_share_few_words(wordy):
     writer, draw = FactWriter(wordy[1], 5, key_words=2), np.random.default_rng(0)
-    first, every = writer.draw_keys(9, draw, of_keys=3), writer.draw_keys(25, draw)
-    assert {*first} == {(one, other) for one in writer.keys[:3] for other in writer.keys[:3]}
+    drawn = [writer.draw_keys(9, draw, of_keys=3) for _ in range(20)]
+    words = [{word for key in keys for word in key} for keys in drawn]
+    pairs = [{(one, other) for one in own for other in own} for own in words]
+    assert [{*keys} for keys in drawn] == pairs
+    assert {len(own) for own in words} == {3} and set.union(*words) == {*writer.keys}
+    every = writer.draw_keys(25, draw)
     assert len({*every}) == 25 and {word for key in every for word in key} == {*writer.keys}
 
 
