@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from dmc.loading import load_with_tokenizer
-from dmc.results.compare import run_cells, unfinished
+from dmc.results.compare import run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.measurement import new_row
 from dmc.results.store import Store
@@ -149,7 +149,7 @@ def benchmark_rows(**task):
 def run_grid(config):
     """Measure the unfinished cells of a grid and return its store."""
     store = Store(Path(config.output) / "cells.jsonl")
-    run_cells(unfinished(plan_grid(config, CONFIGS), store), store, lambda model: load_with_tokenizer(model.path))
+    run_cells(plan_grid(config, CONFIGS), store, lambda model: load_with_tokenizer(model.path))
     return store
 
 

@@ -88,9 +88,7 @@ def compare(
     """
     planned, folder = plan_grid(config, configs), Path(config.output)
     store = Store(folder / "cells.jsonl")
-    cells = unfinished(planned, store)
-    print(f"{len(planned)} cells, {len(planned) - len(cells)} finished before: {store.path}", file=sys.stderr)
-    run_cells(cells, store, lambda model: load(model.path, model.dtype, model.revision))
+    run_cells(planned, store, lambda model: load(model.path, model.dtype, model.revision))
     keys = {cell.key for cell in planned}
     table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys if only_own else None)
     files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
@@ -101,22 +99,18 @@ def compare(
     return table
 
 
-def unfinished(cells: Sequence[Cell], store: Store) -> list[Cell]:
-    """List the cells that have no row or a failed one."""
-    finished = {row["key"] for row in store.rows() if row["status"] in FINISHED}
-    return [cell for cell in cells if cell.key not in finished]
-
-
 def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Callable[..., Engine] = Engine) -> None:
     """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
 
     Args:
-        cells: cells of the grid, grouped by model, so that every model is loaded once.
+        cells: cells of the grid, grouped by model, so that every model is loaded once; the finished ones are left out.
         store: receives the rows.
         load: returns a model, on its device, and its tokenizer.
         make_engine: called as `Engine`.
     """
-    source = provenance()
+    source, keys = provenance(), {row["key"] for row in store.rows() if row["status"] in FINISHED}
+    planned, cells = len(cells), [cell for cell in cells if cell.key not in keys]
+    print(f"{planned} cells, {planned - len(cells)} finished before: {store.path}", file=sys.stderr)
     with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
         loaded = models_of(load)
         for cell in own:
@@ -125,7 +119,7 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
             try:
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
-                row |= checked(measure(cell, subject, make_engine, _given(cell, store)))
+                row |= checked(measure(cell, subject, make_engine, _row(cell.same_bytes_as, store)))
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
@@ -237,14 +231,6 @@ def _row(key: str | None, store: Store) -> Row | None:
     return next((row for row in store.rows() if row["key"] == key), None)
 
 
-def _given(cell: Cell, store: Store) -> Row | None:
-    """Find the row whose bytes are a cell's budget; None: the budget is not in bytes."""
-    row = _row(cell.same_bytes_as, store)
-    if cell.same_bytes_as is not None and (row is None or row["status"] != DONE):
-        raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
-    return row
-
-
 def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
     """Measure quality and memory of one cell.
 
@@ -252,8 +238,9 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
         cell: cell of the grid.
         subject: the cell's model.
         make_engine: called as `Engine`.
-        given: row whose bytes, or a share of them, are the cell's budget; None: the budget is not in bytes.
+        given: row whose bytes, or a share of them, are the budget of a cell with one in bytes.
     Raises:
+        ArithmeticError: that row has no figures.
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
     config, task, size = cell.config, cell.task.task, cell.config.engine.max_batch_size
@@ -270,8 +257,10 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
             row, stats = run_samples(task, engine, _sketch(samples, size) if is_sketch else samples, size)
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
 
-    if given is None:
+    if cell.same_bytes_as is None:
         return measure_at(None)
+    if given is None or given["status"] != DONE:
+        raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None

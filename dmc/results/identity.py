@@ -18,7 +18,7 @@ MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 """File types that identify a model: weights, configuration, tokenizer and chat template, but no README."""
 
 
-def identity_of(value: Any, *without: str, settings: Mapping[str, Any] | None = None) -> Any:
+def identity_of(value: Any, *without: str, settings: Any = None) -> Any:
     """Return what defines an object, as JSON content.
 
     Options that have their default value are left out, so that a new option leaves the identity of all that do not use
@@ -27,7 +27,7 @@ def identity_of(value: Any, *without: str, settings: Mapping[str, Any] | None = 
     Args:
         value: an object, or plain content, which is returned as it is.
         without: names of options that do not count.
-        settings: what the object was built from: the options of a class that is no dataclass.
+        settings: what the object was built from, which stands for one that is no dataclass.
     Returns:
         Its class and options, the documents of a source, and a hash of the files of a user's own class.
     Raises:
@@ -40,16 +40,15 @@ def identity_of(value: Any, *without: str, settings: Mapping[str, Any] | None = 
         return [identity_of(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str, Mapping)):
         return value
-    kind = type(value)
-    options = {} if is_dataclass(value) else dict(settings or {})
+    kind, given, options = type(value), settings if isinstance(settings, Mapping) else {}, dict[str, Any]()
     for each in fields(value) if is_dataclass(value) else ():
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        own = identity_of(getattr(value, each.name))
+        own = identity_of(getattr(value, each.name), settings=given.get(each.name))
         if each.init and each.name not in without and own != identity_of(default):
             options[each.name] = own
     files = [path for each in kind.__mro__ if (path := _own_file(each)) is not None]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8] if files else ""
-    return [kind.__qualname__, code, options]
+    return [kind.__qualname__, code, options if is_dataclass(value) else given or str(value)]
 
 
 def _own_file(kind: type) -> Path | None:

@@ -10,7 +10,7 @@ from scripts_here import run_script
 
 from dmc import Engine, load_model
 from dmc.loading import load_with_tokenizer
-from dmc.results.compare import checked, run_cells, unfinished
+from dmc.results.compare import checked, run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
@@ -68,7 +68,7 @@ class Workshop:
 
 def run(config, workshop):
     store = Store(Path(config.output) / "cells.jsonl")
-    run_cells(unfinished(plan_grid(config, CONFIGS), store), store, workshop.load, workshop.make_engine)
+    run_cells(plan_grid(config, CONFIGS), store, workshop.load, workshop.make_engine)
     return store.rows()
 
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import sys
 from dataclasses import field, make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, write_report, write_rows
@@ -72,6 +74,10 @@ def test_a_new_option_leaves_what_does_not_use_it_as_it_is():
     assert build(old, budget=2) == build(new, budget=3) == build(new, budget=2, layers=(1, 2), recent=4)
     assert build(old, budget=2, recent=8) == build(new, budget=2, recent=8) != build(new, budget=2)
     assert build(new, budget=2, layers=[1]) != build(new, budget=2)
+    for one, other in ((Path("a"), Path("b")), (SimpleNamespace(size=1), SimpleNamespace(size=2))):  # no dataclasses
+        assert build(old, budget=2, recent=one) != build(old, budget=2, recent=other)
+        assert identity_of(one) != identity_of(other)
+        assert identity_of(one, settings={"size": 1}) != identity_of(one, settings={"size": 2})
 
 
 def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypatch, keys):

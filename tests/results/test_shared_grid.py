@@ -15,7 +15,7 @@ import torch
 from report_rows import CONFIGS
 
 from dmc.results import compare
-from dmc.results.compare import divide, run_cells, unfinished
+from dmc.results.compare import divide, run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.store import Store
 
@@ -71,8 +71,7 @@ def store_of(cells):
 
 
 def work(cells):
-    store = store_of(cells)
-    run_cells(unfinished(cells, store), store, lambda model: (MODEL, None), lambda *_, **__: None)
+    run_cells(cells, store_of(cells), lambda model: (MODEL, None), lambda *_, **__: None)
 
 
 def lines(path):
