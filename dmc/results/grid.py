@@ -118,6 +118,11 @@ class PlannedModel:
     """Hash of everything that defines it."""
 
     @property
+    def is_learned(self) -> bool:
+        """Return whether it has learned gates."""
+        return self.target_ratio is not None
+
+    @property
     def variant(self) -> str:
         """Return the common name of models that differ in their seed."""
         return self.settings.variant or self.name
@@ -190,9 +195,9 @@ class Cell:
         settings = {"model": told, "policy": method.settings, **task.settings}
         return task.row | {
             "key": digest(defining),
-            "method": f"{model.name}, {'learned' if model.target_ratio and asked is None else method.name}",
+            "method": f"{model.name}, {'learned' if model.is_learned and asked is None else method.name}",
             "model": model.name,
-            "learned": model.target_ratio is not None,
+            "learned": model.is_learned,
             "policy": method.name,
             "budget": asked,
             "task": task.name,
@@ -233,7 +238,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
     models = [plan_model(name, value) for name, value in config.models.items()]
     methods = plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
     tasks = plan_tasks(config, configs, models[0].settings.path)
-    stock = [model.name for model in models if model.target_ratio is None]
+    stock = [model.name for model in models if not model.is_learned]
     config = replace(config, reference=config.reference or next(iter(stock), None))
     fitting = [(model, method) for model in models for method in methods_for(model, methods, config.engine)]
     return place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
@@ -248,10 +253,10 @@ def methods_for(model: PlannedModel, methods: Sequence[Method], engine: EngineSe
     known = {method.name for method in methods}
     for unknown in {*(model.settings.policies or ())} - known:
         raise ValueError(f"models.{model.name}.policies: {unknown!r} is none of the grid's; {suggest(unknown, known)}")
-    found = [] if model.target_ratio is None else [Method()]
+    found = [Method()] if model.is_learned else []
     for method in methods:
         policy = method.build()
-        serves = model.target_ratio is None or (policy is not None and policy.serves_compressed)
+        serves = not model.is_learned or (policy is not None and policy.serves_compressed)
         if not serves or method.name not in (model.settings.policies or known):
             continue
         try:
@@ -272,30 +277,28 @@ def place_bytes(cells: Sequence[Cell]) -> list[Cell]:
     """
     first = [cell for cell in cells if cell.method.bytes_of is None]
     full = [cell for cell in first if cell.method.asked is None]
-    learned = [cell.model for cell in full if cell.model.target_ratio is not None]
-    known = sorted({name for model in learned for name in (model.name, model.variant)})
+    known = sorted({name for cell in full if cell.model.is_learned for name in (cell.model.name, cell.model.variant)})
     last = []
     for cell in cells:
-        whose, seed = cell.method.bytes_of, cell.model.settings.seed
-        if whose is None or cell.model.target_ratio is not None:
+        whose, model, seed = cell.method.bytes_of, cell.model, cell.model.settings.seed
+        if whose is None or model.is_learned:
             continue
-        given = [(whose, each) for each in full if each.task is cell.task and each.model is cell.model]
-        if share_of(whose) is None:
-            if whose not in (*known, "") or not known:
-                raise ValueError(f"budgets: {KIND}:{whose}: {whose!r} is no compressed model; {suggest(whose, known)}")
-            given = [
-                (each.model.name if seed is None else whose or each.model.variant, each)
-                for each in full
-                if each.task is cell.task and each.model in learned
-                if whose in ("", each.model.name, each.model.variant)
+        there = [each for each in full if each.task is cell.task]
+        if share_of(whose) is not None:
+            given = {each.key: whose for each in there if each.model is model}
+            if not given:
+                raise ValueError(f"budgets: {KIND}:{whose} needs the full cache of {model.name}: add full to policies")
+        elif not known or whose not in ("", *known):
+            raise ValueError(f"budgets: {KIND}:{whose}: {whose!r} is no compressed model; {suggest(whose, known)}")
+        else:
+            given = {
+                each.key: each.model.name if seed is None else whose or each.model.variant
+                for each in there
+                if each.model.is_learned and whose in ("", each.model.name, each.model.variant)
                 if seed is None or each.model.settings.seed in (None, seed)
-            ]
-        elif not given:
-            name = cell.model.name
-            raise ValueError(f"budgets: {KIND}:{whose} needs the full cache of {name}: add full to policies")
-        last += [
-            replace(cell, method=replace(cell.method, bytes_of=name), same_bytes_as=each.key) for name, each in given
-        ]
+            }
+        for key, name in given.items():
+            last.append(replace(cell, method=replace(cell.method, bytes_of=name), same_bytes_as=key))
     return first + last
 
 
@@ -321,13 +324,10 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
         else:
             is_ours = not isinstance(entry, dict) or bool({"like", "_target_"} & {*entry})
         (ours if is_ours else theirs).append(entry)
-
     asked: dict[str, dict[str, Any]] = {}
     for name, each in named_settings(ours, configs / "task", "tasks").items():
-        both = each.get("question") == "both"
-        asked |= (
-            {f"{name}:{which}": each | {"question": which} for which in get_args(Question)} if both else {name: each}
-        )
+        both = get_args(Question) if each.get("question") == "both" else ()
+        asked |= {f"{name}:{question}": each | {"question": question} for question in both} or {name: each}
     found = []
     for name, settings in asked.items():
         task: Task = build_target(settings, f"tasks.{name}")

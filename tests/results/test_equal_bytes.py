@@ -30,14 +30,23 @@ def test_a_ratio_is_found_at_which_a_method_takes_as_many_bytes(name, wanted):
         tried.append(ratio)
         return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio)}
 
+    def check(row):
+        size = row["mean_bytes_allocated_per_token"]
+        reachable = [1 / SAME_BYTES <= SIZES[name](1 / ratio) / wanted <= SAME_BYTES for ratio in range(1, 30)]
+        if name != "whole pages" or any(reachable):
+            assert 1 / SAME_BYTES <= size / wanted <= SAME_BYTES and len(tried) <= 4
+        else:
+            assert wanted <= size < wanted + 60  # no page fewer would do
+        assert row["requested_ratio"] in tried and len(tried) <= TRIES
+        tried.clear()
+
     row = at_bytes(measure, wanted, 1000 / wanted)
-    size = row["mean_bytes_allocated_per_token"]
-    reachable = [1 / SAME_BYTES <= SIZES[name](1 / ratio) / wanted <= SAME_BYTES for ratio in range(1, 30)]
-    if name != "whole pages" or any(reachable):
-        assert 1 / SAME_BYTES <= size / wanted <= SAME_BYTES and len(tried) <= 4
-    else:
-        assert wanted <= size < wanted + 60  # no page fewer would do
-    assert row["requested_ratio"] in tried and len(tried) <= TRIES
+    check(row)
+    first, reached = row["requested_ratio"], row["mean_bytes_allocated_per_token"]
+    assert at_bytes(measure, wanted, first, reached) == row and len(tried) == 1  # what some samples hold, all do
+    for share in (1.3, 0.6):  # all hold another share than some did
+        tried.clear()
+        check(at_bytes(measure, wanted, first * share, reached * share))
 
 
 def test_what_cannot_be_met_ends_with_what_comes_nearest():
@@ -56,23 +65,6 @@ def test_what_cannot_be_met_ends_with_what_comes_nearest():
         assert at_bytes(measure, 300, first)["mean_bytes_allocated_per_token"] < 600
     with pytest.raises(ValueError, match="no room"):
         at_bytes(lambda ratio: measure(ratio, 0.5), 300, 7)
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("share", [1.0, 1.3, 0.6])
-def test_a_few_samples_find_the_ratio_and_all_are_tried_once_unless_they_hold_another_share(name, share):
-    tried = []
-
-    def measure(ratio):
-        tried.append(ratio)
-        return {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio)}
-
-    few = at_bytes(lambda ratio: {"mean_bytes_allocated_per_token": SIZES[name](1 / ratio) * share}, 270, 3.7)
-    row = at_bytes(measure, 270, few["requested_ratio"], few["mean_bytes_allocated_per_token"])
-    size = row["mean_bytes_allocated_per_token"]
-    if share == 1:
-        assert tried == [row["requested_ratio"]]
-    assert 1 / SAME_BYTES <= size / 270 <= SAME_BYTES or (name == "whole pages" and 270 <= size < 330)
 
 
 @pytest.fixture

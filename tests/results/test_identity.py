@@ -151,13 +151,10 @@ def test_the_study_compares_what_its_own_settings_measured(folders, tmp_path):
     assert len(Store(tmp_path / "study" / "compare" / "cells.jsonl").rows()) == 3
 
 
-def test_a_cell_in_two_folders_is_shown_once(tmp_path):
-    folders = [write_rows([compare_row("full")], tmp_path / name / "cells.jsonl") for name in ("one", "two")]
-    page = read_folders(folders)
+def test_a_cell_in_two_folders_is_shown_once_and_one_policy_over_two_models_is_not_one_method(tmp_path):
+    twice = [write_rows([compare_row("full")], tmp_path / name / "cells.jsonl") for name in ("one", "two")]
+    page = read_folders(twice)
     assert len(page.summary) == 1 and not page.places.duplicated(["by", "position", "layer", "head"]).any()
-
-
-def test_one_policy_over_two_models_in_two_folders_is_not_taken_for_one_method(tmp_path):
     folders = []
     for model in ("one", "two"):
         rows = [compare_row("full", model=model, task=model), compare_row("h2o", 4.0, model, model=model)]
