@@ -17,7 +17,7 @@ models beside training-free methods in their bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,6 +33,12 @@ MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
 RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which a target counts as met."""
+PAIRED = ["task", "metric", "task_key", "samples_key"]
+"""Columns in which measurements agree that are paired sample by sample."""
+OF_FULL = ["key", "model", "named", "variant", "policy", "seed", "value", "samples", "bytes_per_token"]
+"""Columns of the full cache that a measurement is compared with."""
+BESIDE = ["variant", "task", "metric", "baseline", "baseline_lost", "baseline_bytes", "gap", "gap_error", "gap_lower"]
+BESIDE += ["gap_upper", "seeds", "seeds_ahead"]
 Standing = Literal["as good", "worse", "unknown", ""]
 Seeds = Sequence[Sequence[float]] | numpy.ndarray
 """Values of samples by seed; all seeds have the same samples."""
@@ -40,19 +46,42 @@ Seeds = Sequence[Sequence[float]] | numpy.ndarray
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over samples and seeds."""
+    """A mean over samples and seeds, with the bounds of its loss."""
 
     value: float
-    error: float | None
-    """Standard error; None: unknown, nothing can be claimed."""
-    reach: float = math.inf
-    """Distance between the value and its bounds."""
-    num_contexts: int = 0
-    by_seed: tuple[float, ...] = ()
-    of_contexts: tuple[float, float] | None = None
-    """Variance over contexts, and its degrees of freedom: the part that tasks of the same seeds do not share."""
+    """The mean; NaN: there is nothing to compare with."""
+    variance: float = math.nan
+    """Variance of the mean over contexts; NaN: unknown, nothing can be claimed."""
+    degrees: float = math.inf
+    """Degrees of freedom of that variance."""
     floor: float = 0.0
     """Minimum distance of the bounds, whatever the spread."""
+    num_contexts: int = 0
+    by_seed: tuple[float, ...] = ()
+    """Mean of each seed."""
+
+    @property
+    def variance_of_seeds(self) -> float:
+        """Variance of the mean over seeds; 0 for a single one."""
+        return float(numpy.var(self.by_seed, ddof=1)) / len(self.by_seed) if len(self.by_seed) > 1 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error; NaN: unknown."""
+        return math.sqrt(self.variance + self.variance_of_seeds)
+
+    @property
+    def reach(self) -> float:
+        """Distance between the value and its bounds.
+
+        Each variance is stretched by its own quantile: one of their sum is too small where two seeds happen to be
+        alike.
+        """
+        if math.isnan(self.variance):
+            return math.inf
+        of_contexts = max(_quantile(self.degrees) ** 2 * self.variance, self.floor**2)
+        of_seeds = _quantile(len(self.by_seed) - 1) ** 2 * self.variance_of_seeds if self.variance_of_seeds else 0.0
+        return math.sqrt(of_contexts + of_seeds)
 
     @property
     def lower(self) -> float:
@@ -69,21 +98,25 @@ class Estimate:
         """Number of seeds whose mean is above 0."""
         return sum(each > 0 for each in self.by_seed)
 
-    def contexts_needed(self, margin: float) -> int | None:
-        """Return the contexts needed for "as good" if no context shows a loss and there are too few."""
-        too_few = self.error is not None and self.value <= 0 and self.floor > margin
-        return math.ceil(3 / margin) if too_few and self.standing(margin) == "unknown" else None
-
     def standing(self, margin: float) -> Standing:
-        """Return what a loss shows: "as good" up to the margin, "worse", or "unknown"."""
-        if self.error is None:
-            return "unknown"
+        """Return what a loss shows: "as good" up to the margin, "worse", "unknown", or "" without a value."""
+        if math.isnan(self.value):
+            return ""
         if self.upper <= margin:
-            return "as good"
+            return "as good" if math.isfinite(self.reach) else "unknown"
         return "worse" if self.lower > 0 else "unknown"
 
+    def contexts_needed(self, margin: float) -> int | None:
+        """Return the contexts needed for "as good" if no context shows a loss and there are too few."""
+        too_few = self.value <= 0 and self.floor > margin and self.standing(margin) == "unknown"
+        return math.ceil(3 / margin) if too_few else None
 
-def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool = False) -> Estimate:
+
+def _quantile(degrees: float) -> float:
+    return float(stdtrit(degrees, CONFIDENCE))
+
+
+def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = False) -> Estimate:
     """Estimate a mean, its error clustered by context and by seed.
 
     The two variances are added, which counts the variance within a context and seed twice: with few seeds this is
@@ -96,55 +129,27 @@ def estimate(values: Seeds, contexts: Sequence[Hashable] = (), are_answers: bool
             n agree, 3 in n may still differ, at 95 %: the bound is never nearer.
     """
     found = numpy.asarray(values, dtype=float)
-    samples = found.shape[1]
-    if not samples:
-        return Estimate(math.nan, None)
-    mean, by_seed = float(found.mean()), found.mean(1)
-    members = numpy.unique(_codes(contexts or range(samples)), return_inverse=True)[1]
+    mean, by_seed, samples = float(found.mean()), tuple(found.mean(1).tolist()), found.shape[1]
+    members = numpy.unique([repr(each) for each in contexts or range(samples)], return_inverse=True)[1]
     sizes = numpy.bincount(members)
-    if len(sizes) < 2:
-        return Estimate(mean, None, num_contexts=len(sizes), by_seed=tuple(by_seed))
+    num = len(sizes)
+    if num < 2:
+        return Estimate(mean, num_contexts=num, by_seed=by_seed)
     parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
-    of_contexts = (len(sizes) - 1) / len(sizes) * float(parts @ parts)
+    variance = (num - 1) / num * float(parts @ parts)
     degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
-    floor = 3 / len(sizes) if are_answers else 0.0
-    return _with_seeds(mean, (of_contexts, degrees), floor, len(sizes), tuple(map(float, by_seed)))
+    return Estimate(mean, variance, degrees, 3 / num if are_answers else 0.0, num, by_seed)
 
 
-def _with_seeds(
-    value: float, contexts: tuple[float, float], floor: float, num: int, by_seed: tuple[float, ...]
-) -> Estimate:
-    """Add the variance of seeds to that of `num` contexts, each with its own degrees of freedom.
-
-    Each is stretched by its own quantile: one of their sum is too small where two seeds happen to be alike.
-    """
-    of_contexts, degrees = contexts
-    seeds, reach = len(by_seed), max(float(stdtrit(degrees, CONFIDENCE)) ** 2 * of_contexts, floor**2)
-    of_seeds = float(numpy.var(by_seed, ddof=1)) / seeds if seeds > 1 else 0.0
-    reach += float(stdtrit(seeds - 1, CONFIDENCE)) ** 2 * of_seeds if of_seeds else 0.0
-    error = math.sqrt(of_contexts + of_seeds)
-    return Estimate(value, error, math.sqrt(reach), num, by_seed, contexts, floor)
-
-
-def _codes(contexts: Iterable[Hashable]) -> list[int]:
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(each if isinstance(each, Hashable) else str(each), len(known)) for each in contexts]
-
-
-def difference(own: Seeds, other: Seeds, contexts: Sequence[Hashable] = (), higher_is_better: bool = False) -> Estimate:
+def difference(own: Seeds, other: Seeds, contexts: Sequence[Any] = (), higher_is_better: bool = False) -> Estimate:
     """Estimate how much worse `own` is than `other`, paired by sample and seed.
 
     Scores from 0 to 1 for which higher is better are answers: see `estimate`.
     """
-    first, second = numpy.asarray(own, dtype=float), numpy.asarray(other, dtype=float)
+    both = numpy.asarray([own, other], dtype=float)
     if not higher_is_better:
-        return estimate(first - second, contexts)
-    return estimate(second - first, contexts, are_scores(first) and are_scores(second))
-
-
-def are_scores(values: Any) -> bool:
-    """Return whether all values are from 0 to 1."""
-    return bool(((numpy.asarray(values) >= 0) & (numpy.asarray(values) <= 1)).all())
+        return estimate(both[0] - both[1], contexts)
+    return estimate(both[1] - both[0], contexts, are_answers=bool(((both >= 0) & (both <= 1)).all()))
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
@@ -152,22 +157,16 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
     What no context shows may all be in the task with the highest floor.
     """
-    if len(estimates) == 1:
+    num, seeds = len(estimates), [each.by_seed for each in estimates]
+    if num == 1:
         return estimates[0]
-    value, by_seed = math.fsum(each.value for each in estimates) / len(estimates), [each.by_seed for each in estimates]
-    seeds = tuple(map(float, numpy.mean(by_seed, axis=0))) if len({*map(len, by_seed)}) == 1 else ()
-    errors = [each.error for each in estimates if each.error is not None]
-    if len(errors) < len(estimates):
-        return Estimate(value, None, by_seed=seeds)
-    parts = [
-        (each.of_contexts if seeds else None) or (error**2, math.inf)
-        for each, error in zip(estimates, errors, strict=True)
-    ]
-    total = sum(part for part, _ in parts)
-    below = sum(part**2 / degrees for part, degrees in parts)
-    of_contexts = total / len(parts) ** 2, total**2 / below if below else math.inf
-    contexts, floor = sum(each.num_contexts for each in estimates), max(each.floor for each in estimates) / len(parts)
-    return _with_seeds(value, of_contexts, floor, contexts, seeds)
+    value = math.fsum(each.value for each in estimates) / num
+    by_seed = tuple(numpy.mean(seeds, axis=0).tolist()) if len({*map(len, seeds)}) == 1 else ()
+    parts = [(each.variance, each.degrees) if by_seed else (each.error**2, math.inf) for each in estimates]
+    total = sum(variance for variance, _ in parts)
+    below = sum(variance**2 / degrees for variance, degrees in parts)
+    floor, contexts = max(each.floor for each in estimates) / num, sum(each.num_contexts for each in estimates)
+    return Estimate(value, total / num**2, total**2 / below if below else math.inf, floor, contexts, by_seed)
 
 
 def margin_of(metric: str, full: float) -> float:
@@ -193,16 +192,13 @@ def summarize(
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
         the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `keys`.
     """
-    cells = _Cells(frame, reference)
-    whole = frame[(frame["by"] == "") & (frame["is_main"] if metrics is None else frame["metric"].isin(metrics))]
-    lines = []
-    if len(whole):
-        tasks = whole["benchmark"].fillna(whole["task"])
-        by = ["variant", "policy", "learned", "budget", *(["metric"] if metrics is not None else [])]
-        for _, group in whole.assign(shown=tasks).groupby(["shown", *by], dropna=False, sort=False):
-            for _, same in group.groupby("task_key", sort=False):
-                if set(same["members"].iloc[0]) <= set(same["task"]):
-                    lines.append(_line(same, cells))
+    whole, lines = _beside_full(frame, reference, metrics), []
+    whole["shown"] = whole["benchmark"].fillna(whole["task"])
+    by = ["shown", "variant", "policy", "learned", "budget", *(["metric"] if metrics is not None else [])]
+    for _, group in whole.groupby(by, dropna=False, sort=False):
+        for _, same in group.groupby("task_key", sort=False):
+            if set(same["members"].iloc[0]) <= set(same["task"]):
+                lines.append(_line(same))
     summary = pandas.DataFrame(lines)
     if len(summary):
         for name in ("budget", "split", "question"):
@@ -210,52 +206,96 @@ def summarize(
     return summary
 
 
-def _line(group: pandas.DataFrame, cells: _Cells) -> dict[str, Any]:
-    first, parts = group.iloc[0], [cells.seeds(part) for _, part in group.groupby("task", sort=False)]
-    values = [part.value for part in parts]
-    value, lost = mean_of(values), [part.lost for part in parts]
-    over = mean_of([each for each in lost if each is not None]) if None not in lost else None
-    full, whole = ([part.of_full(name) for part in parts] for name in ("value", "bytes_per_token"))
-    margin = margin_of(first["metric"], math.fsum(each or 0.0 for each in full) / len(full)) if over else math.nan
+def _beside_full(frame: pandas.DataFrame, reference: str | None, metrics: Sequence[str] | None) -> pandas.DataFrame:
+    """Return the newest measurements of whole tasks, each with those of its full cache as columns `NAME_of_full`.
+
+    The full cache is that of the row's model; of compressed models, and if a reference is given of other full caches,
+    that of the reference, with the same seed if there is one. NaN: there is none on the same samples, or nothing says
+    which.
+    """
+    is_shown = frame["is_main"] if metrics is None else frame["metric"].isin(metrics)
+    whole = frame[(frame["by"] == "") & is_shown]
+    whole = whole if reference is None else whole.assign(reference=reference)
+    method = ["variant", "policy", "learned", "budget", "task", "metric", "task_key"]
+    newest = whole.drop_duplicates([*method, "model"], keep="last")
+    last = newest.groupby(method, dropna=False)["samples_key"].transform("last")
+    newest = newest[newest["samples_key"].isna() | (newest["samples_key"] == last)]
+    full = whole[whole["is_full"]][[*PAIRED, *OF_FULL]]
+    both = newest.reset_index().merge(full, on=PAIRED, suffixes=("", "_of_full"))
+    is_named = both["reference"].isna()
+    for name in ("model", "named", "variant"):
+        is_named |= both[f"{name}_of_full"] == both["reference"]
+    needs_reference = both["learned"] | (both["is_full"] & (reference is not None))
+    both = both[is_named.where(needs_reference, both["model_of_full"] == both["model"])]
+    same_seed = both["seed_of_full"] == both["seed"]
+    both = both[same_seed | ~same_seed.groupby(both["index"]).transform("any")]
+    both = both[both.groupby("index")["model_of_full"].transform("nunique") == 1]
+    both = both.drop_duplicates("index", keep="last").set_index("index")
+    return newest.join(both[[f"{name}_of_full" for name in OF_FULL]])
+
+
+def _line(group: pandas.DataFrame) -> dict[str, Any]:
+    """Summarize the measurements of one method at one budget, over its seeds and the tasks of a benchmark."""
+    first, parts = group.iloc[0], [rows for _, rows in group.groupby("task", sort=False)]
+    value, lost = mean_of([_value_of(rows) for rows in parts]), mean_of([_lost(rows) for rows in parts])
+    full = group[["value_of_full", "bytes_per_token_of_full"]].mean(skipna=False)
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
-    size, wanted = (
-        float((group[name] * weights).sum(skipna=False) / weights.sum())
-        for name in ("bytes_per_token", "requested_bytes_per_token")
-    )
+    sizes = group[["bytes_per_token", "requested_bytes_per_token"]].mul(weights, axis=0).sum(skipna=False)
+    entries = (1 / group[["requested_ratio", "achieved_ratio", "end_ratio"]]).mul(weights, axis=0).sum()
     names = ("variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question")
-    asked = asked_of(first)
-    own = first["learned"] and first["budget"] is None
-    method = f"{first['variant']}, {'learned' if own else first['policy']}"
+    asked, margin = asked_of(first), margin_of(first["metric"], full["value_of_full"])
+    method = f"{first['variant']}, {'learned' if first['learned'] and first['budget'] is None else first['policy']}"
+    is_compared = not math.isnan(lost.value)
     return {
         "title": method if first["is_full"] else f"{method}, {asked}",
         "method": method,
-        **{name: first[name] for name in names},
+        **first[[*names]],
         "metric": first["metric"] if group["metric"].nunique() == 1 else "mean",
         "asked": asked,
         "task": first["benchmark"] or first["task"],
         "value": value.value,
         "value_error": value.error,
-        "against": None if over is None else parts[0].against,
-        "lost": over and over.value,
-        "lost_error": over and over.error,
-        "lost_lower": over and over.lower,
-        "lost_upper": over and over.upper,
+        "against": f"{first['variant_of_full']}, {first['policy_of_full']}" if is_compared else None,
+        "lost": lost.value,
+        "lost_error": lost.error,
+        "lost_lower": lost.lower,
+        "lost_upper": lost.upper,
         "margin": margin,
-        "standing": "" if over is None else over.standing(margin),
-        "contexts_needed": over.contexts_needed(margin) if over else None,
-        "seeds": len(parts[0].values),
-        "seeds_worse": over and over.num_seeds_above,
-        "requested_ratio": float(weights.sum() / (weights / group["requested_ratio"]).sum()),
-        "achieved_ratio": float(weights.sum() / (weights / group["achieved_ratio"]).sum()),
-        "bytes_per_token": size,
-        "requested_bytes_per_token": wanted,
-        "share": None if None in whole else size * len(whole) / math.fsum(each or 0.0 for each in whole),
-        "end_ratio": float(weights.sum() / (weights / group["end_ratio"]).sum()),
+        "standing": lost.standing(margin),
+        "contexts_needed": lost.contexts_needed(margin),
+        "seeds": len(parts[0]),
+        "seeds_worse": lost.num_seeds_above,
+        **sizes / weights.sum(),
+        **weights.sum() / entries,
+        "share": sizes["bytes_per_token"] / weights.sum() / full["bytes_per_token_of_full"],
         "peak_bytes": group["peak_bytes"].max(),
-        "samples": int(sum(part.rows["num_samples"].iloc[0] for part in parts)),
+        "samples": int(sum(rows["num_samples"].iloc[0] for rows in parts)),
         "contexts": value.num_contexts,
         "keys": list(group["key"]),
     }
+
+
+def _value_of(rows: pandas.DataFrame) -> Estimate:
+    """Estimate a task's metric over seeds, with the task's own errors where no samples are kept."""
+    value, by_seed = math.fsum(rows["value"]) / len(rows), tuple(rows["value"])
+    if rows["samples"].map(bool).all():
+        return replace(estimate([*rows["samples"]], rows["contexts"].iloc[0]), value=value, by_seed=by_seed)
+    return Estimate(value, (rows["error"] ** 2).mean(skipna=False) / len(rows), by_seed=by_seed)
+
+
+def _lost(rows: pandas.DataFrame) -> Estimate:
+    """Estimate the loss against the full cache over seeds; without a value where it is unknown, or these are it."""
+    if rows["key_of_full"].isna().any() or (rows["key_of_full"] == rows["key"]).all():
+        return Estimate(math.nan)
+    if rows[["samples", "samples_of_full"]].map(bool).all(axis=None):
+        return _difference(rows, "samples", "samples_of_full")
+    return difference(rows[["value"]], rows[["value_of_full"]], higher_is_better=bool(rows["higher_is_better"].iloc[0]))
+
+
+def _difference(rows: pandas.DataFrame, own: str, other: str) -> Estimate:
+    """Estimate how much worse the samples of one column are than those of another, over seeds."""
+    first = rows.iloc[0]
+    return difference([*rows[own]], [*rows[other]], first["contexts"], bool(first["higher_is_better"]))
 
 
 def asked_of(row: Any) -> str:
@@ -270,143 +310,45 @@ def asked_of(row: Any) -> str:
     return f"CR {row['requested_ratio']:g}"
 
 
-@dataclass(frozen=True)
-class _Seeds:
-    """One method at one budget on one task, over seeds, with each seed's full cache."""
-
-    rows: pandas.DataFrame
-    full: list[pandas.Series | None]
-    """Full cache of each seed; None: there is none on the same samples."""
-
-    @property
-    def values(self) -> list[float]:
-        return list(self.rows["value"])
-
-    @property
-    def samples(self) -> list[list[float]]:
-        return [] if any(not each for each in self.rows["samples"]) else list(self.rows["samples"])
-
-    @property
-    def contexts(self) -> list[Any]:
-        return list(self.rows["contexts"].iloc[0])
-
-    @property
-    def against(self) -> str | None:
-        """Name of the full cache; None without one."""
-        return next((f"{each['variant']}, {each['policy']}" for each in self.full if each is not None), None)
-
-    def of_full(self, name: str) -> float | None:
-        """Average a column of the full caches; None where a seed has none."""
-        known = [each[name] for each in self.full if each is not None]
-        return sum(known) / len(known) if known and len(known) == len(self.full) else None
-
-    @property
-    def lost(self) -> Estimate | None:
-        """Loss against the full cache; None without one, or for that cache itself."""
-        full = [each for each in self.full if each is not None]
-        if len(full) < len(self.full) or all(
-            each["key"] == key for each, key in zip(full, self.rows["key"], strict=True)
-        ):
-            return None
-        others, higher = [each["samples"] for each in full], bool(self.rows["higher_is_better"].iloc[0])
-        if not self.samples or any(not each for each in others):
-            values = [value - each["value"] for value, each in zip(self.values, full, strict=True)]
-            values = [-each for each in values] if higher else values
-            return Estimate(sum(values) / len(values), None, by_seed=tuple(values))
-        return difference(self.samples, others, self.contexts, higher)
-
-    @property
-    def value(self) -> Estimate:
-        """The task's metric, with the task's own error if no samples are kept."""
-        value = math.fsum(self.values) / len(self.values)
-        if self.samples:
-            return replace(estimate(self.samples, self.contexts), value=value, by_seed=tuple(self.values))
-        errors = [each for each in self.rows["error"] if each == each]
-        error = math.hypot(*errors) / len(errors) if len(errors) == len(self.values) else None
-        return Estimate(value, error, by_seed=tuple(self.values))
-
-
-class _Cells:
-    """A frame with lookups of the cells to compare."""
-
-    def __init__(self, frame: pandas.DataFrame, reference: str | None) -> None:
-        self.frame, self.reference = frame, reference
-        self.whole = frame[frame["by"] == ""]
-        self.full = self.whole[self.whole["is_full"]]
-        self._full_of_task = dict(iter(self.full.groupby(["task", "metric", "task_key"])))
-
-    def seeds(self, rows: pandas.DataFrame) -> _Seeds:
-        """Group the seeds of one task: the newest row of each model, if on the same samples as the newest row."""
-        rows = rows.drop_duplicates("model", keep="last")
-        rows = rows[rows["samples_key"].eq(rows["samples_key"].iloc[-1]) | rows["samples_key"].isna()]
-        return _Seeds(rows, [self.full_of(row) for _, row in rows.iterrows()])
-
-    def full_of(self, row: pandas.Series) -> pandas.Series | None:
-        """Find the full cache of a row's model, or of the reference for compressed models (if given, for all)."""
-        same = self._full_of_task.get((row["task"], row["metric"], row["task_key"]), self.full[:0])
-        same = same[numpy.array([key == row["samples_key"] for key in same["samples_key"]], dtype=bool)]
-        if not row["learned"] and not (row["is_full"] and self.reference):
-            same = same[same["model"] == row["model"]]
-        else:
-            wanted = self.reference or row["reference"]
-            if wanted is not None:
-                same = same[(same["model"] == wanted) | (same["named"] == wanted) | (same["variant"] == wanted)]
-            if row["seed"] is not None and row["seed"] == row["seed"] and (same["seed"] == row["seed"]).any():
-                same = same[same["seed"] == row["seed"]]
-        return same.iloc[-1] if same["model"].nunique() == 1 else None
-
-    def baselines_of(self, row: pandas.Series, full: pandas.Series) -> pandas.DataFrame:
-        """Find every policy on a full cache's model and samples at the budget that took a row's bytes, by policy.
-
-        The budget is the nearest within `SAME_BYTES`, or else the next larger one up to `WHOLE_PAGES`.
-        """
-        names = ["model", "task", "metric", "task_key", "samples_key"]
-        same = self.whole[(self.whole[names] == full[names]).all(axis=1) & ~self.whole["is_full"]]
-        same = same.drop_duplicates(["policy", "budget"], keep="last")
-        over = same["bytes_per_token"] / row["bytes_per_token"]
-        is_same = over.between(1 / SAME_BYTES, SAME_BYTES)
-        same = same.assign(over=over, is_more=~is_same, distance=numpy.log(over).abs())
-        near = same[(is_same | over.between(1, WHOLE_PAGES)) & same["samples"].astype(bool)]
-        return near.sort_values(["is_more", "distance"], kind="stable").drop_duplicates("policy").set_index("policy")
-
-
 def beside_baselines(
     frame: pandas.DataFrame, reference: str | None = None, metrics: Sequence[str] | None = None
 ) -> pandas.DataFrame:
     """Compare every compressed model with every training-free method in as many bytes, seed by seed.
 
+    Of a method's budgets it is the nearest within `SAME_BYTES`, or else the next larger one up to `WHOLE_PAGES`.
+
     Returns:
         Columns: `variant`, `task`, `metric`, `baseline` (the training-free method), `baseline_lost` (how much worse
         than the full cache it is in these bytes), `baseline_bytes` (over the model's), `gap` (how much worse the
-        baseline is than the model: positive is for the model), `gap_error`, `gap_lower`, `gap_upper`, `standing` of
-        the model beside the baseline, `seeds`, `seeds_ahead` (in which the model is better), `is_best` (of all
-        baselines the one that loses least; chosen on these data, which favors the baseline).
+        baseline is than the model: positive is for the model), `gap_error`, `gap_lower`, `gap_upper`, `seeds`,
+        `seeds_ahead` (in which the model is better), `is_best` (of all baselines the one that loses least; chosen on
+        these data, which favors the baseline).
     """
-    cells = _Cells(frame, reference)
-    whole = cells.whole[cells.whole["learned"] & cells.whole["budget"].isna()]
-    whole = whole[whole["is_main"] if metrics is None else whole["metric"].isin(metrics)]
-    lines: list[dict[str, Any]] = []
-    for (variant, task, metric, _), rows in whole.groupby(["variant", "task", "metric", "task_key"], sort=False):
-        part = cells.seeds(rows)
-        if not part.samples or any(full is None or not full["samples"] for full in part.full):
+    whole = _beside_full(frame, reference, metrics)
+    by = ["variant", "task", "metric", "task_key"]
+    learned = whole[whole["learned"] & whole["budget"].isna()]
+    learned = learned.assign(seeds=learned.groupby(by)["key"].transform("size"))
+    learned = learned[learned[["samples", "samples_of_full"]].map(bool).all(axis=1)]
+    methods = whole[~whole["is_full"] & whole["samples"].map(bool)]
+    methods = methods[[*PAIRED, "model", "policy", "samples", "bytes_per_token"]]
+    left, right = [*PAIRED, "model_of_full"], [*PAIRED, "model"]
+    near = learned.merge(methods, left_on=left, right_on=right, suffixes=("", "_of_method"))
+    over = near["bytes_per_token_of_method"] / near["bytes_per_token"]
+    is_more = ~over.between(1 / SAME_BYTES, SAME_BYTES)
+    near = near.assign(over=over, is_more=is_more, distance=numpy.log(over).abs())
+    near = near[~is_more | over.between(1, WHOLE_PAGES)].sort_values(["is_more", "distance"], kind="stable")
+    near = near.drop_duplicates(["key", "metric", "policy_of_method"])
+    lines = []
+    for (variant, task, metric, _, baseline), rows in near.groupby([*by, "policy_of_method"], sort=False):
+        if len(rows) < rows["seeds"].iloc[0]:
             continue
-        full = [each for each in part.full if each is not None]
-        near = [cells.baselines_of(row, each) for (_, row), each in zip(part.rows.iterrows(), full, strict=True)]
-        higher, margin, found = bool(rows["higher_is_better"].iloc[0]), margin_of(metric, float(full[0]["value"])), []
-        for policy in near[0].index:
-            if not all(policy in each.index for each in near):
-                continue
-            values = [each.loc[policy, "samples"] for each in near]
-            gap = difference(values, part.samples, part.contexts, higher)
-            lost = difference(values, [each["samples"] for each in full], part.contexts, higher)
-            line = {"variant": variant, "task": task, "metric": metric, "baseline": policy, "baseline_lost": lost.value}
-            line["baseline_bytes"] = float(numpy.mean([each.loc[policy, "over"] for each in near]))
-            line |= {"gap": gap.value, "gap_error": gap.error, "gap_lower": gap.lower, "gap_upper": gap.upper}
-            line |= {"standing": replace(gap, value=-gap.value).standing(margin)}
-            found.append(line | {"seeds": len(near), "seeds_ahead": gap.num_seeds_above})
-        best = min((each["baseline_lost"] for each in found), default=None)
-        lines += [each | {"is_best": each["baseline_lost"] == best} for each in found]
-    return pandas.DataFrame(lines)
+        lost = _difference(rows, "samples_of_method", "samples_of_full")
+        gap = _difference(rows, "samples_of_method", "samples")
+        line = [variant, task, metric, baseline, lost.value, rows["over"].mean()]
+        lines.append([*line, gap.value, gap.error, gap.lower, gap.upper, len(rows), gap.num_seeds_above])
+    beside = pandas.DataFrame(lines, columns=BESIDE)
+    least = beside.groupby(["variant", "task", "metric"])["baseline_lost"].transform("min")
+    return beside.assign(is_best=beside["baseline_lost"] == least)
 
 
 def meets_target(row: Any) -> bool:

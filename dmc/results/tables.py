@@ -155,6 +155,8 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def verdict(line: pandas.Series) -> str:
         told = line["standing"].replace("unknown", "cannot tell")
+        if not line["standing"]:
+            return ""
         if not pandas.isna(needed := line["contexts_needed"]):
             told = f"no significant loss; calling it as good takes {needed:.0f} texts"
         return ", ".join(filter(None, [told, _seeds(line, "seeds_worse", "worse")]))

@@ -1,6 +1,7 @@
 """Lines of a table: over seeds, beside the full cache and beside baselines in as many bytes."""
 
 import csv
+import math
 
 import numpy
 import pandas
@@ -52,7 +53,7 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
     assert (merge["contexts"], merge["samples"], merge["share"]) == (8, 16, 0.25)
     assert merge["lost_lower"] < merge["lost"] < merge["lost_upper"] and merge["margin"] == 0.02
     assert (full["standing"], bool(full["is_full"]), full["asked"]) == ("", True, "full cache")
-    assert full["lost"] is None or full["lost"] != full["lost"]
+    assert math.isnan(full["lost"])
     assert len(merge["keys"]) == 3
     assert pareto_front(summary.reset_index()) == [4, 3, 0]
 
@@ -61,7 +62,7 @@ def test_baselines_are_compared_in_as_many_bytes_sample_by_sample():
     beside = beside_baselines(study()).set_index("baseline")
     assert list(beside.index) == ["h2o"]  # snapkv has no budget so small, though it was asked for CR 4
     h2o = beside.loc["h2o"]
-    assert bool(h2o["is_best"]) and (h2o["seeds"], h2o["seeds_ahead"], h2o["standing"]) == (3, 3, "as good")
+    assert bool(h2o["is_best"]) and (h2o["seeds"], h2o["seeds_ahead"]) == (3, 3)
     assert h2o["baseline_lost"] == pytest.approx(0.3 + NOISE.mean())
     assert h2o["gap"] == pytest.approx(0.25 - 0.001) and h2o["gap_error"] < 0.002
     assert h2o["baseline_bytes"] == 1.0
