@@ -235,7 +235,7 @@ def check_speed(place: Place) -> Rows:
     models = {
         ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig()) for ratio in config.ratios
     }
-    for found in run_benchmark(config, models, None, lambda _: None):
+    for found in run_benchmark(config, models):
         metrics, name = found["metrics"], found["policy"]
         if "largest_batch" in metrics:
             in_bytes = f"in {found['coordinates']['memory'] / 2**20:.0f} MiB of pages"

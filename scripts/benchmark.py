@@ -44,10 +44,11 @@ def main(settings: DictConfig) -> None:
     if server is not None:
         return print(report_load(build_config(LoadConfig, {"server": server, "output": values["output"], **load})))
     config = build_config(BenchmarkConfig, values)
-    folder = Path(config.output)
-    path = folder / "cells.jsonl"
-    rows = run_benchmark(config, *build_models(config), lambda row: Store(path).append(row))  # no folder before a row
-    store, keys = Store(path), [row["key"] for row in rows]
+    folder, keys = Path(config.output), []
+    for row in run_benchmark(config, *build_models(config)):
+        store = Store(folder / "cells.jsonl")  # no folder before a row
+        store.append(row)
+        keys.append(row["key"])
     print(f"\n{write_tables(store, folder, keys=keys)}\n\n{store.path}")
 
 

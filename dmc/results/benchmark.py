@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,8 +131,12 @@ class HuggingFaceDecoder:
 
     def decode(self, steps: int) -> list[float]:
         """See `EngineDecoder`."""
-        clock = _Clock()
-        clock.marks.append(time.perf_counter())
+        marks = [time.perf_counter()]
+
+        def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
+            marks.append(time.perf_counter())
+            return scores
+
         self._tokens = self._model.generate(
             self._tokens,
             attention_mask=torch.ones_like(self._tokens),
@@ -139,26 +144,15 @@ class HuggingFaceDecoder:
             max_new_tokens=steps,
             min_new_tokens=steps,
             do_sample=False,
-            logits_processor=[clock],
+            logits_processor=[mark],
             pad_token_id=0,
         )
-        return [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(marks)]
 
     def memory(self) -> tuple[int, float]:
         """See `EngineDecoder`."""
         tensors = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors), 1.0
-
-
-class _Clock:
-    """A logits processor that records the time of each step's logits."""
-
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.marks.append(time.perf_counter())
-        return scores
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -170,9 +164,7 @@ def seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def run_benchmark(
-    config: BenchmarkConfig, models: dict[float, Any], plain: Any | None, on_row: Callable[[Row], None]
-) -> list[Row]:
+def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any | None = None) -> Iterator[Row]:
     """Measure every decoder at every batch size, and the largest batches if a memory budget is given.
 
     Args:
@@ -180,40 +172,25 @@ def run_benchmark(
         models: model of the engine by ratio: a stock one for 1, a compressed one above, whose gates are made to decide
             at random.
         plain: a stock model for `generate()`, or None.
-        on_row: receives every row as soon as it is measured.
-    Returns:
-        All rows, for a `Store`.
+    Yields:
+        Rows for a `Store`, as soon as they are measured.
     """
     for ratio, model in models.items():
         if ratio > 1:
             set_synthetic_gates(model, ratio, config.seed)
-    rows = []
-
-    def keep(row: Row) -> None:
-        rows.append(row)
-        on_row(row)
-
     for batch_size in config.batch_sizes:
         prompts = random_prompts(models[config.ratios[0]], batch_size, config)
         decoders: list[Any] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
         if plain is not None:
             decoders.append(HuggingFaceDecoder(plain, prompts, config))
-        for row in time_interleaved(decoders, batch_size, config):
-            keep(row)
-    if config.memory is not None:
-        for ratio in config.ratios:
-            metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
-            keep(_row(config, f"engine CR {ratio:g}", ratio, metrics, {"memory": config.memory}, achieved_ratio=None))
-    return rows
+        yield from time_interleaved(decoders, batch_size, config)
+    for ratio in config.ratios if config.memory is not None else ():
+        metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
+        yield _row(config, f"engine CR {ratio:g}", ratio, metrics, {"memory": config.memory}, achieved_ratio=None)
 
 
 def _row(
-    config: BenchmarkConfig,
-    name: str,
-    ratio: float,
-    metrics: Mapping[str, float],
-    place: Mapping[str, int],
-    **memory: Any,
+    config: BenchmarkConfig, name: str, ratio: float, metrics: dict[str, float], place: dict[str, Any], **memory: Any
 ) -> Row:
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
     settings = {"model": asdict(config.model), "policy": {"ratio": ratio}}
@@ -232,12 +209,11 @@ def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tens
 
 def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options: Any) -> Engine:
     """Build an engine from the configuration."""
-    options = {"block_size": config.block_size, "kernels": config.kernels, "max_batch_size": batch_size, **options}
-    return Engine(model, **options)
+    return Engine(model, block_size=config.block_size, kernels=config.kernels, max_batch_size=batch_size, **options)
 
 
-def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> list[Row]:
-    """Prefill every decoder, then let them decode in turns."""
+def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> Iterator[Row]:
+    """Prefill every decoder, then let them decode in turns; yield a row for each."""
     first = [seconds(decoder.prefill) for decoder in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in decoders]
     for decoder in decoders:
@@ -245,13 +221,12 @@ def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConf
     for _ in tqdm(range(config.rounds), desc=f"decode, batch {batch_size}"):
         for decoder, step_times in zip(decoders, steps, strict=True):
             step_times += decoder.decode(config.new_tokens // config.rounds)
-    rows, place = [], {"batch": batch_size, "length": config.prompt_length}
+    place = {"batch": batch_size, "length": config.prompt_length}
     for decoder, first_seconds, step_times in zip(decoders, first, steps, strict=True):
         step, (allocated, achieved) = statistics.median(step_times), decoder.memory()
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
         memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(step_times)}
-        rows.append(_row(config, decoder.name, decoder.ratio, metrics, place, **memory))
-    return rows
+        yield _row(config, decoder.name, decoder.ratio, metrics, place, **memory)
 
 
 def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:

@@ -91,26 +91,20 @@ class Measurement(TypedDict):
     """Allocated bytes, whole pages and all other state, over the same positions: the measure of equal memory."""
     end_ratio: float
     """Compression ratio at the last step of each sample, to which targets refer."""
-    end_bytes_per_token: float
     peak_bytes: float
     """Maximum bytes at any position of any sample."""
     mean_tokens: float
     """Mean tokens seen over positions and samples: the weight of a ratio."""
-    device: str
     reference: str | None
     """Model whose full cache a compressed one is compared with."""
     task_key: str
     """Hash of the task's settings and the engine's: only rows of one key are compared."""
-    settings: dict[str, Any]
-    """Model, policy with all its options, task, engine, seed."""
-    provenance: dict[str, Any]
-    """Command, commit, machine and versions."""
 
 
 TYPES: dict[str, type] = {
     **dict.fromkeys(("learned", "is_full", "is_main", "higher_is_better"), bool),
     **dict.fromkeys(("value", "error", "requested_ratio", "achieved_ratio", "bytes_per_token", "mean_tokens"), float),
-    **dict.fromkeys(("requested_bytes_per_token", "end_ratio", "end_bytes_per_token", "peak_bytes"), float),
+    **dict.fromkeys(("requested_bytes_per_token", "end_ratio", "peak_bytes"), float),
     **dict.fromkeys(COORDINATES, float),
 }
 
@@ -172,11 +166,10 @@ def _shared(row: Row) -> dict[str, Any]:
     model = (row.get("settings") or {}).get("model") or {}
     model = model if isinstance(model, dict) else {}
     names = ("key", "method", "model", "learned", "policy", "budget", "task", "task_key", "requested_ratio")
-    others = ("benchmark", "split", "question", "samples_key", "reference")
-    own = ("settings", "provenance", "requested_bytes_per_token")
+    others = ("benchmark", "split", "question", "samples_key", "reference", "requested_bytes_per_token", "folder")
     return {
         **{name: row[name] for name in (*names, "higher_is_better", "main_metric")},
-        **{name: row.get(name) for name in (*others, *own)},
+        **{name: row.get(name) for name in others},
         **{name: row.get(name) or [] for name in ("members", "contexts")},
         "named": row.get("named", row["model"]),
         "variant": model.get("variant") or row["model"],
@@ -185,11 +178,8 @@ def _shared(row: Row) -> dict[str, Any]:
         "achieved_ratio": row.get("mean_achieved_ratio", row["achieved_ratio"]),
         "bytes_per_token": row.get("mean_bytes_allocated_per_token", row["bytes_allocated_per_token"]),
         "end_ratio": row["achieved_ratio"],
-        "end_bytes_per_token": row["bytes_allocated_per_token"],
         "peak_bytes": row.get("peak_bytes_allocated", row.get("bytes_allocated")),
         "mean_tokens": row.get("mean_tokens") or 1.0,
-        "device": row.get("device") or "",
-        "folder": row.get("folder"),
     }
 
 

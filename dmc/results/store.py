@@ -85,9 +85,8 @@ class Store:
                 row = None
             if not is_row(row):
                 if number not in self._reported:
-                    old = isinstance(row, dict) and "key" in row and "policy_key" not in row
-                    why = "an earlier version's" if old else "damaged"
-                    logger.warning("%s, line %d is %s: it is left out, its cell runs again", self.path, number, why)
+                    why = "damaged, or of an earlier version: it is left out, its cell runs again"
+                    logger.warning("%s, line %d is %s", self.path, number, why)
                 self._reported.add(number)
                 continue
             rows.pop(row["key"], None)
@@ -129,29 +128,29 @@ def told_apart(rows: Sequence[Row]) -> list[Row]:
     `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; unambiguous
     names stay. The field `named` keeps the user's name of the model.
     """
-    known: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        for kind in KINDS:
-            column, settings = _column(kind, row), row.get("settings") or {}
-            own = settings.get(kind) or {}
-            if kind == "task":
-                own = {name: value for name, value in settings.items() if name not in ("model", "policy")}
-            known.setdefault((kind, row[column]), {})[row[f"{kind}_key"]] = flattened(own)
-    labels = {name: _labels(settings) for name, settings in known.items()}
-    found = []
-    for row in rows:
-        told = {"named": row["model"]}
-        for kind in KINDS:
-            if kind == "task" and row["task"] == "load":  # whose settings are the points of one curve
-                continue
+    found = [row | {"named": row["model"]} for row in rows]
+    for kind in KINDS:
+        # the settings of loads are the points of one curve
+        own = [row for row in found if kind != "task" or row["task"] != "load"]
+        known: dict[str, dict[str, Row]] = {}
+        for row in own:
+            known.setdefault(row[_column(kind, row)], {})[row[f"{kind}_key"]] = _settings_of(kind, row)
+        labels = {name: _labels(settings) for name, settings in known.items()}
+        for row in own:
             column = _column(kind, row)
-            label = labels[kind, row[column]][row[f"{kind}_key"]]
-            told[column] = f"{row[column]} ({label})" if label else row[column]
-        if (told["model"], told["policy"]) != (row["model"], row["policy"]):
-            learned = row["learned"] and row["budget"] is None
-            told["method"] = f"{told['model']}, {'learned' if learned else told['policy']}"
-        found.append(row | told)
+            if label := labels[row[column]][row[f"{kind}_key"]]:
+                row[column] += f" ({label})"
+    for row in found:
+        is_gates = row["learned"] and row["budget"] is None
+        row["method"] = f"{row['model']}, {'learned' if is_gates else row['policy']}"
     return found
+
+
+def _settings_of(kind: str, row: Row) -> Row:
+    settings = row.get("settings") or {}
+    if kind == "task":
+        return flattened({name: value for name, value in settings.items() if name not in ("model", "policy")})
+    return flattened(settings.get(kind) or {})
 
 
 def _column(kind: str, row: Row) -> str:

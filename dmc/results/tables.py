@@ -86,8 +86,9 @@ def write_tables(
     table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *untold(rows)])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
-    unwritten = ["samples", "contexts", "settings", "provenance", "members", "folder"]
-    content = frame.drop(columns=unwritten).dropna(axis=1, how="all").to_csv(index=False)
+    content = (
+        frame.drop(columns=["samples", "contexts", "members", "folder"]).dropna(axis=1, how="all").to_csv(index=False)
+    )
     replace_file(folder / MEASUREMENTS, content.encode())
     return table
 
