@@ -190,7 +190,7 @@ def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any 
 
 
 def _row(
-    config: BenchmarkConfig, name: str, ratio: float, metrics: dict[str, float], place: dict[str, Any], **memory: Any
+    config: BenchmarkConfig, name: str, ratio: float, metrics: dict[str, Any], place: dict[str, Any], **memory: Any
 ) -> Row:
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
     settings = {"model": asdict(config.model), "policy": {"ratio": ratio}}

@@ -124,12 +124,13 @@ def _describe(node: Any, label: str, **attributes: str) -> None:
 
 
 @contextmanager
-def _plot(title: str, caption: str, height: float = 3.7) -> Iterator[Plot]:
-    """Open an empty figure; at the end it is laid out once, and its points are named."""
+def _plot(title: str, caption: str, height: float = 3.7, rows: int = 1, columns: int = 1) -> Iterator[Plot]:
+    """Open an empty figure; at the end it is laid out once, and the points of its first axes are named."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        plot = Plot(title, caption, figure, figure.subplots())
-        plot.axes.grid(True)
+        figure.subplots(rows, columns)
+        plot = Plot(title, caption, figure, figure.axes[0])
+        plot.axes.grid(rows * columns == 1)
         plot.axes.xaxis.set_major_formatter(NUMBERS)
         plot.axes.yaxis.set_major_formatter(NUMBERS)
         yield plot
@@ -376,44 +377,36 @@ def _draw_courses(courses: Sequence[Course], title: str, caption: str, axis: str
 
 
 def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: bool) -> Iterator[Plot]:
-    """Draw small heatmaps in one scale, in sheets that fit a screen, each of which is one pair of axes."""
+    """Draw small heatmaps in one scale, in sheets that fit a screen."""
     known = numpy.concatenate([values.to_numpy(dtype=float).ravel() for *_, values in maps])
     low, high = float(numpy.nanmin(known)), float(numpy.nanmax(known))
     norm = LogNorm(min(1.0, low), max(2.0, high)) if logarithmic else Normalize(min(0.0, low), max(1.0, high))
     columns = min(MOST_COLUMNS, len(maps))
     for start in range(0, len(maps), columns * MOST_ROWS):
         sheet = maps[start : start + columns * MOST_ROWS]
-        lines = -(-len(sheet) // columns)
-        height = 0.75 + (0.93 + 0.06 * min(24, len(sheet[0][-1]))) * lines
-        with _plot(title, caption, height) as plot:
-            plot.axes.set(xlim=(-0.08, columns), ylim=(lines, -0.1))
-            plot.axes.set_axis_off()
-            for number, heatmap in enumerate(sheet):
-                mesh = _draw_heatmap(plot, *heatmap, norm, number % columns, number // columns)
-            ticks = LogLocator(base=2) if logarithmic else None
+        rows = -(-len(sheet) // columns)
+        height = 0.75 + (0.93 + 0.06 * min(24, len(sheet[0][-1]))) * rows
+        with _plot(title, caption, height, rows, columns) as plot:
+            every = plot.figure.axes
+            for axes, (method, label, table) in zip(every, sheet, strict=False):
+                values = table.to_numpy(dtype=float)
+                mesh = axes.pcolormesh(values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
+                mesh.set_rasterized(values.size > MOST_SHAPES)
+                words = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}"
+                plot.tip(mesh, method, f"{label}: {words}, highest {numpy.nanmax(values):.3g}")
+                axes.set_title(label, fontsize=7, color=MUTED, pad=2)
+                for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
+                    axis.set_ticks([0.5, len(names) - 0.5], [f"{names[end]:,g}" for end in (0, -1)], fontsize=6)
+                axes.invert_yaxis()
+                axes.tick_params(pad=1)
+            for axes in every[len(sheet) :]:
+                axes.remove()
             place: Any = {"location": "top", "fraction": 0.3 / height, "pad": 0.1 / height, "aspect": 50}
-            bar: Any = plot.figure.colorbar(mesh, ax=plot.axes, ticks=ticks, **place)
+            ticks = LogLocator(base=2) if logarithmic else None
+            bar: Any = plot.figure.colorbar(mesh, ax=plot.figure.axes, ticks=ticks, **place)
             bar.solids.set(rasterized=False, edgecolor="face")  # shapes, not pixels
             bar.ax.tick_params(labelsize=7)
             bar.ax.xaxis.set_major_formatter(NUMBERS)
             bar.ax.xaxis.set_minor_formatter(NullFormatter())
             bar.outline.set_visible(False)
         yield plot
-
-
-def _draw_heatmap(
-    plot: Plot, method: str, label: str, table: pandas.DataFrame, norm: Normalize, left: float, top: float
-) -> Any:
-    values, small = table.to_numpy(dtype=float), dict[str, Any](fontsize=6, color=MUTED)
-    height, width = values.shape
-    across, down = left + 0.92 * numpy.linspace(0, 1, width + 1), top + 0.8 * numpy.linspace(0, 1, height + 1)
-    mesh = plot.axes.pcolormesh(across, down, values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
-    mesh.set_rasterized(values.size > MOST_SHAPES)
-    words = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}, highest {numpy.nanmax(values):.3g}"
-    plot.tip(mesh, method, f"{label}: {words}")
-    plot.axes.text(left + 0.46, top - 0.015, label, fontsize=7, color=MUTED, ha="center", va="bottom")
-    for share, end in ((0.5, 0), (-0.5, -1)):
-        x, y = left + 0.92 * (share / width % 1), top + 0.8 * (share / height % 1)
-        plot.axes.text(x, top + 0.82, f"{table.columns[end]:,g}", **small, ha="center", va="top")
-        plot.axes.text(left - 0.01, y, f"{table.index[end]:,g}", **small, ha="right", va="center")
-    return mesh
