@@ -5,10 +5,7 @@ They answer questions about facts in a compressed text, and predict text after a
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from dmc.config import FactsConfig, RunConfig
@@ -19,7 +16,7 @@ from dmc.results.grid import CompareConfig, EngineSettings, plan_grid
 from dmc.results.measurement import FULL
 from dmc.results.report import read_folders, write_page
 from dmc.runtime import Engine, SamplingParams
-from dmc.training import TrainedRun, train
+from dmc.training import train
 
 NUM_TOGETHER = 32
 """Number of sequences that are read at the same time."""
@@ -29,7 +26,7 @@ PROMPT = "def read_lines(path):\n"
 CONTROL, RETROFIT = "control", "retrofit"
 
 
-def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, folder: Path, configs: Path) -> str:
+def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, folder: Path, configs: Path) -> None:
     """Run or reuse the three trainings, measure every exported model, print the table, write it and a page.
 
     Args:
@@ -38,33 +35,22 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         retrofit: zero-out, ramp and solidify.
         folder: folder of all outputs.
         configs: folder of policies and tasks.
-    Returns:
-        The table.
     """
-    times = folder / "seconds.json"
-    runs: dict[str, TrainedRun] = {}
-    for number, (name, config) in enumerate((("base", base), (CONTROL, control), (RETROFIT, retrofit)), start=1):
-        print(f"[{number}/4] {name}: {config.output_dir}", flush=True)
-        with _timing(times, name):
-            runs[name] = train(config)
-    print("[4/4] measure the exported models", flush=True)
-    grid = grid_of(runs, retrofit, folder)
-    with _timing(times, "measure"):
-        table = compare(grid, configs, load_with_tokenizer, only_own=True)
-        sample = _sample(runs[RETROFIT].final)
+    start, models = time.perf_counter(), dict[str, Path]()
+    for number, (name, config) in enumerate({"base": base, CONTROL: control, RETROFIT: retrofit}.items(), start=1):
+        print(f"[{number}/4] {name}: {config.output_dir}, after {time.perf_counter() - start:.0f} s", flush=True)
+        models[name] = train(config).final
+    print(f"[4/4] measure the exported models, after {time.perf_counter() - start:.0f} s", flush=True)
+    grid = grid_of(models, retrofit, folder)
+    table = compare(grid, configs, load_with_tokenizer, only_own=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", "Quickstart: a tiny Llama, retrofitted")
-    total = sum(json.loads(times.read_text()).values())
-    print(f"\n{sample}\n{table}\n\n{total:.0f} s in all; as a page: {page}")
-    return table
+    sample = _sample(models[RETROFIT])
+    print(f"\n{sample}\n{table}\n\n{time.perf_counter() - start:.0f} s in all; as a page: {page}")
 
 
-def grid_of(runs: dict[str, TrainedRun], retrofit: RunConfig, folder: Path) -> CompareConfig:
+def grid_of(models: dict[str, Path], retrofit: RunConfig, folder: Path) -> CompareConfig:
     """Return the grid of all models: questions about facts in the report split's text, and prediction of the text."""
-    paths = {"base": runs["base"].final, CONTROL: runs[CONTROL].final, RETROFIT: runs[RETROFIT].final}
-    models = {
-        name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in paths.items()
-    }
     data, length = retrofit.data, retrofit.training.sequence_length
     facts, tasks = data.facts or FactsConfig(), []
     for name, source in getattr(data, data.reported_split).items():
@@ -74,9 +60,12 @@ def grid_of(runs: dict[str, TrainedRun], retrofit: RunConfig, folder: Path) -> C
         recall |= {"keys": facts.keys, "num_keys": facts.num_keys, "questions": min(8, facts.keys)}
         both = {f"{name} recall": recall, f"{name} loss": loss}
         tasks += [{"name": task, "cache_folder": data.cache_folder} | each for task, each in both.items()]
+    compared = {
+        name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in models.items()
+    }
     policies, budgets = [FULL, *TRAINING_FREE], [f"bytes:{RETROFIT}"]
     engine = EngineSettings(max_batch_size=NUM_TOGETHER)
-    return CompareConfig(models, policies, tasks, budgets, engine, reference=CONTROL, output=str(folder))
+    return CompareConfig(compared, policies, tasks, budgets, engine, reference=CONTROL, output=str(folder))
 
 
 def _sample(folder: Path) -> str:
@@ -89,16 +78,3 @@ def _sample(folder: Path) -> str:
         f"{stats.achieved_ratio:.2f} over {stats.tokens_seen} tokens, for the last {model.config.compression['delay']} "
         f"always stay.\n\n{PROMPT}{generation.text}"
     )
-
-
-@contextmanager
-def _timing(path: Path, name: str) -> Iterator[None]:
-    """Add the seconds of a part to the sum over earlier starts, in a file."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        parts = json.loads(path.read_text()) if path.is_file() else {}
-        parts[name] = round(parts.get(name, 0.0) + time.perf_counter() - start, 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(parts))

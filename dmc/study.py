@@ -87,7 +87,12 @@ class StudyRun:
     @property
     def label(self) -> str:
         """Name and seed."""
-        return self.name if self.seed is None else f"{self.name}-s{self.seed}"
+        return self.folder.name
+
+    @property
+    def log(self) -> Path:
+        """What the training says."""
+        return self.folder.with_name(f"{self.label}.log")
 
     @property
     def final(self) -> Path:
@@ -99,29 +104,32 @@ class StudyRun:
         """Whether the model of the last step is exported, with all of its weights."""
         return is_final(self.final)
 
+    def train(self, script: Path, threads: int) -> bool:
+        """Run `scripts/train.py` and return whether it has finished."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        # threads that wait spin by default: beside any other process that made a step 20 to 50 times as slow
+        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | {"OMP_NUM_THREADS": str(threads)}
+        with self.log.open("a") as log:
+            command = [sys.executable, str(script), *self.arguments]
+            print("$", *command, file=log, flush=True)
+            return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
+
 
 def plan_bases(config: StudyConfig) -> list[StudyRun]:
     """List the bases in their order."""
-    folder = Path(config.output)
-    return [
-        _run(folder / name, name, None, [*arguments, *config.arguments]) for name, arguments in config.bases.items()
-    ]
+    return [_plan(config, name, None, arguments) for name, arguments in config.bases.items()]
 
 
 def plan_runs(config: StudyConfig) -> list[StudyRun]:
     """List the runs of all seeds, the first seed of each before the second of any."""
-    folder = Path(config.output)
-    return [
-        _run(folder / f"{name}-s{seed}", name, seed, [*config.runs[name], *config.arguments])
-        for seed in config.seeds
-        for name in config.runs
-        if config.only is None or name in (*config.only, CONTROL)
-    ]
+    names = [name for name in config.runs if config.only is None or name in (*config.only, CONTROL)]
+    return [_plan(config, name, seed, config.runs[name]) for seed in config.seeds for name in names]
 
 
-def _run(folder: Path, name: str, seed: int | None, arguments: Sequence[str]) -> StudyRun:
-    own = [f"output_dir={folder}"] if seed is None else [f"output_dir={folder}", f"seed={seed}"]
-    return StudyRun(name, seed, folder, (*arguments, *own))
+def _plan(config: StudyConfig, name: str, seed: int | None, arguments: Sequence[str]) -> StudyRun:
+    folder = Path(config.output) / (name if seed is None else f"{name}-s{seed}")
+    own = [f"output_dir={folder}", *([] if seed is None else [f"seed={seed}"])]
+    return StudyRun(name, seed, folder, (*arguments, *config.arguments, *own))
 
 
 def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[StudyRun]:
@@ -132,34 +140,19 @@ def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[S
         script: `scripts/train.py`.
         processes: number of runs at the same time.
     Returns:
-        The runs that failed; their output is in `FOLDER.log` beside their folder.
+        The runs that failed; their output is in `StudyRun.log`.
     """
     waiting = [run for run in runs if not run.is_finished]
     threads = max(1, available_cores() // processes)
     with ThreadPoolExecutor(processes) as pool, tqdm(total=len(waiting), unit="run", smoothing=0) as bar:
 
         def train(run: StudyRun) -> bool:
-            finished = _train(run, script, threads)
-            bar.write(f"{run.label}: {'finished' if finished else f'failed, see {log_of(run)}'}", file=sys.stderr)
+            finished = run.train(script, threads)
+            bar.write(f"{run.label}: {'finished' if finished else f'failed, see {run.log}'}", file=sys.stderr)
             bar.update()
             return finished
 
         return [run for run, finished in zip(waiting, pool.map(train, waiting), strict=True) if not finished]
-
-
-def log_of(run: StudyRun) -> Path:
-    """Return the log file of a run."""
-    return run.folder.with_name(f"{run.folder.name}.log")
-
-
-def _train(run: StudyRun, script: Path, threads: int) -> bool:
-    log_of(run).parent.mkdir(parents=True, exist_ok=True)
-    # threads that wait spin by default: beside any other process that made a step 20 to 50 times as slow
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with log_of(run).open("a") as log:
-        command = [sys.executable, str(script), *run.arguments]
-        print("$", *command, file=log, flush=True)
-        return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
 
 
 def check_measurements(config: StudyConfig, configs: Path) -> None:
@@ -185,16 +178,13 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     Raises:
         ValueError, FileNotFoundError, ArithmeticError: see `compare`.
     """
-    seeds = [run.seed for run in runs if run.name == CONTROL]
-    models = {
-        run.label: {"path": str(run.final), "variant": run.name, "seed": run.seed}
-        | ({} if run.name == CONTROL else {"policies": [FULL]})
-        for run in runs
-        if run.seed in seeds
-    }
+    seeds, there = [run.seed for run in runs if run.name == CONTROL], {run.name for run in runs}
+    models: dict[str, Any] = {}
+    for run in (run for run in runs if run.seed in seeds):
+        models[run.label] = {"path": str(run.final), "variant": run.name, "seed": run.seed}
+        models[run.label]["policies"] = None if run.name == CONTROL else [FULL]
     if not models:
         return "no control is finished: there is nothing to compare with"
-    there = {run.name for run in runs}
     whose = [(budget, bytes_budget(budget)) for budget in config.budgets]
     budgets = [each for each, name in whose if not name or share_of(name) is not None or name in there]
     grid = CompareConfig(
