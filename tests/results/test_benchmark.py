@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from scripts_here import run_script
@@ -12,16 +10,8 @@ from dmc.results.measurement import to_frame
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
 
-ROOT = Path(__file__).resolve().parents[2]
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def make_config(**changes):
@@ -64,16 +54,17 @@ def test_a_twin_shares_weights_and_nothing_else():
     assert stock.config.rms_norm_eps != 7.0
 
 
-def test_tokens_that_rounds_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="cannot be divided among rounds=2"):
-        make_config(new_tokens=1, rounds=2)
-
-
-def test_a_model_has_a_path_or_a_shape():
-    with pytest.raises(ValueError, match=r"give model=DIR .* or model.shape"):
-        BenchmarkedModel()
-    with pytest.raises(ValueError, match=r"model.dtype='float99': expected a torch dtype"):
-        BenchmarkedModel(path="somewhere", dtype="float99")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make_config(new_tokens=1, rounds=2), "cannot be divided among rounds=2"),
+        (BenchmarkedModel, r"give model=DIR .* or model.shape"),
+        (lambda: BenchmarkedModel(path="somewhere", dtype="float99"), r"model.dtype='float99': expected a torch dtype"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
 
 
 def test_the_script_stores_rows_and_table(tmp_path, capsys):

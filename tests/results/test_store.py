@@ -32,12 +32,6 @@ def test_rows_of_an_earlier_version_get_the_present_names_and_it_is_told_once(tm
     ]
 
 
-def append_many(path, writer, count):
-    store = Store(path)
-    for number in range(count):
-        store.append(row(f"{writer}{number}", padding=writer * 5000))
-
-
 def test_of_rows_with_one_key_the_last_counts(tmp_path):
     store = Store(tmp_path / "new" / "cells.jsonl")
     assert store.rows() == []
@@ -69,15 +63,15 @@ def test_damaged_lines_are_told_once_and_swallow_no_other(damage, tmp_path, capl
     assert [record.getMessage() for record in caplog.records] == [f"{path}, line 2 is {why}"]
 
 
+def append_many(path, writer):
+    for number in range(50):
+        Store(path).append(row(f"{writer}{number}", padding=writer * 5000))
+
+
 def test_two_processes_append_whole_lines(tmp_path):
     path = tmp_path / "cells.jsonl"
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=append_many, args=(path, writer, 50)) for writer in "xy"]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join(60)
-    assert [each.exitcode for each in writers] == [0, 0]
+    with multiprocessing.get_context("fork").Pool(2) as writers:
+        writers.starmap(append_many, [(path, "x"), (path, "y")], chunksize=1)
     rows = [json.loads(each) for each in path.read_text().splitlines() if each]
     assert {each["key"] for each in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
     assert all(each["padding"] == each["key"][0] * 5000 for each in rows)
@@ -85,9 +79,7 @@ def test_two_processes_append_whole_lines(tmp_path):
 
 def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path):
     stores = [Store(tmp_path / name / "cells.jsonl") for name in ("a", "b")]
-    settings = {"model": {}, "policy": {}, "task": {}}
-    figures = {"metrics": {"loss": 1.0}, "achieved_ratio": 4.0, "bytes_allocated_per_token": 1.0}
-    done = new_row("base", "h2o", "loss", settings, **figures)
+    done = new_row("base", "h2o", "loss", {}, metrics={"loss": 1.0}, achieved_ratio=4.0)
     stores[0].append(done)
     stores[1].append(done | {"status": FAILED, "error": "out of memory"})
     for order in (stores, stores[::-1]):
