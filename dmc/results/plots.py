@@ -130,7 +130,7 @@ def _plot(title: str, caption: str, height: float = 3.7, rows: int = 1, columns:
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         figure.subplots(rows, columns)
         plot = Plot(title, caption, figure, figure.axes[0])
-        plot.axes.grid(rows * columns == 1)
+        plot.axes.grid(True)
         plot.axes.xaxis.set_major_formatter(NUMBERS)
         plot.axes.yaxis.set_major_formatter(NUMBERS)
         yield plot
@@ -397,6 +397,7 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
                 axes.set_title(label, fontsize=7, color=MUTED, pad=2)
                 for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
                     axis.set_ticks([0.5, len(names) - 0.5], [f"{names[end]:,g}" for end in (0, -1)], fontsize=6)
+                axes.grid(False)
                 axes.invert_yaxis()
                 axes.tick_params(pad=1)
             for axes in every[len(sheet) :]:

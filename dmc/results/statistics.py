@@ -25,14 +25,12 @@ import numpy
 import pandas
 from scipy.special import stdtrit
 
-from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, bytes_budget, share_of
+from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, share_of
 
 CONFIDENCE = 0.95
 """Confidence of each bound, one-sided."""
 MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
-RATIO_TOLERANCE = 0.9
-"""Share of the requested ratio from which a target counts as met."""
 PAIRED = ["task", "metric", "task_key", "samples_key"]
 """Columns in which measurements agree that are paired sample by sample."""
 OF_FULL = ["key", "model", "named", "variant", "policy", "seed", "value", "samples", "bytes_per_token"]
@@ -349,14 +347,6 @@ def beside_baselines(
     beside = pandas.DataFrame(lines, columns=BESIDE)
     least = beside.groupby(["variant", "task", "metric"])["baseline_lost"].transform("min")
     return beside.assign(is_best=beside["baseline_lost"] == least)
-
-
-def meets_target(row: Any) -> bool:
-    """Return whether a line of a summary holds what was requested: a ratio within the tolerance, or as many bytes."""
-    if bytes_budget(row["budget"]) is not None:
-        over = row["bytes_per_token"] / row["requested_bytes_per_token"]
-        return not (over < 1 / SAME_BYTES or over > SAME_BYTES)  # earlier versions' rows do not tell what was requested
-    return bool(max(row["achieved_ratio"], row["end_ratio"]) >= RATIO_TOLERANCE * row["requested_ratio"])
 
 
 def pareto_front(summary: pandas.DataFrame) -> list[int]:

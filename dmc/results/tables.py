@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,20 +10,14 @@ from typing import Any
 
 import pandas
 
-from dmc.results.equal_bytes import SAME_BYTES
+from dmc.results.equal_bytes import SAME_BYTES, bytes_budget
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
-from dmc.results.statistics import (
-    MARGIN,
-    RATIO_TOLERANCE,
-    asked_of,
-    beside_baselines,
-    meets_target,
-    pareto_front,
-    summarize,
-)
+from dmc.results.statistics import MARGIN, asked_of, beside_baselines, pareto_front, summarize
 from dmc.results.store import Store, read_rows
 
 TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
+RATIO_TOLERANCE = 0.9
+"""Share of the requested ratio from which a target counts as met."""
 LEGEND = (
     "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. Worse (✗) and as good "
     f"(✓: at most {MARGIN:g} lost, nats per token or share of the answers; of figures above 1 that share) hold with "
@@ -150,17 +143,14 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
     """Format all columns of a summary, with the best training-free method in a compressed model's bytes."""
     known = summary[summary["bytes_per_token"].notna()]
     on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
-    best = beside[beside["is_best"]] if len(beside) else beside
-    baselines = {(each["variant"], each["task"], each["metric"]): each for _, each in best.iterrows()}
+    best = beside[beside["is_best"]].groupby(["variant", "task", "metric"]).last()
     references = summary["against"].dropna().unique()
 
     def verdict(line: pandas.Series) -> str:
         told = line["standing"].replace("unknown", "cannot tell")
-        if not line["standing"]:
-            return ""
         if not pandas.isna(needed := line["contexts_needed"]):
             told = f"no significant loss; calling it as good takes {needed:.0f} texts"
-        return ", ".join(filter(None, [told, _seeds(line, "seeds_worse", "worse")]))
+        return told and told + _of_seeds(line["seeds_worse"], line["seeds"], "worse")
 
     def against(line: pandas.Series) -> str:
         if pandas.isna(line["lost"]):
@@ -169,23 +159,24 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         return plus((-1.0 if line["higher_is_better"] else 1.0) * line["lost"], line["lost_error"]) + named
 
     def beside_best(line: pandas.Series) -> str:
-        each = baselines.get((line["variant"], line["task"], line["metric"]))
-        if each is None or not line["learned"] or not pandas.isna(line["budget"]):
+        where = (line["variant"], line["task"], line["metric"])
+        if where not in best.index or not line["learned"] or not pandas.isna(line["budget"]):
             return ""
+        each = best.loc[where]
         more = f" in {each['baseline_bytes'] - 1:.0%} more bytes" if each["baseline_bytes"] > SAME_BYTES else ""
         ahead = "worse than" if each["gap"] < 0 else "better than" if each["gap"] > 0 else "from"
         told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} {each['baseline']}{more}"
-        open_ = "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else "not significant"
-        return ", ".join(filter(None, [told, open_, _seeds(each, "seeds_ahead", "better")]))
+        told += "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else ", not significant"
+        return told + _of_seeds(each["seeds_ahead"], each["seeds"], "better")
 
     def size(line: pandas.Series) -> str:
-        written = plus(line["bytes_per_token"], None, ",.0f")
-        if pandas.isna(line["requested_bytes_per_token"]) or meets_target(line):
-            return written
-        return f"{written} ≠ {line['bytes_per_token'] / line['requested_bytes_per_token'] - 1:+.1%}"
+        over = line["bytes_per_token"] / line["requested_bytes_per_token"]
+        is_missed = over < 1 / SAME_BYTES or over > SAME_BYTES  # earlier versions' rows do not tell what was requested
+        return plus(line["bytes_per_token"], None, ",.0f") + (f" ≠ {over - 1:+.1%}" if is_missed else "")
 
     def ratio(line: pandas.Series) -> str:
-        is_missed = pandas.isna(line["requested_bytes_per_token"]) and not meets_target(line)
+        held = max(line["achieved_ratio"], line["end_ratio"])
+        is_missed = bytes_budget(line["budget"]) is None and held < RATIO_TOLERANCE * line["requested_ratio"]
         return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
 
     columns: Columns = {
@@ -212,10 +203,8 @@ def plus(value: float, error: Any, form: str = "+.4f") -> str:
     return format(value + 0.0, form) + ("" if pandas.isna(error) else f" ± {format(error, form.lstrip('+'))}")
 
 
-def _seeds(line: pandas.Series, column: str, words: str) -> str:
-    if line["seeds"] <= 1 or pandas.isna(line[column]):
-        return ""
-    return f"{line[column]:.0f} of {line['seeds']:.0f} seeds {words}"
+def _of_seeds(some: float, seeds: float, words: str) -> str:
+    return f", {some:.0f} of {seeds:.0f} seeds {words}" if seeds > 1 else ""
 
 
 def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
@@ -302,9 +291,5 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise type(error)(
-            error.errno, f"{error.strerror or error}, the file could not be written", str(path)
-        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
