@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,4 +183,20 @@ def is_row(row: Any) -> bool:
     if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
         return False
     named = all(name in row for name in ("budget", "learned"))
-    return named and (row["status"] not in FINISHED or all(name in row for name in FIGURES))
+    if row["status"] not in FINISHED:
+        return named
+    return named and all(name in row for name in FIGURES) and isinstance(row["metrics"], dict)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: the jobs of a sweep write the same one.
+
+    Raises:
+        OSError: the file cannot be written; an earlier one stays.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pandas
 from dmc.results.equal_bytes import SAME_BYTES, bytes_budget
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import MARGIN, asked_of, beside_baselines, pareto_front, summarize
-from dmc.results.store import Store, read_rows
+from dmc.results.store import Store, read_rows, replace_file
 
 TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
 RATIO_TOLERANCE = 0.9
@@ -279,17 +277,3 @@ def untold(rows: Sequence[Row]) -> list[str]:
             cut = "prompts were longer than the model's positions and lost their beginning"
             told.append(f"{where}: {row['prompts_cut']} {cut}")
     return told
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: the jobs of a sweep write the same one.
-
-    Raises:
-        OSError: the file cannot be written; an earlier one stays.
-    """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -139,5 +139,5 @@ def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
 
 
 def test_rows_of_something_else_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a row is not of this project"):
+    with pytest.raises(ValueError, match="holds no results: expected a folder"):
         read([compare_row("h2o", 2.0, metrics=7)], tmp_path)

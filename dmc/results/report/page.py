@@ -17,18 +17,8 @@ from tqdm import tqdm
 from dmc.results import plots
 from dmc.results.measurement import DONE, Row, to_frame
 from dmc.results.statistics import MARGIN, asked_of, beside_baselines, summarize
-from dmc.results.store import Store, read_rows
-from dmc.results.tables import (
-    LEGEND,
-    SPEEDS,
-    all_tasks,
-    loads_of,
-    replace_file,
-    result_table,
-    speed_table,
-    speeds_of,
-    untold,
-)
+from dmc.results.store import Store, read_rows, replace_file
+from dmc.results.tables import LEGEND, SPEEDS, all_tasks, loads_of, result_table, speed_table, speeds_of, untold
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
@@ -73,7 +63,7 @@ def read_folders(
             else the only one.
         keys: keys of the rows to show; None: all.
     Raises:
-        ValueError: none is given, or one is no folder, is empty or is of something else.
+        ValueError: none is given, or one is no folder, or holds no rows of this project.
     """
     if not folders:
         raise ValueError("folders is empty: give folders=outputs/compare, one or several")
@@ -84,17 +74,12 @@ def read_folders(
         stores.append(Store(folder / "cells.jsonl"))
         if not stores[-1].rows():
             raise ValueError(f"{folder} holds no results: {EXPECTED}")
-    try:
-        return _read(stores, reference, keys)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        where = ", ".join(str(store.path.parent) for store in stores)
-        raise ValueError(f"{where}: a row is not of this project ({error!r}): {EXPECTED}") from error
-
-
-def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] | None) -> Findings:
     rows = read_rows(stores, keys)
-    sources: list[dict[str, Any]] = []
-    numbers = {row["key"]: _source(row, sources) for row in rows}
+    sources, numbers = list[dict[str, Any]](), {}
+    for row in rows:
+        source = _source(row)
+        sources += [] if source in sources else [source]
+        numbers[row["key"]] = sources.index(source) + 1
     frame = to_frame(row for row in rows if row["status"] == DONE and row["task"] != "load")
     several = frame[~frame["learned"] & (frame["by"] == "")]["variant"].nunique() > 1
     summary = plots.name_methods(summarize(frame, reference), several)
@@ -109,15 +94,12 @@ def _read(stores: Sequence[Store], reference: str | None, keys: Collection[str] 
     return Findings(summary, places, beside, speeds, loads_of(rows), untold(rows), sources)
 
 
-def _source(row: Row, sources: list[dict[str, Any]]) -> int:
-    """Return the number of a row's command and environment, adding a new one if needed."""
+def _source(row: Row) -> dict[str, Any]:
+    """Return where a row comes from: folder, command and environment."""
     provenance = row["provenance"]
     source = {"folder": row["folder"], "command": provenance.get("command") or "unknown"}
     source |= {"commit": provenance.get("git_commit"), "versions": dict(provenance.get("versions") or {})}
-    source["machine"] = ", ".join(filter(None, (row.get("device"), provenance.get("machine"))))
-    if source not in sources:
-        sources.append(source)
-    return sources.index(source) + 1
+    return source | {"machine": ", ".join(filter(None, (row.get("device"), provenance.get("machine"))))}
 
 
 def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
