@@ -5,10 +5,8 @@ import json
 import pytest
 from scripts_here import run_script
 
-TINY = [
-    "model.fresh.hidden_size=32", "model.fresh.intermediate_size=32", "model.fresh.num_hidden_layers=1",
-    "model.fresh.num_attention_heads=2", "model.fresh.num_key_value_heads=2",
-]  # fmt: skip
+SIZES = "hidden_size=32 intermediate_size=32 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
+TINY = [f"model.fresh.{size}" for size in SIZES.split()]
 
 
 @pytest.mark.slow
@@ -18,27 +16,21 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     for name in ("train", "held_out"):
         lines = [f"{name}: line {number} says {number % 7} and {number % 3}." for number in range(400)]
         (corpus / f"{name}.txt").write_text("\n".join(lines))
-    text = [
-        "data=text_files", f"data.train.text.name={corpus}/train.txt",
-        f"data.validation.text.name={corpus}/held_out.txt",
-        f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer",
-        "data.tokenizer.train_vocab_size=300", "trainer=cpu", "training.sequence_length=64",
-        "training.batch_size=2", "training.micro_batch_size=2", "training.validation_sequences=2",
-        "training.calibration_sequences=2",
-    ]  # fmt: skip
+    sizes = "sequence_length=64 batch_size=2 micro_batch_size=2 validation_sequences=2 calibration_sequences=2"
+    text = ["data=text_files", "trainer=cpu", *(f"training.{size}" for size in sizes.split())]
+    text += [f"data.train.text.name={corpus}/train.txt", f"data.validation.text.name={corpus}/held_out.txt"]
+    text += [f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer"]
+    text += ["data.tokenizer.train_vocab_size=300"]
     study = tmp_path / "study"
-    stages = ["training.stages={zero_out: {steps: 1}, retrofit: {steps: 2}, solidify: null}"]
-    retrofit = ["model=pretrained", f"model.path={study}/base/final", "training=short", *stages,
-                "compression=dmc_delayed", "compression.delay=2"]  # fmt: skip
+    retrofit = [f"model.path={study}/base/final", "model=pretrained", "training=short", "compression=dmc_delayed"]
+    retrofit += ["compression.delay=2", "training.stages={zero_out: {steps: 1}, retrofit: {steps: 2}, solidify: null}"]
     base = ["training=pretrain", "training.stages.pretrain.steps=2", "compression=none", *TINY]
     source = {"_target_": "dmc.data.TextSource", "name": f"{corpus}/held_out.txt"}
-    task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2,
-            "repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}  # fmt: skip
-    settings = {
-        "bases": {"base": base}, "runs": {"control": [*retrofit, "control=true"], "merge": retrofit}, "tasks": [task],
-        "policies": ["full", "tova"], "budgets": [4], "arguments": text, "seeds": [0], "output": str(study),
-        "processes": 2,
-    }  # fmt: skip
+    task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2}
+    task |= {"repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}
+    settings = {"bases": {"base": base}, "runs": {"control": [*retrofit, "control=true"], "merge": retrofit}}
+    settings |= {"tasks": [task], "policies": ["full", "tova"], "budgets": [4], "arguments": text, "seeds": [0]}
+    settings |= {"output": str(study), "processes": 2}
     (tmp_path / "study.yaml").write_text(json.dumps(settings))
     settings_file = [f"--config-path={tmp_path}", "--config-name=study"]
     monkeypatch.chdir(tmp_path)
@@ -46,13 +38,8 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     error = run_script("study.py", *settings_file)
     assert not error, error + "".join(path.read_text() for path in study.glob("*.log"))[-3000:]
     shown = capsys.readouterr().out
-    for metric in ("loss", "long_range_repeat_loss"):
-        assert f"### reading: {metric} of 2 samples" in shown
-    assert (
-        "| merge, learned |" in shown
-        and "| control, tova |" in shown
-        and "tova " in shown.split("| merge, learned |")[1]
-    )
+    assert all(f"### reading: {metric} of 2 samples" in shown for metric in ("loss", "long_range_repeat_loss"))
+    assert "| control, tova |" in shown and "tova " in shown.split("| merge, learned |")[1]
     assert (study / "compare" / "table.md").read_text().strip() in shown
     assert not run_script("study.py", *settings_file)
     assert capsys.readouterr().out == shown

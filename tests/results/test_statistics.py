@@ -116,7 +116,7 @@ def test_nothing_is_claimed_without_its_spread():
 
 def test_every_seed_is_told():
     found = estimate([[0.5, 0.7], [0.1, 0.1], [-0.2, -0.3]])
-    assert found.by_seed == pytest.approx((0.6, 0.1, -0.25)) and found.num_seeds_above == 2
-    assert mean_of([found, found]).by_seed == pytest.approx(found.by_seed)
+    assert found.by_seed == mean_of([found, found]).by_seed == pytest.approx((0.6, 0.1, -0.25))
+    assert found.num_seeds_above == 2
     apart = [estimate([[0.5, 0.7]]), estimate([[0.1, 0.1]])]
     assert mean_of(apart).error == pytest.approx(math.hypot(*(each.error for each in apart)) / 2)
