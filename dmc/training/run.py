@@ -138,7 +138,7 @@ def train(config: RunConfig) -> TrainedRun:
             other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
         FileExistsError: other files are in the way of an exported model.
-        OSError: a checkpoint could not be written; the one before it stays.
+        OSError: a checkpoint or a model could not be written; the one before it stays.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
     """
