@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dmc.runtime.generation import GenerationStats
+from dmc.runtime.generation import GenerationStats, Step
 from dmc.runtime.sampling import SamplingParams
-
-Step = tuple[int, float, dict[int, float]]
-"""A token, its log-probability, and those of the most likely ones, as many as are reported."""
 
 
 class Extension(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,25 +15,26 @@ from torch import Tensor
 from dmc.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
+from dmc.runtime.active_requests import ActiveRequests
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
 from dmc.runtime.beams import BeamSearch
 from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
-from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Scoring
+from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.lent_forwards import why_not_compiled
 from dmc.runtime.memory import Activations, pool_bytes
+from dmc.runtime.next_tokens import NextTokens
 from dmc.runtime.paged_cache import PagedCache, check_block_size
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode
-from dmc.runtime.request import Request, TokenEvent
+from dmc.runtime.request import ForcedRequest, Request, TokenEvent
 from dmc.runtime.runner import Runner, fit_policy, layout_of
-from dmc.runtime.sampling import Sampling, SamplingParams, choose_tokens
-from dmc.runtime.scheduler import ScheduledChunk, Scheduler
+from dmc.runtime.sampling import SamplingParams, new_generator
+from dmc.runtime.scheduler import Scheduler
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
-from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -61,16 +61,6 @@ def _renamed(error: Exception, message: str) -> Exception:
         return type(error)(message)
     except TypeError:
         return error
-
-
-def _not_finite(request: Request) -> ArithmeticError:
-    tokens = request.prompt
-    shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
-    return ArithmeticError(
-        f"the model's logits are not finite after a prompt of {len(tokens)} tokens [{shown}] and "
-        f"{len(request.logprobs)} generated ones: expected numbers; look for weights that are not, a dtype that "
-        "overflows, or a logits_processor that leaves no token"
-    )
 
 
 class Engine:
@@ -158,13 +148,13 @@ class Engine:
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, has_scratch_row=cuda_graphs)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
-        self._runner = Runner(
-            model, self.cache, kernels, policy, record=GpuRecorder() if cuda_graphs else None, compiles=compile
-        )
+        record = GpuRecorder() if cuda_graphs else None
+        self._runner = Runner(model, self.cache, kernels, policy, record, compiles=compile)
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)
-        self._requests: dict[Sequence, Request] = {}
-        self._forced: dict[Sequence, Forced] = {}
+        self._active = ActiveRequests(self._scheduler, tokenizer)
+        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._next_tokens = NextTokens(self._runner, self._active, self._vocab_size)
         self._has_warned = False
 
     @property
@@ -219,14 +209,7 @@ class Engine:
             raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
         turns = zip(prompts, every, after or [[]] * len(prompts), strict=True)
         requests = [self._request(each or prompt, own, context=prompt if each else None) for prompt, own, each in turns]
-        try:
-            for request in requests:
-                self._start(request)
-        except BaseException:
-            self._abort_all(requests)
-            raise
-        self.run(requests, progress)
-        return [request.generation for request in requests if request.generation is not None]
+        return self._run_together(requests, progress)
 
     def submit(
         self,
@@ -267,17 +250,17 @@ class Engine:
             chunks = self._scheduler.next_chunks()
             if (outgrown := self._scheduler.outgrown) is not None:
                 self._scheduler.outgrown = None
-                self._fail(outgrown, self._outgrown_error(outgrown), sound=True)
+                self._active.fail(outgrown, self._outgrown_error(outgrown), sound=True)
             try:
-                return self._advance(chunks) if chunks else []
+                return self._next_tokens.after(chunks) if chunks else []
             except Exception as error:
                 logger.warning("a pass of %d requests has failed", len(chunks), exc_info=True)
                 if (guilty := self._scheduler.recover(chunks)) is not None:
-                    self._fail(guilty, error)
+                    self._active.fail(guilty, error)
                 return []
         except BaseException:
             self._scheduler.reset()
-            self._abort_all(list(self._requests.values()))
+            self._active.abort([*self._active.by_sequence.values()])
             raise
 
     def run(self, requests: Collection[Request], progress: bool | None = None) -> None:
@@ -289,10 +272,7 @@ class Engine:
             Exception: an error that the model raised for one of them; the others have finished.
             ValueError: one of them was submitted to another engine.
         """
-        requests = [of_kind("requests", each, Request, "what `submit` returned") for each in requests]
-        requests = [each.root or each for each in requests]  # continuations of one prompt end together
-        for request in requests:
-            self._check_is_mine(request)
+        requests = [self._own_root("requests", each) for each in requests]
         pending = {request for request in requests if request.generation is None}
         try:
             with open_bar(pending, progress) as bar:
@@ -301,7 +281,7 @@ class Engine:
                     pending = {request for request in pending if request.generation is None}
                     advance_bar(bar, events, len(self._scheduler.running), len(self._scheduler.waiting))
         except BaseException:
-            self._abort_all(requests)
+            self._active.abort(requests)
             raise
         if failed := [index for index, request in enumerate(requests) if request.error is not None]:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -315,8 +295,8 @@ class Engine:
         Raises:
             ValueError: it was submitted to another engine.
         """
-        self._check_is_mine(of_kind("request", request, Request, "what `submit` returned"))
-        self._abort_all([request])
+        self._own_root("request", request)
+        self._active.abort([request])
 
     def stream(
         self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
@@ -337,44 +317,16 @@ class Engine:
         Raises:
             ValueError: see `submit`; nothing has run.
         """
-        self._check_is_free(session)
-        sequence = session.sequence
+        sequence = self._sequence(session)
         tokens = self._encode(prompt, begins_text=not sequence.tokens)
-        self._check_fits(len(sequence.tokens) + len(tokens))
-        sequence.add_prompt(tokens)
-        sequence.next_logit_position = len(sequence.tokens)
-        forced = Forced([], of_all_tokens)
-        self._run_forced({sequence: forced})
-        assert forced.stats is not None
+        request = ForcedRequest(sequence, tokens, SamplingParams(max_new_tokens=1))
+        (generation,) = self._run_together([request])
         sequence.next_prompt = len(sequence.tokens)
-        return forced.stats
+        return generation.stats
 
     def session(self) -> Session:
         """Start a session, whose cache stays between turns."""
-        return Session(self)
-
-    def fork(self, session: Session) -> Session:
-        """Start a session that continues from another one's turns; `Session.fork` calls it.
-
-        Raises:
-            ValueError: see `submit`.
-        """
-        self._check_is_free(session)
-        other = Session(self)
-        (other.sequence,) = self._copies(session.sequence, 1)
-        return other
-
-    def end_session(self, session: Session) -> None:
-        """Abort a session's request and free its blocks; `Session.close` calls it.
-
-        Raises:
-            ValueError: it is another engine's session.
-        """
-        self._check_is_own(session)
-        session.is_closed, session.sequence.kept = True, False
-        if (request := self._requests.get(session.sequence)) is not None:
-            self._finish(request, "abort")
-        self._scheduler.finish(session.sequence)
+        return Session(self, self._active)
 
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
         """Teacher-force continuations through the compressed cache, many at once.
@@ -411,39 +363,27 @@ class Engine:
         continuations = listed("continuations", continuations, "texts or lists of token ids")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
-        forced: dict[Sequence, Forced] = {}
+        requests = []
         for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
-            targets, sequence = self._encode(continuation, begins_text=False), Sequence([], next_logit_position=0)
-            if isinstance(prompt, Session):
-                self._check_is_free(prompt)
-                sequence = prompt.sequence
-            else:
-                sequence.add_prompt(self._encode(prompt))
-                sequence.next_prompt = len(sequence.tokens)
-            if between:
-                sequence.add_prompt(list(between))
-            sequence.next_logit_position = len(sequence.tokens) - 1
-            sequence.tokens += targets[:-1]
-            self._check_fits(len(sequence.tokens))
-            forced[sequence] = Forced(targets, keep)
-        self._run_forced(forced)
-        return [each.scoring() for each in forced.values()]
+            tokens = self._encode(continuation, begins_text=False)
+            is_session = isinstance(prompt, Session)
+            sequence = self._sequence(prompt) if is_session else self._sequence(None, self._encode(prompt))
+            params = SamplingParams(max_new_tokens=len(tokens))
+            requests.append(ForcedRequest(sequence, list(between), params, forced=Forced(tokens, keep)))
+            self._check_can_start(requests[-1])
+        every = zip(requests, self._run_together(requests), strict=True)
+        return [Scoring(torch.cat(request.forced.kept), generation.stats) for request, generation in every]
 
-    def _run_forced(self, forced: dict[Sequence, Forced]) -> None:
-        """Feed sequences with the continuations that are given."""
-        self._forced |= forced
+    def _run_together(self, requests: Collection[Request], progress: bool | None = False) -> list[Generation]:
+        """Start requests and run them to their end; none goes on if one cannot start."""
         try:
-            for sequence in forced:
-                self._scheduler.submit(sequence)
-            while any(each.stats is None and each.error is None for each in forced.values()):
-                self.step()
-            if errors := [each.error for each in forced.values() if each.error is not None]:
-                raise errors[0]
-        finally:
-            for sequence in forced:
-                self._forced.pop(sequence)
-                self._scheduler.finish(sequence)
-                sequence.num_preemptions = 0
+            for request in requests:
+                self._start(request)
+        except BaseException:
+            self._active.abort(requests)
+            raise
+        self.run(requests, progress)
+        return [request.generation for request in requests if request.generation is not None]
 
     def _request(
         self,
@@ -466,15 +406,10 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
-        if session is not None:
-            self._check_is_free(session)
-            if params.n > 1 or params.beam_width is not None:
-                several = f"n={params.n}" if params.beam_width is None else f"beam_width={params.beam_width}"
-                raise ValueError(f"{several}: a session goes on from one continuation; give n=1 and no beam_width")
-        sequence = Sequence([], next_logit_position=0) if session is None else session.sequence
-        if context is not None:
-            sequence.add_prompt(self._encode(context))
-            sequence.next_prompt = len(sequence.tokens)
+        sequence = self._sequence(session, None if context is None else self._encode(context))
+        if session is not None and (params.n > 1 or params.beam_width is not None):
+            several = f"n={params.n}" if params.beam_width is None else f"beam_width={params.beam_width}"
+            raise ValueError(f"{several}: a session goes on from one continuation; give n=1 and no beam_width")
         end = None if params.ignore_eos else self.model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
         params = dataclasses.replace(params, stop_token_ids=tuple(each for each in ends if each >= 0))  # -1: none
@@ -488,52 +423,37 @@ class Engine:
             sequence,
             prompt=self._encode(prompt, begins_text=not sequence.tokens),
             params=params,
-            generator=self._generator(params),
+            generator=new_generator(params, self.cache.layout.ranks),
             text_stream=TextStream(self.tokenizer, params.stop) if needs_text else None,
             search=None if params.beam_width is None else BeamSearch(params),
         )
         self._check_can_start(request)
         return request
 
-    def _generator(self, params: SamplingParams, index: int = 0) -> torch.Generator | None:
-        if params.temperature == 0:
-            return None
-        seed = params.seed
-        if seed is None:
-            seed = self.cache.layout.ranks.minimum(int(torch.randint(2**62, ())))  # all ranks must draw alike
-        return torch.Generator().manual_seed((seed + index) % 2**64)
+    def _sequence(self, session: Session | None, context: list[int] | None = None) -> Sequence:
+        """Return the sequence that a request continues: a session's, or a new one that begins with a context."""
+        if session is not None:
+            if of_kind("session", session, Session, "what `session()` returned").engine is not self:
+                raise ValueError("the session is another engine's: give it to that one")
+            return session.idle_sequence()
+        sequence = Sequence([], next_logit_position=0)
+        if context is not None:
+            sequence.add_prompt(context)
+            sequence.next_prompt = len(sequence.tokens)
+        return sequence
 
     def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
         return encode(text, self.tokenizer, self._vocab_size, begins_text)
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.model.get_input_embeddings().num_embeddings
-
-    def _check_is_free(self, session: Session) -> None:
-        """Refuse a session that is another engine's or closed, or of which a turn runs."""
-        self._check_is_own(session)
-        if session.is_closed:
-            raise ValueError("the session is closed: start another one")
-        self._check_has_no_turn(session.sequence)
-
-    def _check_is_own(self, session: Session) -> None:
-        if of_kind("session", session, Session, "what `session()` returned").engine is not self:
-            raise ValueError("the session is another engine's: give it to that one")
-
-    def _check_is_mine(self, request: Request) -> None:
-        """Refuse a request that runs elsewhere: its row names another sequence's blocks here."""
-        if request.generation is None and not any(
-            self._requests.get(each.sequence) is each for each in request.branches
-        ):
+    def _own_root(self, name: str, request: Request) -> Request:
+        """Return the request that was submitted here; another engine's names other sequences' blocks here."""
+        root = of_kind(name, request, Request, "what `submit` returned").root or request
+        if root.generation is None and root not in self._active:
             raise ValueError("the request is another engine's, or has not begun: give it to that one")
-
-    def _check_has_no_turn(self, sequence: Sequence) -> None:
-        if sequence in self._requests:
-            raise ValueError("the session's last turn has not finished: run it to its end, or abort it")
+        return root
 
     def _check_can_start(self, request: Request) -> None:
-        self._check_has_no_turn(request.sequence)
+        self._active.check_is_idle(request.sequence)
         self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
 
     def _check_fits(self, num_tokens: int) -> None:
@@ -555,9 +475,7 @@ class Engine:
 
     def _start(self, request: Request) -> None:
         self._check_can_start(request)
-        request.begin()
-        self._requests[request.sequence] = request
-        self._scheduler.submit(request.sequence)
+        self._active.start(request)
 
     def _events(self, request: Request) -> Iterator[TokenEvent]:
         self._start(request)
@@ -573,207 +491,6 @@ class Engine:
         finally:
             self.abort(request)
 
-    def _advance(self, chunks: list[ScheduledChunk]) -> list[TokenEvent]:
-        if self._runner.is_recorded(chunks) and (plain := self._plain_requests(chunks)):
-            params, uniforms = [each.params for each in plain], [each.uniform for each in plain]
-            return self._accept(plain, self._runner.forward(chunks, Sampling.of(params, uniforms, self._vocab_size)))
-        logits = self._runner.forward(chunks)
-        asking: list[Request] = []
-        rows: list[int] = []
-        begin = 0
-        for chunk in chunks:
-            end = begin + chunk.num_logits
-            if (forced := self._forced.get(chunk.sequence)) is not None:
-                self._force(chunk.sequence, forced, logits[begin:end])
-            elif chunk.num_logits:
-                request = self._requests[chunk.sequence]
-                sequence = chunk.sequence
-                if sequence.next_logit_position < sequence.num_computed_tokens - (not sequence.num_waiting):
-                    begin = request.take_prompt(logits[begin:end]) + begin
-                if begin == end:
-                    continue
-                is_first = not request.logprobs
-                is_root = request.root is None and request.search is None
-                if is_first and is_root and len(request.branches) < request.params.n:
-                    for copy in self._copies(request.sequence, request.params.n - 1):
-                        self._add_branch(request, copy)
-                asking += [each for each in request.branches if not each.logprobs] if is_first else [request]
-                rows += [begin] * (len(asking) - len(rows))
-            begin = end
-        return self._sample(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
-
-    def _plain_requests(self, chunks: list[ScheduledChunk]) -> list[Request] | None:
-        """Return the requests of a decoding step if the logits alone decide their next tokens; None otherwise."""
-        found = [self._requests.get(each.sequence) for each in chunks]
-        plain = [each for each in found if each is not None and each.logprobs and not each.params.changes_logits]
-        return plain if len(plain) == len(found) else None
-
-    def _copies(self, sequence: Sequence, count: int) -> list[Sequence]:
-        """Fork a sequence; a copy for which there is no room shares nothing, and is computed again."""
-        copies = [sequence.copy() for _ in range(count)]
-        if sequence.row is not None:
-            for each in copies:
-                self.cache.tally.close_row(sequence.row, each.held)
-            try:
-                self._scheduler.fork(sequence, copies)
-            except BaseException:  # of a pool that cannot grow: nobody would ever end what was copied
-                self._drop(copies)
-                raise
-        return copies
-
-    def _drop(self, sequences: Iterable[Sequence]) -> None:
-        """Free sequences that are no request's."""
-        for each in sequences:
-            self._scheduler.forget(each)
-
-    def _add_branch(self, request: Request, sequence: Sequence) -> None:
-        """Begin another continuation of a prompt, with nothing generated yet."""
-        index = len(request.branches)
-        other = dataclasses.replace(
-            request,
-            sequence=sequence,
-            generator=self._generator(request.params, index),
-            text_stream=None if request.text_stream is None else TextStream(self.tokenizer, request.params.stop),
-            logprobs=[],
-            top_logprobs=[],
-            root=request,
-            alternatives=[],
-            inbox=None,
-            _history=None,
-            _uniform=None,
-        )
-        if sequence.row is None:
-            other.stats_before = self._stats(request)
-        self._requests[sequence] = other
-        request.alternatives.append(other)
-
-    def _extend_beam(self, beam: Request, likely: list[tuple[int, float]]) -> list[TokenEvent]:
-        """Note a beam's next tokens; where those of all beams are known, the best go on, or the search ends."""
-        root, search = beam.root or beam, beam.search
-        assert search is not None
-        beams = root.branches
-        search.likely[beams.index(beam)] = likely
-        beam.sequence.next_logit_position += 1
-        if len(search.likely) < len(beams):
-            return []
-        going_on, ended = search.extend([each.logprobs for each in beams])
-        for extension in ended:
-            search.end(extension, beams[extension.beam].steps, self._stats(beams[extension.beam]))
-        if search.is_over(going_on, len(beam.logprobs) + 1):
-            return self._end_search(root, search)
-        extended = [each.beam for each in going_on]
-        pruned = [each.sequence for index, each in enumerate(beams) if index not in extended]
-        self._drop(pruned)
-        free: dict[int, list[Sequence]] = {}
-        try:
-            for index in {*extended}:
-                free[index] = self._copies(beams[index].sequence, extended.count(index) - 1)
-        except BaseException:
-            self._drop(copy for copies in free.values() for copy in copies)
-            raise
-        for index, copies in free.items():
-            copies.append(beams[index].sequence)
-        for sequence in pruned:
-            self._requests.pop(sequence)
-        after = [(free[each.beam].pop(), [*beams[each.beam].steps, each.step]) for each in going_on]
-        for index, (sequence, steps) in enumerate(after):
-            if index == len(root.branches):
-                self._add_branch(root, sequence)
-            self._requests[sequence] = root.branches[index]
-            root.branches[index].take_over(sequence, steps)
-            self._scheduler.resume(sequence)
-        return []
-
-    def _end_search(self, root: Request, search: BeamSearch) -> list[TokenEvent]:
-        """Tell of the tokens of all continuations that have ended, the best first."""
-        prompt = root.sequence.tokens[: len(root.sequence.tokens) - len(root.logprobs)]
-        self._scheduler.finish(root.sequence)  # the prefix cache may take the prompt from it
-        for each in root.branches:
-            self._requests.pop(each.sequence)
-        self._drop(each.sequence for each in root.branches)
-        for index, ended in enumerate(search.ended):
-            sequence = Sequence([*prompt], next_logit_position=len(prompt))
-            if index == len(root.branches):
-                self._add_branch(root, sequence)
-            request = self._requests[sequence] = root.branches[index]
-            request.sequence, request.logprobs, request.top_logprobs = sequence, [], []
-            request.stats_before = ended.stats
-        brought = [
-            [request.accept(*step) for step in ended.steps]
-            for request, ended in zip(root.branches, search.ended, strict=True)
-        ]
-        for request, events in zip(root.branches, brought, strict=True):
-            self._finish(request, events[-1].finish_reason or "length")
-        return [event for events in brought for event in events]
-
-    def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
-        choice, errors = choose_tokens(
-            logits,
-            [request.params for request in requests],
-            [request.uniform for request in requests],
-            [request.history(logits.shape[-1], logits.device) for request in requests],
-        )
-        return self._accept(requests, self._runner.packed(choice), errors, logits)
-
-    def _accept(
-        self,
-        requests: list[Request],
-        packed: Tensor,
-        errors: dict[int, Exception] | None = None,
-        logits: Tensor | None = None,
-    ) -> list[TokenEvent]:
-        """Read what a step has brought, the one time that the host waits for it, and tell of the tokens.
-
-        Args:
-            requests: whose they are.
-            packed: see `Runner.packed`; rows beyond the requests' are not read.
-            errors: of the requests that have failed already.
-            logits: what requests' own parameters have changed; None: they do not.
-        """
-        ranks = self.cache.layout.ranks
-        # ranks may have summed in another order, and a token of their own would part them for good
-        *drawn, (num_free, *_) = ranks.of_first(packed).tolist()
-        if ranks.size == 1:
-            self.cache.note_free(int(num_free))
-        events: list[TokenEvent] = []
-        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=False)):
-            if request.outcome is not None:  # another beam of its search has failed
-                continue
-            own_error = None if errors is None else errors.get(index)
-            if own_error is not None or not math.isfinite(logprob):
-                # else it is the model's fault, not the request's
-                is_sound = logits is not None and bool(logits[index].amax().isfinite())
-                self._fail(request.sequence, own_error or _not_finite(request), is_sound)
-                continue
-            likely = list(zip(map(int, top[::2]), top[1::2], strict=True))
-            try:
-                if request.search is not None:
-                    events += self._extend_beam(request, likely[: request.params.num_top])
-                    continue
-                events.append(request.accept(int(token), logprob, dict(likely[: request.params.top_logprobs])))
-            except Exception as error:  # of its tokenizer
-                self._fail(request.sequence, error, sound=True)
-                continue
-            if (reason := events[-1].finish_reason) is not None:
-                self._finish(request, reason)
-        for request in requests:
-            if request.search is not None and request.search.likely:
-                request.stats_before = self._stats(request)
-                self._scheduler.rest(request.sequence)
-        return events
-
-    def _fail(self, sequence: Sequence, error: Exception, sound: bool = False) -> None:
-        """End a sequence that cannot continue, with its error; `sound`: its cache is intact and may be shared."""
-        if (forced := self._forced.get(sequence)) is not None:
-            forced.error = error
-            self._scheduler.finish(sequence)
-            return
-        request = self._requests[sequence]
-        root = request.root or request
-        root.error = error
-        for each in [request] if request.search is None else root.branches:
-            self._finish(each, "error", sound=sound)
-
     def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache
         return OutOfBlocksError(
@@ -781,30 +498,3 @@ class Engine:
             f"memory= holds: it holds {cache.slots(sequence.row or 0).double().mean():.0f} entries per head after "
             f"{sequence.num_computed_tokens}; give more memory, or shorten it"
         )
-
-    def _force(self, sequence: Sequence, forced: Forced, logits: Tensor) -> None:
-        if len(logits):
-            forced.add(logits)
-        sequence.next_logit_position += len(logits)
-        if not sequence.num_waiting:
-            forced.stats = GenerationStats.of(sequence, self.cache)
-            self._scheduler.finish(sequence, sound=self._prefixes is None or forced.is_finite)
-
-    def _finish(self, request: Request, reason: FinishReason, sound: bool = True) -> None:
-        sequence = request.sequence
-        request.finish(reason, self._stats(request), self.tokenizer)
-        self._requests.pop(sequence, None)
-        self._scheduler.finish(sequence, sound)
-        sequence.num_preemptions, sequence.held = 0, Held()
-        if sequence.row is not None:
-            self.cache.tally.open_row(sequence.row, sequence.held)
-
-    def _stats(self, request: Request) -> GenerationStats:
-        """Memory of a request's sequence, or what it had when it last had any."""
-        held = request.stats_before if request.sequence.row is None else None
-        return held or GenerationStats.of(request.sequence, self.cache)
-
-    def _abort_all(self, requests: Collection[Request]) -> None:
-        for each in [each for request in requests for each in request.branches]:
-            if self._requests.get(each.sequence) is each:
-                self._finish(each, "abort")

@@ -1,4 +1,4 @@
-"""A teacher-forced continuation, and the log-probabilities kept of each prediction."""
+"""Teacher forcing: tokens that are given instead of chosen, and what is kept of their predictions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dmc.runtime.generation import GenerationStats, Scoring
+from dmc.runtime.generation import Step
 
 Keep = Callable[[Tensor, Tensor], Tensor]
 """Reduces log-probabilities, float32 [n, vocab], given the true tokens, int64 [n]."""
@@ -24,32 +24,45 @@ def of_given_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-@dataclass(eq=False)
+def of_most_likely(count: int) -> Keep:
+    """Keep each true token's log-probability, and the most likely tokens with theirs, float64 [n, 1 + 2 count]."""
+
+    def keep(logprobs: Tensor, tokens: Tensor) -> Tensor:
+        values, indices = logprobs.topk(min(count, logprobs.shape[-1]))
+        pairs = torch.stack((indices.double(), values.double()), dim=-1).flatten(1)
+        return torch.cat((of_given_tokens(logprobs, tokens)[:, None], pairs), dim=-1)
+
+    return keep
+
+
+@dataclass
 class Forced:
-    """State of one teacher-forced continuation in the engine."""
+    """Tokens that are given, in their order, and what is kept of the predictions so far."""
 
     tokens: list[int]
-    keep: Keep
+    keep: Keep = of_all_tokens
     kept: list[Tensor] = field(default_factory=list)
     num_predicted: int = 0
-    stats: GenerationStats | None = None
-    """Memory at the last step; None until then."""
-    error: Exception | None = None
-    """Error that ended it early."""
 
-    def add(self, logits: Tensor) -> None:
-        """Reduce and keep the next predictions, [n, vocab]."""
-        end = self.num_predicted + len(logits)
-        tokens = torch.tensor(self.tokens[self.num_predicted : end], device=logits.device)
-        self.kept.append(self.keep(logits.float().log_softmax(-1), tokens))
-        self.num_predicted = end
+    def take(self, logits: Tensor) -> int:
+        """Reduce and keep predictions, [n, vocab], of the next tokens; return how many of these are given."""
+        tokens = self.tokens[self.num_predicted : self.num_predicted + len(logits)]
+        if tokens:
+            logprobs = logits[: len(tokens)].float().log_softmax(-1)
+            self.kept.append(self.keep(logprobs, torch.tensor(tokens, device=logits.device)))
+            self.num_predicted += len(tokens)
+        return len(tokens)
 
     @property
     def is_finite(self) -> bool:
         """Whether all kept values are finite."""
         return all(not each.isnan().any() for each in self.kept)
 
-    def scoring(self) -> Scoring:
-        """Return the finished result."""
-        assert self.stats is not None
-        return Scoring(torch.cat(self.kept), self.stats)
+    @property
+    def steps(self) -> list[Step]:
+        """The tokens that have been predicted, of which `of_most_likely` has kept what is reported."""
+        rows = [row for each in self.kept for row in each.tolist()]
+        return [
+            (token, given, dict(zip(map(int, top[::2]), top[1::2], strict=True)))
+            for token, (given, *top) in zip(self.tokens, rows, strict=False)
+        ]

@@ -14,6 +14,8 @@ from dmc.runtime.sequence import Sequence
 from dmc.runtime.tally import Held
 
 FinishReason = Literal["length", "stop", "abort", "error"]
+Step = tuple[int, float, dict[int, float]]
+"""A token, its log-probability, and those of the most likely ones, as many as are reported."""
 
 
 @dataclass(frozen=True)

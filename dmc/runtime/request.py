@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmc.runtime.beams import BeamSearch, Step
-from dmc.runtime.generation import FinishReason, Generation, GenerationStats
+from dmc.runtime.beams import BeamSearch
+from dmc.runtime.forced import Forced, of_most_likely
+from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Step
 from dmc.runtime.sampling import History, SamplingParams, next_uniform
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.text_stream import TextStream
@@ -42,14 +43,16 @@ class Request:
     """Tokens that the request appends to its sequence when it starts."""
     params: SamplingParams
     """With the model's own ends of sequence among the tokens that end it."""
-    generator: torch.Generator | None
+    generator: torch.Generator | None = None
     """Source of its draws; None: it is greedy."""
-    text_stream: TextStream | None
+    text_stream: TextStream | None = None
     """Decodes new tokens to text as they come; None: text is made at the end."""
+    search: BeamSearch | None = None
+    """Of a prompt with several beams; its branches are those that go on, the best first."""
+    forced: Forced = field(default_factory=lambda: Forced([]))
+    """Tokens whose predictions are asked for although they are given: the prompt's, where its probabilities are."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     root: Request | None = None
     """The request that was submitted, of which this is another continuation; None: this one."""
     alternatives: list[Request] = field(default_factory=list)
@@ -64,8 +67,6 @@ class Request:
     """Why it could not go on; its generation holds what came before."""
     stats_before: GenerationStats | None = None
     """What was held when it last had a place in the cache, of one that may end without another."""
-    search: BeamSearch | None = None
-    """Of a prompt with several beams; its branches are those that go on, the best first."""
     _history: History | None = None
     _uniform: float | None = None
 
@@ -73,14 +74,22 @@ class Request:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
         first = len(self.sequence.tokens)
         self.sequence.add_prompt(self.prompt)
-        self.sequence.next_logit_position = (
-            len(self.sequence.tokens) - 1 if self.params.prompt_logprobs is None else first
-        )
+        self.sequence.next_logit_position = len(self.sequence.tokens) - 1
+        if self.params.prompt_logprobs is not None:
+            self.sequence.next_logit_position = first
+            self.forced = Forced(self.prompt[1:], of_most_likely(self.params.prompt_logprobs))
 
     @property
     def branches(self) -> list[Request]:
         """All continuations that have begun."""
         return [self, *self.alternatives]
+
+    def branch(self, sequence: Sequence, generator: torch.Generator | None, tokenizer: Any) -> Request:
+        """Begin another continuation of the prompt, with nothing generated yet."""
+        stream = None if self.text_stream is None else TextStream(tokenizer, self.params.stop)
+        other = Request(sequence, self.prompt, self.params, generator, stream, self.search, self.forced, root=self)
+        self.alternatives.append(other)
+        return other
 
     @property
     def own_tokens(self) -> list[int]:
@@ -115,18 +124,11 @@ class Request:
             self._uniform = next_uniform(self.params, self.generator)
         return self._uniform
 
-    def take_prompt(self, logits: Tensor) -> int:
-        """Note how likely the prompt's tokens were; return how many of the predictions, [n, vocab], these are."""
-        begin = self.sequence.next_logit_position
-        targets = self.sequence.tokens[begin + 1 : begin + 1 + len(logits)]
-        logprobs = logits[: len(targets)].float().log_softmax(-1)
-        top = logprobs.topk(min(self.params.prompt_logprobs or 0, logprobs.shape[-1]))
-        given = logprobs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
-        self.prompt_logprobs += given.tolist()
-        for tokens, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
-            self.prompt_top_logprobs.append(dict(zip(tokens, values, strict=True)))
-        self.sequence.next_logit_position += len(targets)
-        return len(targets)
+    def take(self, logits: Tensor) -> int:
+        """Take the sequence's next predictions, [n, vocab]; return how many of them are of tokens that are given."""
+        count = self.forced.take(logits)
+        self.sequence.next_logit_position += count
+        return count
 
     def accept(self, token: int, logprob: float, top: dict[int, float]) -> TokenEvent:
         """Append a generated token and tell what it means."""
@@ -162,11 +164,25 @@ class Request:
             text = "".join(self.text_stream.pieces)
         else:
             text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        prompt_steps = [] if self.params.prompt_logprobs is None else self.forced.steps
         self.outcome = Generation(
             *(tokens, text, self.logprobs, stats, reason, self.top_logprobs),
-            *(self.prompt_logprobs, self.prompt_top_logprobs),
+            prompt_logprobs=[logprob for _, logprob, _ in prompt_steps],
+            prompt_top_logprobs=[top for _, _, top in prompt_steps],
         )
         root = self.root or self
         outcomes = [each.outcome for each in root.branches if each.outcome is not None]
         if len(outcomes) == len(root.branches):
             root.generation = replace(outcomes[0], alternatives=outcomes[1:])
+
+
+@dataclass(eq=False)
+class ForcedRequest(Request):
+    """A continuation that is given: it is fed behind the prompt, `forced` keeps what was predicted, no token comes."""
+
+    def begin(self) -> None:
+        """Append the prompt, if there is one, and the continuation but for its last token, which is not fed."""
+        if self.prompt:
+            self.sequence.add_prompt(self.prompt)
+        self.sequence.next_logit_position = len(self.sequence.tokens) - (len(self.forced.tokens) > 0)
+        self.sequence.tokens += self.forced.tokens[:-1]

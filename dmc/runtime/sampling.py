@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmc.ranks import Ranks
 from dmc.runtime.arguments import index_of, real_number, whole_number
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -192,6 +193,14 @@ class Choice(NamedTuple):
         """Return token, log-probability, n pairs of a likely token and its log-probability: float64 [S, 2 + 2 n]."""
         top = torch.stack((self.top_tokens.double(), self.top_logprobs.double()), dim=-1).flatten(1)
         return torch.cat((self.tokens[:, None].double(), self.logprobs[:, None].double(), top), dim=1)
+
+
+def new_generator(params: SamplingParams, ranks: Ranks, index: int = 0) -> torch.Generator | None:
+    """Make the source of draws of a prompt's `index`-th continuation, the same on all ranks; None: it is greedy."""
+    if params.temperature == 0:
+        return None
+    seed = ranks.minimum(int(torch.randint(2**62, ()))) if params.seed is None else params.seed
+    return torch.Generator().manual_seed((seed + index) % 2**64)
 
 
 def next_uniform(params: SamplingParams, generator: torch.Generator | None) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dmc.runtime.active_requests import ActiveRequests
 from dmc.runtime.generation import Generation, GenerationStats
 from dmc.runtime.request import TokenEvent
 from dmc.runtime.sampling import SamplingParams
@@ -23,10 +24,11 @@ class Session:
 
     Args:
         engine: the `Engine` that serves it.
+        active: its requests.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, active: ActiveRequests) -> None:
+        self.engine, self._active = engine, active
         self.sequence = Sequence([], next_logit_position=0, kept=True)
         """Tokens of all turns so far, and their state in the cache."""
         self.is_closed = False
@@ -43,6 +45,17 @@ class Session:
     def tokens(self) -> list[int]:
         """Prompts and continuations of all turns so far."""
         return list(self.sequence.tokens)
+
+    def idle_sequence(self) -> Sequence:
+        """Return the sequence, which another turn may continue.
+
+        Raises:
+            ValueError: the session is closed, or its last turn has not finished.
+        """
+        if self.is_closed:
+            raise ValueError("the session is closed: start another one")
+        self._active.check_is_idle(self.sequence)
+        return self.sequence
 
     def generate(self, prompt: str | list[int], params: SamplingParams | None = None) -> Generation:
         """Continue the conversation with another prompt.
@@ -86,7 +99,9 @@ class Session:
         Raises:
             ValueError: see `Engine.submit`.
         """
-        return self.engine.fork(self)
+        other = Session(self.engine, self._active)
+        (other.sequence,) = self._active.copies(self.idle_sequence(), 1)
+        return other
 
     def positions_held(self) -> list[list[Tensor]]:
         """List the positions of the tokens held, by layer and KV head, int64 [n], ascending.
@@ -100,4 +115,5 @@ class Session:
 
     def close(self) -> None:
         """End the session: abort a running turn and free the blocks. May be called twice."""
-        self.engine.end_session(self)
+        self.is_closed, self.sequence.kept = True, False
+        self._active.end(self.sequence)

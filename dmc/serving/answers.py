@@ -142,8 +142,7 @@ class Answer:
         text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
         if self._num_logprobs is None:
             return text, []
-        likely = zip(job.prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True)
-        return text, [(job.prompt[0], None, {}), *likely]
+        return text, [(job.prompt[0], None, {}), *request.forced.steps]
 
     def _logprobs(self, index: int, tokens: list[Told]) -> dict[str, Any]:
         named = [(self._named(token, own), [self._named(*one) for one in top.items()]) for token, own, top in tokens]

@@ -7,7 +7,7 @@ import torch
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime import engine as engine_module
+from dmc.runtime import next_tokens
 from dmc.runtime.paged_cache import PagedCache
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -124,14 +124,14 @@ def test_sampling_that_fails_once_after_a_fork_costs_nothing_but_time(
 ):
     model, prompts, sampled = make_compressed(), make_prompts(20, 40), SamplingParams(max_new_tokens=9, n=3, seed=5)
     expected = Engine(model).generate(prompts, sampled)
-    engine, choose, failures = Engine(model, **options), engine_module.choose_tokens, [ValueError("once")]
+    engine, choose, failures = Engine(model, **options), next_tokens.choose_tokens, [ValueError("once")]
 
     def stumble(logits, *arguments):
         if failures and len(logits) > 1:
             raise failures.pop()
         return choose(logits, *arguments)
 
-    monkeypatch.setattr(engine_module, "choose_tokens", stumble)
+    monkeypatch.setattr(next_tokens, "choose_tokens", stumble)
     requests = [engine.submit(prompt, sampled) for prompt in prompts]
     finish(engine, requests)
     assert not failures and engine.blocks_in_use == 0
@@ -151,14 +151,14 @@ def drain(engine):
 
 
 def test_sampling_that_fails_for_a_prompt_alone_forks_it_no_further(make_compressed, make_prompts, monkeypatch):
-    engine, choose, failures = Engine(make_compressed()), engine_module.choose_tokens, [ValueError("once")]
+    engine, choose, failures = Engine(make_compressed()), next_tokens.choose_tokens, [ValueError("once")]
 
     def stumble(logits, *arguments):
         if failures:
             raise failures.pop()
         return choose(logits, *arguments)
 
-    monkeypatch.setattr(engine_module, "choose_tokens", stumble)
+    monkeypatch.setattr(next_tokens, "choose_tokens", stumble)
     request = engine.submit(*make_prompts(20), SamplingParams(max_new_tokens=4, n=3, seed=5))
     events = drain(engine)
     assert len(request.branches) == 3 and not any(each.alternatives for each in request.alternatives)

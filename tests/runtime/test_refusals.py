@@ -145,7 +145,6 @@ def test_prompts_that_are_none_are_refused(entry, engine):
         lambda engine: engine.abort(3),
         lambda engine: engine.run([3]),
         lambda engine: engine.feed([1], 3),
-        lambda engine: engine.end_session(3),
     ],
 )
 def test_arguments_of_another_kind_are_refused(call, engine):
@@ -192,7 +191,6 @@ def test_another_engines_requests_and_sessions_are_refused(stock, make_prompts):
         lambda: other.submit(prompts[0], GREEDY, session),
         lambda: other.stream(prompts[0], GREEDY, session),
         lambda: other.feed(prompts[0], session),
-        lambda: other.end_session(session),
     ):
         with pytest.raises(ValueError, match="another engine"):
             call()
