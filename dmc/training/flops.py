@@ -30,13 +30,19 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
         config: configuration of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
         sequence_length: tokens per sequence.
     """
-    values = {key: value for key, value in config.to_dict().items() if key != "compression"}
+    values = {key: value for key, value in config.to_dict().items() if key not in ("compression", "layer_types")}
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
-    stock = AutoConfig.for_model(values.pop("model_type").removeprefix("dmc_"), **values)
-    with FakeTensorMode():  # of fused attention torch counts only some kernels
-        model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")
-        tokens = torch.zeros(1, sequence_length, dtype=torch.long)
-        return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum) / sequence_length
+    family = values.pop("model_type").removeprefix("dmc_")
+
+    def counted(num_layers: int) -> int:
+        stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": num_layers})
+        with FakeTensorMode():  # of fused attention torch counts only some kernels
+            model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")
+            tokens = torch.zeros(1, sequence_length, dtype=torch.long)
+            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum)
+
+    one, two = counted(1), counted(2)  # layers are alike
+    return (one + (two - one) * (config.num_hidden_layers - 1)) / sequence_length
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
