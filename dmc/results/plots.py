@@ -169,17 +169,12 @@ def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
         lines: of a summary, or of a frame of measurements with the column `asked`.
         several: whether there are several stock models.
     """
-
-    def name(line: Any) -> str:
-        if line.learned and pandas.isna(line.budget):
-            return f"{line.variant} (learned)"
-        own = "full cache" if line.is_full else str(line.policy)
-        return f"{line.variant} {own}" if several or line.learned else own
-
-    names = [name(line) for line in lines.itertuples()]
-    asked = lines["asked"] if len(lines) else []
-    label = [each if told == "full cache" else f"{each} at {told}" for each, told in zip(names, asked, strict=True)]
-    return lines.assign(name=names, label=label)
+    if lines.empty:
+        return lines.assign(name=[], label=[])
+    own, is_gates = lines["policy"].mask(lines["is_full"], "full cache"), lines["learned"] & lines["budget"].isna()
+    name = own.mask(lines["learned"] | several, lines["variant"] + " " + own)
+    name = name.mask(is_gates, lines["variant"] + " (learned)")
+    return lines.assign(name=name, label=name.mask(~lines["is_full"], name + " at " + lines["asked"]))
 
 
 def draw_quality(lines: pandas.DataFrame) -> Plot:
@@ -267,12 +262,7 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     for name, ratio in zip(speeds["policy"], speeds["requested_ratio"], strict=True):
         if name.startswith("engine"):
             color[name] = FULL if ratio == 1 else FRONT if ratio == speeds["requested_ratio"].max() else DIM
-    told = [
-        f"batch {each.batch:.0f}: {each.tokens_per_second:,.1f} tokens/s, {each.milliseconds:,.1f} ms/token, "
-        f"{each.peak_bytes:,.0f} cache bytes"
-        for each in speeds.itertuples()
-    ]
-    points = speeds.assign(name=speeds["policy"], place=speeds["batch"].map("{:.0f}".format), told=told)
+    points = speeds.assign(name=speeds["policy"], place=speeds["batch"].map("{:.0f}".format))
     points = points.assign(latency=points["milliseconds"]).sort_values("batch")
     return _draw_throughput(points, title, "The numbers are batch sizes.", "time per output token (ms)", color)
 
@@ -286,24 +276,21 @@ def draw_load(loads: pandas.DataFrame) -> Plot:
     """
     found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median()
     found["place"] = ["saturated" if pandas.isna(rate) else f"{rate:g}" for rate in found["rate"]]
-    found["told"] = [
-        f"{each.place}: {each.tokens_per_second:,.1f} tokens/s, {each.seconds:,.2f} s" for each in found.itertuples()
-    ]
     color = {name: FULL if name == "full" else GATES for name in found["name"]}
     points, title = found.assign(latency=found["seconds"]).sort_values("rate"), "Throughput over latency under load"
     return _draw_throughput(points, title, "Numbers: requests/s.", "95 % of requests end within (s)", color)
 
 
 def _draw_throughput(points: pandas.DataFrame, title: str, caption: str, x: str, color: dict[str, str]) -> Plot:
-    """Draw `tokens_per_second` over `latency`, a line for each `name`; `place` labels a point, `told` are its words."""
+    """Draw `tokens_per_second` over `latency` (on the axis `x`), a line for each `name`; `place` labels a point."""
     with _plot(title, f"Up and to the left is better. {caption}") as plot:
         for name, own in points.groupby("name", sort=False):
             spots = list(zip(own["latency"], own["tokens_per_second"], strict=True))
             plot.cover(spots)
             plot.axes.plot(*zip(*spots, strict=True), color=color[name], linewidth=1.6)
-            for place, told, spot in zip(own["place"], own["told"], spots, strict=True):
+            for place, spot in zip(own["place"], spots, strict=True):
                 (mark,) = plot.axes.plot(*spot, "o", color=color[name], markersize=5.5, markeredgewidth=0)
-                plot.tip(mark, str(name), f"{name}, {told}")
+                plot.tip(mark, str(name), f"{name}, {place}: {spot[1]:,.1f} tokens/s, {x}: {spot[0]:,.4g}")
                 plot.labels.append((*spot, place, MUTED))
             plot.labels[-1] = (*spots[-1], f"{name} ({own['place'].iloc[-1]})", color[name])
         plot.axes.margins(0.14)

@@ -34,18 +34,9 @@ class Folders:
 
 def build_model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=0,
-        initializer_range=0.2,
-    )
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=0, initializer_range=0.2)
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -58,6 +58,13 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
     assert pareto_front(summary.reset_index()) == [4, 3, 0]
 
 
+def test_ratios_of_seeds_are_all_tokens_over_all_entries():
+    ratios = {"control-s0": 2.0, "control-s1": 8.0}
+    rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
+    (line,) = summarize(to_frame(rows)).to_dict("records")
+    assert line["achieved_ratio"] == pytest.approx(2 / (1 / 2 + 1 / 8))
+
+
 def test_baselines_are_compared_in_as_many_bytes_sample_by_sample():
     beside = beside_baselines(study()).set_index("baseline")
     assert list(beside.index) == ["h2o"]  # snapkv has no budget so small, though it was asked for CR 4
@@ -129,11 +136,11 @@ def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show
     assert "| +0.0000 ± 0.0000 | no significant loss; calling it as good takes 150 texts |" in h2o
 
 
-def test_ratios_of_seeds_are_all_tokens_over_all_entries():
-    ratios = {"control-s0": 2.0, "control-s1": 8.0}
-    rows = [row(name, "full", None, 1000, 0.0, mean_achieved_ratio=ratio) for name, ratio in ratios.items()]
-    (line,) = summarize(to_frame(rows)).to_dict("records")
-    assert line["achieved_ratio"] == pytest.approx(2 / (1 / 2 + 1 / 8))
+def test_a_model_that_is_measured_again_counts_once_by_its_newest_row():
+    rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
+    (_, merge) = summarize(to_frame([*rows, row("merge", "full", None, 500, 0.2, key="again")])).to_dict("records")
+    assert (merge["seeds"], merge["bytes_per_token"], merge["achieved_ratio"]) == (1, 500, 2.0)
+    assert merge["lost"] == pytest.approx(0.2 + NOISE.mean())
 
 
 def test_the_tasks_of_a_benchmark_are_one_mean_with_its_error():
@@ -156,14 +163,10 @@ def test_a_frame_has_a_line_for_each_metric_and_place(tmp_path):
     store.append(row("one", "h2o", "4", 250, 0.3, by_length_and_depth=table))
     store.append(row("one", "tova", "4", 250, 0.3, status="failed"))
     frame = store.frame()
-    assert [f"{each.metric} {each.by}".strip() for each in frame.itertuples()] == [
-        "loss", "far_loss", *["loss length depth"] * 3,
-    ]  # fmt: skip
-    places = frame[frame["by"] == "length depth"]
-    assert places[["length", "depth", "value"]].values.tolist() == [[8, 0, 1], [8, 1, 2], [16, 0, 3]]
+    assert (frame["metric"] + " " + frame["by"]).tolist() == ["loss ", "far_loss ", *["loss length depth"] * 3]
+    assert frame[["length", "depth", "value"]][2:].values.tolist() == [[8, 0, 1], [8, 1, 2], [16, 0, 3]]
     assert set(frame["policy"]) == {"h2o"} and set(frame["folder"]) == {str(tmp_path)}
-    assert frame["bytes_per_token"][0] == 250 and frame["end_ratio"][0] == 4.4
-    assert asked_of(frame.iloc[0]) == "CR 4"
+    assert (frame["bytes_per_token"][0], frame["end_ratio"][0], asked_of(frame.iloc[0])) == (250, 4.4, "CR 4")
 
 
 def test_the_table_ranks_methods_within_each_budget(tmp_path):

@@ -62,9 +62,9 @@ def test_a_curve_takes_the_median_of_each_rate():
     plot = draw_load(loads_of(rows))
     told = [words for _, words in plot.tips.values()]
     assert told == [
-        "full, 2: 18.0 tokens/s, 2.00 s",
-        "own, 2: 21.0 tokens/s, 2.00 s",
-        "own, saturated: 90.0 tokens/s, 9.00 s",
+        "full, 2: 18.0 tokens/s, 95 % of requests end within (s): 2",
+        "own, 2: 21.0 tokens/s, 95 % of requests end within (s): 2",
+        "own, saturated: 90.0 tokens/s, 95 % of requests end within (s): 9",
     ]
 
 
