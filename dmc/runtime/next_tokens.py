@@ -52,15 +52,13 @@ class NextTokens:
             elif not chunk.sequence.num_waiting:
                 self._active.finish(request, "length", sound=request.forced.is_finite)
             begin = end
-        if not asking:
-            return []
-        if rows != list(range(len(logits))):
-            logits = logits[rows]
-        params, uniforms = [each.params for each in asking], [each.uniform for each in asking]
-        choice, errors = choose_tokens(
-            logits, params, uniforms, [each.history(logits.shape[-1], logits.device) for each in asking]
-        )
-        return self._accept(asking, self._runner.packed(choice), errors, logits)
+        return self._choose(asking, logits if rows == list(range(len(logits))) else logits[rows]) if asking else []
+
+    def _choose(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
+        params, uniforms = [each.params for each in requests], [each.uniform for each in requests]
+        histories = [each.history(logits.shape[-1], logits.device) for each in requests]
+        choice, errors = choose_tokens(logits, params, uniforms, histories)
+        return self._accept(requests, self._runner.packed(choice), errors, logits)
 
     def _accept(
         self,
