@@ -169,7 +169,12 @@ class Operations(RuleBasedStateMachine):
         """Check what comes for the turns in flight while the engine steps by itself."""
         engine, accepted = self.engine, []
         step = engine.step
-        engine.step = lambda: accepted.extend(step())
+
+        def noted():
+            accepted.extend(events := step())
+            return events
+
+        engine.step = noted
         try:
             yield
         finally:
