@@ -20,7 +20,7 @@ from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
-from dmc.results.identity import identity_of, model_files
+from dmc.results.identity import identity_of, model_files, options_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, Row, digest
 from dmc.results.tasks import Task, split_of_text
@@ -187,12 +187,13 @@ class Cell:
     def row(self) -> Row:
         """Return the fields of its row that are known before it is measured, `key` the hash of all that defines it."""
         config, model, method, task, asked = self.config, self.model, self.method, self.task, self.method.asked
-        policy_key = digest(identity_of(method.build(), "budget", settings=method.settings))
+        policy = method.build()
+        policy_key = digest(identity_of(policy, "budget", settings=method.settings))
         task_key = digest([FORMAT, identity_of(config.engine), config.seed, task.identity])
         defining = [model.name, method.name, task.name, model.key, policy_key, task_key, asked, self.same_bytes_as]
         ratio = None if method.budget is None else method.budget.ratio
         told = asdict(model.settings) | {"policies": None}  # which choose cells, and change none
-        settings = {"model": told, "policy": method.settings, **task.settings}
+        settings = {"model": told, "policy": options_of(policy, "budget") | method.settings, **task.settings}
         return task.row | {
             "key": digest(defining),
             "method": f"{model.name}, {'learned' if model.is_learned and asked is None else method.name}",
@@ -337,7 +338,9 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
             "split": split_of_text(task),
             "question": getattr(task, "question", None),
         }
-        found.append(PlannedTask(name, task, identity_of(task, settings=settings), {"task": settings}, row))
+        found.append(
+            PlannedTask(name, task, identity_of(task, settings=settings), {"task": options_of(task) | settings}, row)
+        )
     if theirs:
         benchmarks = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, known).items()
         found += [PlannedTask(name, own, own.identity(), own.told, own.row(name)) for name, own in benchmarks]

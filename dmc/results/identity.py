@@ -51,6 +51,12 @@ def identity_of(value: Any, *without: str, settings: Any = None) -> Any:
     return [kind.__qualname__, code, options if is_dataclass(value) else given or str(value)]
 
 
+def options_of(value: Any, *without: str) -> dict[str, Any]:
+    """Return all options of a dataclass as JSON content, those with their default value too; empty for other objects."""
+    named = [each.name for each in fields(value) if each.init] if is_dataclass(value) else []
+    return {name: identity_of(getattr(value, name)) for name in named if name not in without}
+
+
 def _own_file(kind: type) -> Path | None:
     """Find the file of a user's own class."""
     package = kind.__module__.partition(".")[0]

@@ -1,15 +1,17 @@
 """What defines a cell, and rows that differ in any of it stand apart: in the store, in tables, on the page."""
 
+import json
 import os
 import shutil
 import sys
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, write_report, write_rows
 
+from dmc.results.grid import plan_grid
 from dmc.results.identity import identity_of
 from dmc.results.report import read_folders
 from dmc.results.store import Store
@@ -78,6 +80,15 @@ def test_a_new_option_leaves_what_does_not_use_it_as_it_is():
         assert build(old, budget=2, recent=one) != build(old, budget=2, recent=other)
         assert identity_of(one) != identity_of(other)
         assert identity_of(one, settings={"size": 1}) != identity_of(one, settings={"size": 2})
+
+
+def test_a_row_tells_all_options_those_by_default_too(make_config):
+    (cell,) = plan_grid(make_config(policies=["h2o"], budgets=[2], tasks=[{**NEEDLE, "seed": 5}]), CONFIGS)
+    policy, task = (cell.row["settings"][name] for name in ("policy", "task"))
+    for built, told in ((cell.method.build(), policy), (cell.task.task, task)):
+        assert {each.name for each in fields(built) if each.init} - {"budget"} <= {*told}
+        json.dumps(told)
+    assert task["seed"] == 5 and task["_target_"] == NEEDLE.get("_target_", "dmc.results.tasks.Needle")
 
 
 def test_a_hub_models_commit_is_part_of_its_identity(folders, tmp_path, monkeypatch, keys):
