@@ -52,7 +52,7 @@ def identity_of(value: Any, *without: str, settings: Any = None) -> Any:
 
 
 def options_of(value: Any, *without: str) -> dict[str, Any]:
-    """Return all options of a dataclass as JSON content, those with their default value too; empty for other objects."""
+    """Return all options of a dataclass, those by default too, as JSON content; empty for other objects."""
     named = [each.name for each in fields(value) if each.init] if is_dataclass(value) else []
     return {name: identity_of(getattr(value, name)) for name in named if name not in without}
 
