@@ -151,7 +151,7 @@ def _settings_of(kind: str, row: Row) -> Row:
     settings = row.get("settings") or {}
     if kind == "task":
         return flattened({name: value for name, value in settings.items() if name not in ("model", "policy")})
-    return flattened(settings.get(kind) or {})
+    return flattened(settings.get(kind) or {}) | {name: settings[name] for name in ("format",) if name in settings}
 
 
 def _column(kind: str, row: Row) -> str:
@@ -164,6 +164,8 @@ def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     for key, own in known.items():
         others = [other for each, other in known.items() if each != key]
         names = [name for name in own if any(name not in other or other[name] != own[name] for other in others)]
+        if others and all("format" in own and other.get("format") != own["format"] for other in others):
+            names = ["format"]  # which other settings a row tells may have changed with it
         told[key] = ", ".join(f"{name.rpartition('.')[2].strip('_')}={_text(own[name])}" for name in names)
     alike = [*told.values()]
     return {

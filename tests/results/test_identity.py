@@ -128,6 +128,17 @@ def test_rows_of_one_name_stand_apart_by_the_setting_in_which_they_differ(kind, 
     assert page.summary["label"].nunique() == page.places["label"].nunique() == len(values)
 
 
+def test_rows_of_two_formats_are_told_apart_by_that_alone(tmp_path):
+    rows = []
+    for number, options in ((6, {"digits": 5, "chat_template": False}), (7, {"digits": 5})):
+        settings = {"policy": {"recent": None}, "task": options, "format": number}
+        named = {"policy_key": f"h{number}", "task_key": f"t{number}", "settings": settings}
+        rows.append(compare_row("h2o", 4.0) | named | {"key": str(number)})
+    table = write_report(rows, tmp_path)
+    assert {"base, h2o (format=6)", "base, h2o (format=7)"} <= {*lines_of(table)}
+    assert "### loss (format=6): " in table and "### loss (format=7): " in table
+
+
 def test_selections_of_two_papers_share_tasks_and_both_stand(tmp_path):
     first = [lm_eval_row("full", 1.0, "cs", f"cs_{part}", 0.6) | {"task_key": "cs"} for part in "ab"]
     other = lm_eval_row("full", 1.0, "cs_a", "cs_a", 0.9) | {"members": ["cs_a"], "task_key": "single", "key": "o"}
