@@ -262,7 +262,7 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
         "standing": lost.standing(margin),
         "contexts_needed": lost.contexts_needed(margin),
         "seeds": len(parts[0]),
-        "seeds_worse": lost.num_seeds_above,
+        "seeds_worse": lost.num_seeds_above if is_compared else math.nan,
         **sizes / weights.sum(),
         **weights.sum() / entries,
         "share": sizes["bytes_per_token"] / weights.sum() / full["bytes_per_token_of_full"],

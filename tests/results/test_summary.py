@@ -53,7 +53,7 @@ def test_seeds_of_a_method_are_one_line_beside_the_full_caches_of_their_own_seed
     assert (merge["contexts"], merge["samples"], merge["share"]) == (8, 16, 0.25)
     assert merge["lost_lower"] < merge["lost"] < merge["lost_upper"] and merge["margin"] == 0.02
     assert (full["standing"], bool(full["is_full"]), full["asked"]) == ("", True, "full cache")
-    assert math.isnan(full["lost"])
+    assert math.isnan(full["lost"]) and math.isnan(full["seeds_worse"])
     assert len(merge["keys"]) == 3
     assert pareto_front(summary.reset_index()) == [4, 3, 0]
 
