@@ -23,16 +23,17 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     """
     named, folder = folder, folder.resolve()  # the folder that a link names is replaced, not the link
     partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
-    _restore(folder, retired)
+    if partial.is_dir():  # else a folder aside is what a finished replacement could not remove
+        _restore(folder, retired)
     refuse_occupied(named, overwrite, inputs)
     _remove(partial)
+    _remove(retired)
     partial.mkdir(parents=True)
     write_list(partial / RECORD_NAME, [])  # marks the rest as ours after a kill
     try:
         yield partial
         write_list(partial / RECORD_NAME, _files(partial))
         refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
-        _remove(retired)
         if folder.exists():
             folder.rename(retired)
         partial.rename(folder)

@@ -187,8 +187,19 @@ def test_a_folder_that_cannot_take_its_name_leaves_the_earlier_one(tmp_path, mon
 
 def test_what_was_put_aside_when_a_kill_came_gets_its_name_back(tmp_path):
     write_model(tmp_path / "model", "1")
+    write_model(tmp_path / ".model.partial", "2")
     (tmp_path / "model").rename(tmp_path / ".model.retired")
     with pytest.raises(ZeroDivisionError), replacement(tmp_path / "model", overwrite=True):
         print(1 // 0)
     assert (tmp_path / "model" / "weights").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_finished_replacement_left_aside_does_not_come_back(tmp_path):
+    write_model(tmp_path / ".model.retired", "1")  # killed while it was removed; its user then removed the model
+    (tmp_path / ".model.retired" / "weights").unlink()
+    with pytest.raises(ZeroDivisionError), replacement(tmp_path / "model", overwrite=False):
+        print(1 // 0)
+    assert list(tmp_path.iterdir()) == []
+    write_model(tmp_path / "model", "2")
+    assert (tmp_path / "model" / "weights").read_text() == "2"
