@@ -80,12 +80,15 @@ class StageConfig:
 
 @checked_dataclass(frozen=True)
 class DistillationConfig:
-    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model)."""
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * divergence from a teacher."""
 
     weight: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
     temperature: Annotated[StrictFloat, Field(ge=1e-3, le=1e3)] = 1.0
     """Softens both distributions."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """The divergence. forward: KL(teacher || model), as in most distillation; reverse: KL(model || teacher), as in the
+    code of DMS, which calls it forward."""
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 

@@ -16,7 +16,7 @@ from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
-from dmc.models.token_losses import Taught
+from dmc.models.token_losses import Direction, Taught
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG
@@ -52,18 +52,19 @@ class Teacher:
         model: stock or compressed causal LM, in any mode.
         path: folder or hub name of its weights.
         temperature: softens its distributions and the student's.
+        direction: which of the two distributions the divergence is a mean under.
     """
 
-    def __init__(self, model: Any, path: str, temperature: float) -> None:
+    def __init__(self, model: Any, path: str, temperature: float, direction: Direction = "forward") -> None:
         self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
-        self.path, self.temperature = path, temperature
+        self.path, self.temperature, self.direction = path, temperature, direction
 
     def read(self, input_ids: Tensor) -> Taught:
         """Run the model on tokens, [B, T]; the student's loss computes the logits."""
         with torch.no_grad():
             states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
         # FSDP2 leaves the weights outside the layers gathered after a forward.
-        return Taught(states, self.model.lm_head.weight, self.temperature)
+        return Taught(states, self.model.lm_head.weight, self.temperature, self.direction)
 
 
 class RetrofitModule(LightningModule):
