@@ -66,6 +66,10 @@ class CompressionConfig:
     noise: StrictBool = True
     """Whether decisions are sampled in training; False: alpha = sigmoid(logit / temperature), a soft write gate (WG-KV,
     arXiv:2512.17452)."""
+    target_counts: Literal["held", "decided"] = "held"
+    """What the target counts. held: tokens over the entries that a cache holds at the end, the last `delay` tokens
+    included; decided: tokens over those that no decision merges or drops, executed yet or not, as DMS counts its 8x (to
+    which the former tends as a text grows)."""
     target_ratio: StrictFloat = 4.0
     """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
@@ -102,6 +106,11 @@ class CompressionConfig:
     def share_of_norm(self, head_dim: int) -> float:
         """Return the share of a normalized key's squared norm in a borrowed channel whose logit has reached 0."""
         return min(1.0, (self.decision_offset / self.decision_scale) ** 2 / head_dim)
+
+    @property
+    def counted_delay(self) -> int:
+        """Tokens at the end of a sequence that the target counts as held, whatever was decided about them."""
+        return self.delay if self.target_counts == "held" else 0
 
     @property
     def has_adapter(self) -> bool:

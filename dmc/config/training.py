@@ -167,6 +167,10 @@ class TrainingConfig:
     """Weight of the compression-ratio loss."""
     ratio_control: RatioControlConfig | None = None
     """Control of the weight by the error, starting at `ratio_weight`; None: constant."""
+    loss_average: Literal["sequence", "token"] = "sequence"
+    """What cross-entropy and divergence are a mean over. sequence: the sequences of a step, each of them the mean over
+    its predicted tokens; token: all predicted tokens of a step, so that a chat counts by the length of its answers. The
+    same where every token is predicted, as in the papers' text."""
     distillation: DistillationConfig | None = None
     """Learn from the logits of a frozen teacher; None: from the text alone."""
     sensitivity_init: SensitivityInitConfig | None = None

@@ -384,8 +384,8 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
         share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
         warnings.warn(
             f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
-            f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, compression=dms_query "
-            "next to nothing",
+            f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
+            "compression=dms_query next to nothing",
             stacklevel=2,
         )
     adapters = {

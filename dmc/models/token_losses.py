@@ -75,10 +75,39 @@ def sequence_means(losses: Tensor, targets: Tensor, loss_mask: Tensor | None = N
         targets: see `next_tokens`.
         loss_mask: the mask that `targets` were made with; numbers in it are the tokens' weights.
     """
+    counts = _counts(losses, targets, loss_mask)
+    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
+
+
+def token_mean(
+    losses: Tensor, targets: Tensor, loss_mask: Tensor | None = None, num_predicted: Tensor | None = None
+) -> Tensor:
+    """Sum losses over the predicted tokens, and divide by a number of these; 0 where there are none.
+
+    With the mean number of a micro-batch in place of the own one, the mean of these over micro-batches and ranks is the
+    mean over all predicted tokens of the step, however its batch is divided.
+
+    Args:
+        losses: loss of each position, [B, T].
+        targets: see `next_tokens`.
+        loss_mask: as in `sequence_means`.
+        num_predicted: a scalar, in which weighted tokens count by their weight; None: the own number.
+    """
+    counts = _counts(losses, targets, loss_mask)
+    number = counts.sum() if num_predicted is None else num_predicted.to(losses.dtype)
+    return (losses * counts).sum() / torch.where(number > 0, number, 1)
+
+
+def num_predicted(loss_mask: Tensor) -> Tensor:
+    """Count the predicted tokens of sequences by their mask or weights, [..., T] -> float64 scalar."""
+    return loss_mask[..., 1:].double().sum()
+
+
+def _counts(losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> Tensor:
     counts = (targets != IGNORED).to(losses.dtype)
     if loss_mask is not None and loss_mask.is_floating_point():
         counts = counts * F.pad(loss_mask[:, 1:], (0, 1))
-    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
+    return counts
 
 
 class _ChunkedLosses(torch.autograd.Function):

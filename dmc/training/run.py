@@ -89,7 +89,7 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
-    warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
+    warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
     if not is_rank_zero():
         warnings.filterwarnings("ignore", message=".*normalizes its keys.*")  # one line, not one of each rank
     transformers.utils.logging.disable_progress_bar()
