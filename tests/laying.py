@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
-from dmc.models.build import assemble
 from dmc.models.attention import Documents
+from dmc.models.build import assemble
 from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import MODEL_CONFIG, WEIGHTS, read_tensors
 from dmc.training.module import RetrofitModule, Teacher
@@ -96,7 +96,9 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
                 dist.init_process_group("gloo")
             strategy.make_mesh("cpu")
         model = _with_strong_gates(fresh_model(config.model, 300, seed=0), config)
-        module = RetrofitModule(model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy)
+        module = RetrofitModule(
+            model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
+        )
         strategy._lightning_module = module
         if config.distillation is not None:
             module.teacher = Teacher(fresh_model(config.model, 300, seed=1), "", config.distillation.temperature)

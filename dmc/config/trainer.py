@@ -141,7 +141,9 @@ class TrainerConfig:
         num_devices, tensor = devices_per_node * self.num_nodes, self.tensor_parallel_size
         if num_devices % self.devices_per_sequence:
             context = f" * context_parallel_size={self.context_parallel_size}" if self.context_parallel_size > 1 else ""
-            raise ValueError(f"trainer.tensor_parallel_size={tensor}{context} does not divide the {num_devices} devices")
+            raise ValueError(
+                f"trainer.tensor_parallel_size={tensor}{context} does not divide the {num_devices} devices"
+            )
         num_ranks = num_devices // tensor
         of_node = max(1, devices_per_node // tensor)
         shard = {"fsdp2": num_ranks, "hsdp": self.shard_size or of_node}.get(self.strategy, 1)

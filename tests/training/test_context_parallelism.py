@@ -14,7 +14,11 @@ RUNS = {
     "documents": ({"delay": 3}, {"document_masking": True}, {}),
     "drop": (DROP | {"gate_input": "hidden", "decided_token": "previous"}, {"activation_checkpointing": True}, {}),
     "query": (DROP | {"gate_input": "query"}, {"ratio_prior": "local"}, {"model_type": "qwen2"}),
-    "layer": ({"gate_input": "both", "decisions": "per_layer"}, {"distillation": {"path": "another"}}, {"model_type": "qwen3"}),
+    "layer": (
+        {"gate_input": "both", "decisions": "per_layer"},
+        {"distillation": {"path": "another"}},
+        {"model_type": "qwen3"},
+    ),
     "fixed": ({"decisions": "fixed", "weighting": "uniform"}, {}, {}),
     "zero-out": ({"gate_input": "both"}, {"stages": {"zero_out": {"steps": 4}, "retrofit": {"steps": 4}}}, {}),
     "control": ({}, {}, {"model_type": "qwen3"}),
@@ -50,7 +54,9 @@ def texts():
     return torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("layout", [pytest.param(each, marks=[] if each == "2 contexts" else pytest.mark.slow) for each in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[] if each == "2 contexts" else pytest.mark.slow) for each in LAYOUTS]
+)
 def test_ranks_that_share_sequences_have_the_loss_and_the_gradients_of_one(run_values, texts, layout, tmp_path):
     count, trainer = LAYOUTS[layout]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
@@ -63,4 +69,6 @@ def test_ranks_that_share_sequences_have_the_loss_and_the_gradients_of_one(run_v
         expected, found = torch.load(alone / f"{name}.pt"), torch.load(shared / f"{name}.pt")
         assert expected.keys() == found.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-5, msg=lambda told: f"{name} {key}: {told}")  # noqa: B023
+            torch.testing.assert_close(
+                found[key], value, atol=1e-5, rtol=1e-5, msg=lambda told: f"{name} {key}: {told}"
+            )

@@ -120,7 +120,9 @@ def _advice(largest: str, config: RunConfig) -> str:
         return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
     if largest in ("activations", "sums and temporaries") and not config.training.activation_checkpointing:
         return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
-    return "a smaller training.micro_batch_size or sequence_length, or a larger trainer.context_parallel_size with fsdp2"
+    return (
+        "a smaller training.micro_batch_size or sequence_length, or a larger trainer.context_parallel_size with fsdp2"
+    )
 
 
 def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:

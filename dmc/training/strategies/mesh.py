@@ -1,7 +1,7 @@
 """One mesh of devices, (replicate, shard, tensor): one device, data parallelism, FSDP2, HSDP, tensor parallelism.
 
-Context parallelism divides sequences, whatever the mesh of the weights: gradients are averaged over replicas and shards,
-of which some have other tokens of one sequence in place of other sequences.
+Context parallelism divides sequences, whatever the mesh of the weights: gradients are averaged over all copies and
+shards, where neighbors have other tokens of one sequence in place of other sequences.
 """
 
 from __future__ import annotations
