@@ -34,7 +34,7 @@ MUTABLE_ON_RESUME = (
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
     "training.hang_timeout_minutes", "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
-    "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size",
+    "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size", "trainer.context_parallel_size",
 )  # fmt: skip
 """Settings that may change between the starts of a run, because they do not change the results."""
 MEASURED = (

@@ -272,5 +272,5 @@ def _build_trainer(
         further = "".join(f", {name}={value}" for name, value in settings.lightning.items())
         given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
         raise ValueError(f"trainer.{given}: {error}") from error
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.devices_per_sequence)
     return trainer

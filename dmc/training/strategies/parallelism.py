@@ -91,9 +91,8 @@ class Parallelism:
 
     def parallelize_teacher(self, model: Any, path: str) -> None:
         """Divide it as the model, or bring it to the device: Lightning does not know it."""
-        if self.holds_parts:
-            self.parallelize(model, path)
-        else:
+        self.parallelize(model, path)
+        if not self.holds_parts:
             model.to(self.root_device)
 
     def revision_of(self, path: str) -> str | None:
