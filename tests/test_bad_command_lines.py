@@ -248,6 +248,7 @@ CASES = [
             ("no_checkpoint_run", "", "checkpoint"),
             ("run", "target_ratio=0.5", "0.5"),
             ("run", "target_ratio=0", "0"),
+            ("run", "dtype=float16", "dtype='float16': expected 'float32' or 'bfloat16'"),
             ("run", "target_ratio=much", "target_ratio"),
             ("run", "overwrite=perhaps", "overwrite"),
             ("run", "output={world}/stock", "not empty"),

@@ -19,6 +19,7 @@ from dmc.config import RunConfig, TrainingConfig, build_config
 from dmc.export import ModelCard, describe, export
 from dmc.measure import TextScore, score_text
 from dmc.models import CompressedCausalLM
+from dmc.models.build import twin
 from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied, replacement
@@ -55,6 +56,7 @@ class Exporter(AfterStep):
     ) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self.plan, self.snapshots = Plan(config.training, config.target_ratio, config.compression), snapshots
+        self.dtype = None if config.training.export_dtype is None else getattr(torch, config.training.export_dtype)
         self._num_written = 0
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
@@ -74,6 +76,8 @@ class Exporter(AfterStep):
         """
         ranks = Ranks.all()
         self._num_written += 1
+        if self.dtype is not None and not self.strategy.exports_parts:
+            model = twin(model, self.dtype)
         compressed = isinstance(model, CompressedCausalLM)
         metrics: dict[str, Any] = {}
         if step is not None:  # optimizer steps that the model has seen
@@ -134,7 +138,7 @@ class Exporter(AfterStep):
 
             with naming(folder, "what it held"):
                 ((partial,), *_) = on_every_rank(begin, writers)
-                self.strategy.write_weights(model, partial)
+                self.strategy.write_weights(model, partial, self.dtype)
                 on_every_rank(lambda: describe_whole(partial), writers)
             on_every_rank(stack.close, writers)
 
@@ -188,7 +192,8 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
-        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences.
+        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences,
+            export_dtype.
         use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.

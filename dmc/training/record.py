@@ -39,7 +39,7 @@ MUTABLE_ON_RESUME = (
 """Settings that may change between the starts of a run, because they do not change the results."""
 MEASURED = (
     "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
-    "training.validate_every_steps", "training.validation_sequences",
+    "training.export_dtype", "training.validate_every_steps", "training.validation_sequences",
 )  # fmt: skip
 """Settings of measurement and export, not of training: a run may resume with others, which are recorded."""
 OF_A_BRANCH = (
