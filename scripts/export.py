@@ -30,6 +30,7 @@ def main(settings: DictConfig) -> None:
         use_previous_checkpoint=settings.use_previous_checkpoint,
         trust_run=settings.trust_run,
         device=settings.device,
+        push_to_hub=settings.push_to_hub,
     )
     print(f"exported {folder}")
 

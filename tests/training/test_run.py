@@ -351,3 +351,24 @@ def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeyp
 def test_noise_seeds_differ_by_run_and_position():
     assert noise_seeds(0, [3, 4]) == [3, 4]
     assert len(set(noise_seeds(1, [*range(50)]) + noise_seeds(2, [*range(50)]))) == 100
+
+
+def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run_values, hub, monkeypatch, tmp_path):
+    run_values["training"] |= {"snapshot_ratios": [2.0], "stages": {"retrofit": {"steps": 4}}}
+    folder = train(build_config(RunConfig, run_values)).folder
+    assert hub.files == {}
+    run_values["training"]["push_to_hub"] = "me/tiny"  # of a finished run: the same command, with this
+    config = build_config(RunConfig, run_values)
+    assert train(config).folder == folder
+    (name, files), *others = hub.files.items()
+    assert name == "me/tiny" and others == []
+    assert files == {path.name: path.read_bytes() for path in (folder / "final").iterdir()}
+    export_checkpoint(folder, tmp_path / "here")
+    assert hub.commits == 1
+    export_checkpoint(folder, tmp_path / "there", push_to_hub="me/other")
+    assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
+    monkeypatch.setattr("dmc.export.get_token", lambda: None)
+    fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
+        train(fresh)
+    assert not (tmp_path / "fresh").exists()
