@@ -54,6 +54,8 @@ class ModelCard:
         ratio = f"target {(compression or {}).get('target_ratio', 1):g}"
         if "achieved_ratio" in self.metrics:
             ratio += f", achieved {self.metrics['achieved_ratio']:.2f} on held-out text"
+        if "decided_ratio" in self.metrics:
+            ratio += f" ({self.metrics['decided_ratio']:.2f} as decided)"
         on_hub = HUB_NAME.fullmatch(self.base) and not Path(self.base).exists()
         figures = "\n".join(f"| {name} | {_shown(value)} |" for name, value in self.metrics.items())
         return (
