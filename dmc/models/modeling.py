@@ -409,8 +409,8 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     with torch.device("meta"):
         compressed = model_class(config)
     has_norms = model_class.attention_class.normalize is not CompressedAttentionMixin.normalize
-    if has_norms and compression.borrows_key_neuron:
-        share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
+    share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
+    if has_norms and compression.borrows_key_neuron and share >= 0.01:
         warnings.warn(
             f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
             f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
