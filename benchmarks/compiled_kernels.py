@@ -58,20 +58,21 @@ class Compiled:
         self._kernel, self._capability, self._rows = kernel, capability, rows
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             names = self._kernel.arg_names
             values = dict(zip(names, arguments, strict=False)) | constants
             signature = {name: type_of(name, values[name], constants) for name in names}
             is_fixed = [signature[name] == "constexpr" for name in names]
             fixed = {(i,): values[name] for i, name in enumerate(names) if is_fixed[i]}
             aligned = {
-                (i,): [["tt.divisibility", 16]]
+                path: [["tt.divisibility", 16]]
                 for i, name in enumerate(names)
-                if str(signature[name]).startswith("*") or (signature[name] == "i32" and values[name] % 16 == 0)
+                for path, kind, value in leaves_of((i,), signature[name], values[name])
+                if str(kind).startswith("*") or (kind == "i32" and value % 16 == 0)
             }
             source = ASTSource(self._kernel, signature=signature, constexprs=fixed, attrs=aligned)
             target = GPUTarget("cuda", self._capability, 32)
-            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+            binary = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
             used, shared = resources_of(binary.asm["cubin"]), binary.metadata.shared
             held = programs_per_multiprocessor(self._capability, used["REG"], 32 * num_warps, shared)
             in_flight = [int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", binary.asm["ptx"])]
@@ -101,10 +102,17 @@ def type_of(name: str, value: Any, constants: dict[str, Any]) -> Any:
     if name in constants or value is None:
         return "constexpr"
     if isinstance(value, tuple):
-        return tuple(POINTERS[each.dtype] for each in value)
+        return tuple(type_of("", each, {}) for each in value)
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def leaves_of(path: tuple[int, ...], kind: Any, value: Any) -> list[tuple[tuple[int, ...], Any, Any]]:
+    """Return where an argument's parts are, a tuple's or its own, with their types."""
+    if not isinstance(kind, tuple):
+        return [(path, kind, value)]
+    return [((*path, i), *pair) for i, pair in enumerate(zip(kind, value, strict=True))]
 
 
 def resources_of(cubin: bytes) -> dict[str, int]:

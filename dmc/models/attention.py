@@ -66,7 +66,7 @@ class CompressedAttentionMixin(nn.Module):
             paged_cache: cache of the engine, in the same role.
             gate_mode: how the gates decide; default thresholded in eval, relaxed in training.
             gate_trace: receives this layer's decisions.
-            documents: reset decisions and attention at document starts (parallel form only).
+            documents: decisions and attention restart at each (without a cache only).
         """
         query, key, value = self.project(hidden_states)
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED

@@ -23,13 +23,14 @@ from dmc.compression import CompressionConfig, Compressor
 from dmc.full_attention import refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
+from dmc.models.masked_attention import Documents, causal_attention
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
 UNPADDED_ATTENTION = "dmc_unpadded"
-"""Causal attention of stock models to sequences without padding: PyTorch's own, and no mask.
+"""Causal attention of stock models to sequences without padding, by documents where `documents` are given to `forward`.
 
 Neither name has a mask function: for names that have one, transformers reads from the device in each forward whether
 positions restart.
@@ -45,8 +46,30 @@ def refuse_attention(*_: Any, **__: Any) -> None:
     raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
 
 
+def unpadded_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    documents: Documents | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' sdpa attention, to the documents that a compressed model sees.
+
+    Raises:
+        NotImplementedError: dropout within documents.
+    """
+    if documents is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if options.get("dropout"):
+        raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
+    attended = causal_attention(query, key, value, options["scaling"], documents)
+    return attended.transpose(1, 2), None
+
+
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)
-AttentionInterface.register(UNPADDED_ATTENTION, sdpa_attention_forward)
+AttentionInterface.register(UNPADDED_ATTENTION, unpadded_attention)
 
 
 class CompressedConfigMixin:

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 MASKED = -1e30
 """Stands for -inf among biases: a row that sees nothing is no NaN before it is set to 0."""
-_ROWS = 64
-"""Query rows of one KV head in a block: more give faster matrix products, fewer waste less beside the diagonal."""
+_ROWS, _LONG = (64, 128), 1536
+"""Query rows of one KV head in a block, of short sequences and of longer ones than this: more give faster matrix
+products, fewer waste less beside the diagonal."""
 _SCORES = {"cpu": 1 << 19}
 """Scores held at once: on a CPU as many as fit its cache."""
 
@@ -23,8 +24,8 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Attend; `inputs` are those of `fused_attention`."""
-        *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.form = inputs[-3:]
+        ctx.save_for_backward(*inputs[:-3])
         operands = _Operands(*inputs)
         out = torch.empty_like(operands.query)
         for block in operands.blocks():
@@ -37,25 +38,26 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s inputs."""
         tensors = ctx.saved_tensors
-        operands = _Operands(*tensors, ctx.scaling, ctx.delay, ctx.keep_top)
+        operands = _Operands(*tensors, *ctx.form)
         by_query = torch.empty_like(operands.query)
-        by_stream, by_recent = ([None if each is None else torch.zeros_like(each) for each in pair] for pair in (
-            (operands.key, operands.value), (operands.recent_key, operands.recent_value)
-        ))  # fmt: skip
-        by_bias = None if operands.bias is None else torch.zeros_like(operands.bias)
+        by_key, by_value = torch.zeros_like(operands.key), torch.zeros_like(operands.value)
+        by_bias, by_recent_key, by_recent_value = (
+            None if each is None else torch.zeros_like(each)
+            for each in (operands.bias, operands.recent_key, operands.recent_value)
+        )
         grad = operands.rows_of(operands.sighted(grad))
         for block in operands.blocks():
             query, grad_rows, key = block.of_rows(operands.query), block.of_rows(grad), block.keys()
             probabilities = block.probabilities(key)
-            block.add(torch.bmm(probabilities.mT, grad_rows), by_stream[1], by_recent[1])
+            block.add(torch.bmm(probabilities.mT, grad_rows), by_value, by_recent_value)
             scores = torch.bmm(grad_rows, block.values().mT)
             scores = torch._softmax_backward_data(scores, probabilities, -1, scores.dtype)
-            block.add(torch.bmm(scores.mT, query), by_stream[0], by_recent[0])
+            block.add(torch.bmm(scores.mT, query), by_key, by_recent_key)
             by_query[block.heads, block.rows] = torch.bmm(scores, key).unflatten(1, (-1, grad.shape[2]))
             if by_bias is not None:
                 block.add_bias(scores, by_bias)
-        by_query = operands.heads_of(by_query.mul_(ctx.scaling))
-        flat = (*by_stream, by_bias, *by_recent)
+        by_query = operands.heads_of(by_query.mul_(ctx.form[0]))
+        flat = (by_key, by_value, by_bias, by_recent_key, by_recent_value)
         gradients = (
             None if each is None else each.to(like.dtype).view(like.shape)
             for each, like in zip(flat, tensors[1:6], strict=True)
@@ -85,9 +87,9 @@ class _Operands:
         self.lag, self.near = delay if recent_key is not None else 0, delay + keep_top
         self.query = self.rows_of(query)
         self.query *= scaling
-        self.key, self.value, self.recent_key, self.recent_value, self.bias = (
-            None if each is None else each.to(self.dtype).flatten(0, 1).contiguous()
-            for each in (key, value, recent_key, recent_value, log_keep)
+        self.key, self.value = self._flat(key), self._flat(value)
+        self.recent_key, self.recent_value, self.bias = (
+            None if each is None else self._flat(each) for each in (recent_key, recent_value, log_keep)
         )
         if self.bias is not None:
             self.bias = self.bias.clamp(min=MASKED)
@@ -95,6 +97,9 @@ class _Operands:
         if hidden is not None:
             padding = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, MASKED)
             self.padding = padding.repeat_interleave(self.kv_heads, dim=0)
+
+    def _flat(self, states: Tensor) -> Tensor:
+        return states.to(self.dtype).flatten(0, 1).contiguous()
 
     def rows_of(self, states: Tensor) -> Tensor:
         """Copy [batch, query heads, time, channels] to [heads, time, group, channels]."""
@@ -112,7 +117,7 @@ class _Operands:
         return states.transpose(1, 2)
 
     def sighted(self, states: Tensor) -> Tensor:
-        """Return [batch, query heads, time, channels] with 0 where a token and all of its document before are hidden."""
+        """Return [batch, query heads, time, channels] with 0 where a token and all before it are hidden."""
         if self.hidden is None:
             return states
         seen = (~self.hidden).cumsum(dim=-1)
@@ -123,7 +128,7 @@ class _Operands:
     def blocks(self) -> Iterator["_Block"]:
         """Yield each block of rows of each slice of heads, small enough that their scores fit `_SCORES`."""
         num_heads, time, group, _ = self.query.shape
-        num_rows = max(1, _ROWS // group)
+        num_rows = max(1, _ROWS[time > _LONG] // group)
         firsts = lasts = [[0] * -(-time // num_rows)] * self.batch
         if self.first is not None:
             ends = torch.arange(num_rows - 1, time + num_rows - 1, num_rows).clamp(max=time - 1)
@@ -204,7 +209,7 @@ class _Block:
         return torch.softmax(joined, dim=-1, out=joined)
 
     def _biased(self) -> tuple[slice, slice, Tensor]:
-        """Return the columns whose bias counts for all rows, those where it does for some, and which, see `add_bias`."""
+        """Return the columns whose bias counts for all rows, those where it does for some, and where."""
         start, near, stop = self.stream.start, self.operands.near, self.stream.stop
         whole = min(max(0, self.rows.start - near + 1 - start), stop - start)
         some = min(max(whole, self.rows.stop - near - start), stop - start)

@@ -1,8 +1,8 @@
 """Masked attention as one operator of PyTorch: Triton kernels on a GPU; shapes and FLOPs on any device.
 
-FlexAttention could state the same scores (a score_mod that adds the captured biases, a block mask of documents). It is
-not used: the gradient of a captured tensor is an atomic addition for each score, the two ranges of a delayed merge would
-be two calls and a merge, and it has no backward on a CPU, where plans trace a GPU's step and tests run these kernels.
+FlexAttention could state the same scores: a score_mod that adds captured biases, a block mask of documents. It is not
+used: the gradient of a captured tensor is an atomic addition for each score, a delayed merge's two ranges would be two
+calls and a merge, and it has no backward on a CPU, where plans trace a GPU's step and tests run these kernels.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def fused_attention(
         delay: newest tokens without a bias.
         keep_top: whether the token before those has none either.
     Returns:
-        The output, laid out in memory as [B, T, H_q, D], and the log-sum-exp of each row to base 2, float32 [B, H_q, T],
-        +inf where a row sees nothing.
+        The output, laid out in memory as [B, T, H_q, D], and each row's log-sum-exp to base 2, float32 [B, H_q, T], +inf
+        where it sees nothing.
     """
     from dmc.models.masked_attention.kernels import forward_kernel
 
@@ -146,10 +146,11 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, out, log_sum_exp = ctx.saved_tensors
     options = ctx.scaling, ctx.delay, ctx.keep_top
     query, key, value, *others = fused_attention_backward(grad, *tensors, out, log_sum_exp, *options)

@@ -83,7 +83,7 @@ def attend_range(
 ):  # fmt: skip
     """Update the online softmax (peak, total, acc) of a block of rows with one range of keys."""
     start, full_start, full_stop, stop = key_blocks(first, batch, begin, time, lag, window, near, ROWS, KEYS)
-    for index in tl.range(0, full_start - start + stop - full_stop):
+    for index in tl.range(0, full_start - start + stop - full_stop, num_stages=1):
         block = start + index
         block = tl.where(block < full_start, block, block - full_start + full_stop)
         peak, total, acc = attend_block(
@@ -109,8 +109,9 @@ def attend_block(
 ):  # fmt: skip
     """Update the online softmax (peak, total, acc) of a block of rows with the keys from `place` on."""
     index, channel = tl.arange(0, KEYS), tl.arange(0, CHANNELS)
-    column = place + index
-    exists = column < time
+    column, exists = place + index, None
+    if MASKED:
+        exists = column < time
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
@@ -209,7 +210,7 @@ def query_gradient_of_range(
 ):  # fmt: skip
     """Add to `acc` the gradient of a block of queries by one range of keys."""
     start, full_start, full_stop, stop = key_blocks(first, batch, begin, time, lag, window, near, ROWS, KEYS)
-    for index in tl.range(0, full_start - start + stop - full_stop):
+    for index in tl.range(0, full_start - start + stop - full_stop, num_stages=1):
         block = start + index
         block = tl.where(block < full_start, block, block - full_start + full_stop)
         acc = query_gradient_of_block(
@@ -235,8 +236,9 @@ def query_gradient_of_block(
 ):  # fmt: skip
     """Add to `acc` the gradient of a block of queries by the keys from `place` on."""
     index, channel = tl.arange(0, KEYS), tl.arange(0, CHANNELS)
-    column = place + index
-    exists = column < time
+    column, exists = place + index, None
+    if MASKED:
+        exists = column < time
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
@@ -304,7 +306,7 @@ def key_gradient_kernel(
     by_bias = tl.zeros((KEYS,), tl.float32)
     start, full_start, full_stop, stop = row_blocks(end, batch, place, time, lag, window, near, ROWS, KEYS)
     num_masked, num_full = full_start - start + stop - full_stop, full_stop - full_start
-    for step in tl.range(0, num_masked * GROUP):
+    for step in tl.range(0, num_masked * GROUP, num_stages=1):
         block = start + step % num_masked
         block = tl.where(block < full_start, block, block - full_start + full_stop)
         by_key, by_value, by_bias = key_gradient_of_block(
@@ -335,8 +337,9 @@ def key_gradient_of_block(
 ):  # fmt: skip
     """Add the gradients of a block of keys by one query head's rows from `begin` on; scores are [keys, rows]."""
     index, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    row = begin + index
-    exists = row < time
+    row, exists = begin + index, None
+    if MASKED:
+        exists = row < time
     rows = load_states(query, query_strides, batch, head, begin, index, exists, channel, HEAD_DIM)
     scores = tl.dot(keys, tl.trans(rows), input_precision=PRECISION) * scaling
     distance = row[None, :] - column[:, None]
@@ -349,12 +352,12 @@ def key_gradient_of_block(
         hides = hides[:, None]
     scores = masked(scores, distance, column[:, None], of_document, of_key, hides, lag, window, near, MASKED)
     place = (batch * HEADS + head) * time + row
-    of_rows = tl.load(log_sum_exp + place, mask=exists, other=float("inf"))
+    of_rows = load_numbers(log_sum_exp + place, exists, float("inf"))
     weights = tl.exp2(scores - of_rows[None, :])
     grads = load_states(grad, grad_strides, batch, head, begin, index, exists, channel, HEAD_DIM)
     by_value = tl.dot(weights.to(grads.dtype), grads, by_value, input_precision=PRECISION)
     by_weight = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-    deltas = tl.load(delta + place, mask=exists, other=0.0)
+    deltas = load_numbers(delta + place, exists, 0.0)
     by_score = weights * (by_weight - deltas[None, :])
     by_key = tl.dot(by_score.to(rows.dtype), rows, by_key, input_precision=PRECISION)
     if of_key is not None:
@@ -425,20 +428,30 @@ def load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS: tl.c
     """Load the keys' biases, in powers of two, and whether they are hidden; None where there are none."""
     of_key, hides = None, None
     if bias is not None:
-        of_key = tl.load(bias + (batch * KV_HEADS + kv_head) * time + column, mask=exists, other=0.0) * LOG2_E
+        of_key = load_numbers(bias + (batch * KV_HEADS + kv_head) * time + column, exists, 0.0) * LOG2_E
     if hidden is not None:
-        hides = tl.load(hidden + batch * time + column, mask=exists, other=0) != 0
+        hides = load_numbers(hidden + batch * time + column, exists, 0) != 0
     return of_key, hides
 
 
 @triton.jit
+def load_numbers(places, exists, other: tl.constexpr):
+    """Load one number for each token, `other` where it does not exist; exists=None: all do."""
+    if exists is None:
+        return tl.load(places)
+    return tl.load(places, mask=exists, other=other)
+
+
+@triton.jit
 def load_states(states, strides, batch, head, begin, index, exists, channel, HEAD_DIM: tl.constexpr):
-    """Load [tokens, channels] of one head, tokens begin + index, 0 where they do not exist."""
+    """Load [tokens, channels] of one head, tokens begin + index, 0 where they do not exist; exists=None: all do."""
     origin = states + batch * strides[0] + head * strides[1] + tl.cast(begin, tl.int64) * strides[2]
-    mask = exists[:, None]
+    places = origin + index[:, None] * strides[2] + channel[None, :]
+    if exists is not None:
+        return tl.load(places, mask=exists[:, None] & (channel < HEAD_DIM)[None, :], other=0.0)
     if channel.shape[0] != HEAD_DIM:
-        mask = mask & (channel < HEAD_DIM)[None, :]
-    return tl.load(origin + index[:, None] * strides[2] + channel[None, :], mask=mask, other=0.0)
+        return tl.load(places, mask=(channel < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(places)
 
 
 @triton.jit
