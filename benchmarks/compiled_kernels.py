@@ -33,6 +33,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton import append, attention, compaction, eviction, prefill
+from dmc.models.masked_attention import fused, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability; the system takes 1 KiB more for each."""
@@ -184,15 +185,30 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     compaction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
 
 
+def launch_training(dtype: torch.dtype, head_dim: int) -> None:
+    """Launch the kernels of training's attention: with one range of keys and with two, with documents and padding."""
+    shapes = [(GROUP * KV_HEADS,), *[(KV_HEADS,)] * 4]
+    states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
+    log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))
+    hidden, first = torch.empty(BATCH, LENGTH, dtype=torch.bool), torch.empty(BATCH, LENGTH, dtype=torch.int32)
+    plain, whole = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
+    with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
+        for others, delay in ((plain, 0), (whole, DELAY)):
+            fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True)
+            result = (states[0], log_sum_exp, 0.1, delay, True)
+            fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)
+
+
 def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: str = "") -> pandas.DataFrame:
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, attention, prefill, compaction, eviction):
+        for module in (append, attention, prefill, compaction, eviction, kernels):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))
         launch_all(dtype, head_dim)
+        launch_training(dtype, head_dim)
     table = pandas.DataFrame(rows).drop_duplicates()
     return table.assign(sm=capability, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim)
 

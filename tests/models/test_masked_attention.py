@@ -337,11 +337,8 @@ CASES = {
     "merge, delayed by more than the sequence": (300, True, False, {}),
     "drop": (1, False, True, {}),
     "drop later": (20, False, True, {}),
-    "drop never": (300, False, True, {}),
-    "drop from a stream of its own": (5, False, False, {}),
     "one key": (0, True, False, {"time": 1}),
-    "all heads share": (5, True, False, {"time": 33, "kv_heads": 1}),
-    "no head shares": (5, True, False, {"time": 33, "kv_heads": 4}),
+    "no head shares": (5, True, False, {"time": 33, "kv_heads": 2}),
     "channels": (5, True, False, {"time": 20, "channels": 16}),
 }
 
@@ -349,7 +346,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_those_of_the_definition(interpreter, case):
     delay, keep_top, is_one, shape = CASES[case]
-    tensors = draw(**{"time": 53, "batch": 1, "dtype": torch.float32} | shape)
+    tensors = draw(**{"time": 53, "batch": 1, "heads": 2, "kv_heads": 1, "dtype": torch.float32} | shape)
     call, definition = (attend_to_one_stream, naive_of_one_stream) if is_one else (attend, naive)
     compare(tensors, call(tensors, delay, keep_top), definition(tensors, delay, keep_top))
 
@@ -368,13 +365,14 @@ def test_kernels_divide_documents_and_leave_out_padding(interpreter, delay, keep
 
 
 def test_kernels_need_no_bias(interpreter):
-    tensors = draw(53, dtype=torch.float32, batch=1)
+    tensors = draw(53, dtype=torch.float32, batch=1, heads=2, kv_heads=1)
     documents = packed(53, (16, 40))
     out = causal_attention(tensors[0], tensors[3], tensors[4], SCALING, documents)
     expected = naive_of_one_stream([*tensors[:5], torch.zeros_like(tensors[5])], 0, True, first=documents.first)
     compare(tensors, out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_interpreted_kernels_are_those_of_the_definition():
     pytest.importorskip("triton", reason="triton is not installed")

@@ -7,7 +7,6 @@ calls and a merge, and it has no backward on a CPU, where plans trace a GPU's st
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -49,8 +48,8 @@ def fused_attention(
         delay: newest tokens without a bias.
         keep_top: whether the token before those has none either.
     Returns:
-        The output, laid out in memory as [B, T, H_q, D], and each row's log-sum-exp to base 2, float32 [B, H_q, T], +inf
-        where it sees nothing.
+        The output, laid out in memory as [B, T, H_q, D], and the rows' log-sum-exps to base 2, float32 [B, H_q, T]:
+        +inf where a row sees nothing.
     """
     from dmc.models.masked_attention.kernels import forward_kernel
 
@@ -198,12 +197,15 @@ def _grid(states: Tensor, size: int) -> tuple[int, int]:
     return -(-states.shape[2] // size), states.shape[0] * states.shape[1]
 
 
-@functools.cache
 def tile(kernel: str, channels: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return rows, keys, warps and stages of a kernel's programs: none of them spills on sm_80 and sm_90."""
+    """Return rows, keys, warps and stages of a kernel's programs, for which sm_80 and sm_90 have registers."""
     if itemsize == 4:
         return (32, 32, 4, 1) if channels <= 128 else (16, 16, 4, 1)
-    return (64, 64, 4, 2)
+    if channels <= 64:
+        return 64, 64, 4, 2
+    if channels <= 128:
+        return 64, 64, 8 if kernel == "key_gradient" else 4, 2
+    return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
 
 
 def _sizes(kernel: str, query: Tensor, key: Tensor) -> dict[str, Any]:

@@ -437,9 +437,7 @@ def load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS: tl.c
 @triton.jit
 def load_numbers(places, exists, other: tl.constexpr):
     """Load one number for each token, `other` where it does not exist; exists=None: all do."""
-    if exists is None:
-        return tl.load(places)
-    return tl.load(places, mask=exists, other=other)
+    return tl.load(places) if exists is None else tl.load(places, mask=exists, other=other)
 
 
 @triton.jit
@@ -448,10 +446,12 @@ def load_states(states, strides, batch, head, begin, index, exists, channel, HEA
     origin = states + batch * strides[0] + head * strides[1] + tl.cast(begin, tl.int64) * strides[2]
     places = origin + index[:, None] * strides[2] + channel[None, :]
     if exists is not None:
-        return tl.load(places, mask=exists[:, None] & (channel < HEAD_DIM)[None, :], other=0.0)
-    if channel.shape[0] != HEAD_DIM:
-        return tl.load(places, mask=(channel < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(places)
+        found = tl.load(places, mask=exists[:, None] & (channel < HEAD_DIM)[None, :], other=0.0)
+    elif channel.shape[0] == HEAD_DIM:
+        found = tl.load(places)
+    else:
+        found = tl.load(places, mask=(channel < HEAD_DIM)[None, :], other=0.0)
+    return found
 
 
 @triton.jit
