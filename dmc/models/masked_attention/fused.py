@@ -201,10 +201,8 @@ def tile(kernel: str, channels: int, itemsize: int) -> tuple[int, int, int, int]
     """Return rows, keys, warps and stages of a kernel's programs, for which sm_80 and sm_90 have registers."""
     if itemsize == 4:
         return (32, 32, 4, 1) if channels <= 128 else (16, 16, 4, 1)
-    if channels <= 64:
-        return 64, 64, 4, 2
     if channels <= 128:
-        return 64, 64, 8 if kernel == "key_gradient" else 4, 2
+        return {"forward": (64, 64, 4, 2), "query_gradient": (64, 32, 4, 2), "key_gradient": (64, 64, 8, 2)}[kernel]
     return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
 
 
