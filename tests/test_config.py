@@ -19,16 +19,34 @@ def test_plain_values_become_dataclasses():
     assert config.has_gates
 
 
+def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
+    wide = changed(VALID, {"compression.delay": 512, "compression.target_ratio": 8.0})
+    with pytest.raises(ValueError, match=r"every head holds at least 513; .* or compression\.target_counts=decided"):
+        build_config(RunConfig, wide)
+    assert build_config(RunConfig, changed(wide, {"compression.target_counts": "decided"})).target_ratio == 8
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         (
             "compression.delay",
             1024,
-            "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least",
+            "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least 1025",
         ),
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
         ("trainer", {"tensor_parallel_size": 2}, "size=2 needs trainer.strategy=fsdp2 or hsdp, not auto"),
+        ("trainer", {"context_parallel_size": 2}, "size=2 needs trainer.strategy=ddp or fsdp2 or hsdp, not auto"),
+        (
+            "trainer",
+            {"context_parallel_size": 2, "strategy": "deepspeed_zero3"},
+            "context_parallel_size=2 needs trainer.strategy=ddp or .*, not deepspeed_zero3",
+        ),
+        (
+            "trainer",
+            {"context_parallel_size": 3, "strategy": "fsdp2"},
+            "sequence_length=4096 cannot be divided among trainer.context_parallel_size=3: use a multiple of it",
+        ),
         ("trainer", {"shard_size": 2}, "trainer.shard_size=2 needs trainer.strategy=hsdp, not auto"),
         ("trainer", {"accumulate_locally": True}, "accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not"),
         ("trainer", {"offload_optimizer": True}, "needs trainer.strategy=deepspeed_zero1 or .*, not auto"),
@@ -64,7 +82,7 @@ def test_plain_values_become_dataclasses():
         ("data", {"train": [{}], "validation": {"x": {}}}, "data.train=.*: expected a mapping"),
         ("data", {"train": {"x": {}}}, "setting data.validation is missing"),
         ("training.ratio_prior", "layer", "training.ratio_prior='layer': expected 'global' or 'local'"),
-        ("training.head_agreement", "sum", "training.head_agreement='sum': expected 'mean', 'printed_sum' or 'ratio'"),
+        ("training.head_agreement", "sum", "training.head_agreement='sum': expected 'mean' or 'ratio'"),
         (
             "training.stages",
             {"retrofit": {"steps": 1, "ramp_fraction": 1.5}},

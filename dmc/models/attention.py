@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
+from dmc.ranks import ALONE, Ranks
 
 THRESHOLDED = GateMode()
 
@@ -35,12 +36,19 @@ class CompressedAttentionMixin(nn.Module):
         """Normalize projected queries and keys, [B, T, heads, D]; the identity without q_norm and k_norm."""
         return query, key
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE."""
+    def project(self, hidden_states: Tensor, multiplier: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
+
+        Args:
+            hidden_states: input of the layer.
+            multiplier: factor on the borrowed neuron, before the norms (eq. 13); None: 1.
+        """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(shape)
         key = self.k_proj(hidden_states).view(shape)
         value = self.v_proj(hidden_states).view(shape)
+        if multiplier is not None:
+            query, key = self.compressor.phase_out(query, key, multiplier)
         query, key = self.normalize(query, key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -54,6 +62,7 @@ class CompressedAttentionMixin(nn.Module):
         gate_mode: GateMode | None = None,
         gate_trace: GateTrace | None = None,
         documents: Documents | None = None,
+        context_ranks: Ranks = ALONE,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Run the attention layer as its gates decide.
@@ -67,16 +76,21 @@ class CompressedAttentionMixin(nn.Module):
             gate_mode: how the gates decide; default thresholded in eval, relaxed in training.
             gate_trace: receives this layer's decisions.
             documents: decisions and attention restart at each (without a cache only).
+            context_ranks: processes that divide each sequence: hidden states are those of this one's tokens, all other
+                arguments those of whole sequences; between projections and output each has some heads of all tokens.
         """
-        query, key, value = self.project(hidden_states)
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
-        adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
+        multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
+        query, key, value = (context_ranks.exchange(each, 1, 2) for each in self.project(hidden_states, multiplier))
+        adapted = None
+        if self.gate_adapter is not None:
+            adapted = context_ranks.exchange(self.gate_adapter.logits(hidden_states), 2, 3)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
-        elif mode is not None and mode.neuron_multiplier is not None:
-            attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier, documents)
+        elif multiplier is not None:
+            attended = self.attend_plain(query, key, value, position_embeddings, multiplier, documents)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -86,6 +100,7 @@ class CompressedAttentionMixin(nn.Module):
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
+        attended = context_ranks.exchange(attended, 2, 1)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
 
@@ -111,11 +126,11 @@ class CompressedAttentionMixin(nn.Module):
         multiplier: float,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13).
+        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` after RoPE as before it (eq. 13).
 
         Args:
-            query: unrotated queries, [B, H_q, T, D].
-            key: unrotated keys, [B, H, T, D].
+            query: unrotated queries of `project` with this multiplier, [B, H_q, T, D].
+            key: unrotated keys, likewise, [B, H, T, D].
             value: values, [B, H, T, D].
             rotary: cos and sin, [B or 1, T, D].
             multiplier: in [0, 1].
@@ -125,7 +140,8 @@ class CompressedAttentionMixin(nn.Module):
         """
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
-        query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query = self.compressor.without_decision(query, key.shape[1], multiplier)
         return causal_attention(query, key, value, self.scaling, documents)
 
     def attend_parallel(

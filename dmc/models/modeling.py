@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -46,30 +47,44 @@ def refuse_attention(*_: Any, **__: Any) -> None:
     raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
 
 
-def unpadded_attention(
-    module: Any,
+def attend_unpadded(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None = None,
+    attention_mask: None,
+    context_ranks: Ranks = ALONE,
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' sdpa attention, to the documents that a compressed model sees.
+    """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
 
+    Args:
+        module: stock attention layer.
+        query: rotated queries of this rank's tokens, [B, H_q, T, D].
+        key: rotated keys, [B, H, T, D].
+        value: values, [B, H, T, D].
+        attention_mask: none.
+        context_ranks: processes that divide each sequence.
+        documents: those of whole sequences, as a compressed model sees them; None: a sequence is one.
+        options: of transformers' function.
+    Returns:
+        [B, T, H_q, D], and no weights.
     Raises:
         NotImplementedError: dropout within documents.
     """
+    query, key, value = (context_ranks.exchange(each, 1, 2) for each in (query, key, value))
     if documents is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if options.get("dropout"):
-        raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
-    attended = causal_attention(query, key, value, options["scaling"], documents)
-    return attended.transpose(1, 2), None
+        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    else:
+        if options.get("dropout"):
+            raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
+        attended = causal_attention(query, key, value, options["scaling"], documents).transpose(1, 2)
+    return context_ranks.exchange(attended, 1, 2), None
 
 
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)
-AttentionInterface.register(UNPADDED_ATTENTION, unpadded_attention)
+AttentionInterface.register(UNPADDED_ATTENTION, attend_unpadded)
 
 
 class CompressedConfigMixin:
@@ -160,14 +175,21 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         return cos * scale, sin * scale * scale.roll(len(scale) // 2)
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any."""
-        if not self.compression.borrows_neuron:
+        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any.
+
+        With `gate_input="query"` those of W_q alone, in the first head of each group.
+        """
+        compression = self.compression
+        if not compression.borrows_neuron:
             return
         for layer in self.model.layers:
             attention = layer.self_attn
-            for projection in (attention.q_proj, attention.k_proj):
+            projections, every = [attention.q_proj, attention.k_proj], attention.head_dim
+            if not compression.borrows_key_neuron:
+                projections, every = [attention.q_proj], attention.head_dim * attention.num_key_value_groups
+            for projection in projections:
                 for parameter in projection.parameters():
-                    yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
+                    yield parameter, slice(compression.neuron_index % attention.head_dim, None, every)
 
     def adapters(self) -> list[GateAdapter]:
         """Return the layers' adapters; empty where the gates read the borrowed neuron alone."""
@@ -222,6 +244,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                     "the other; pad on the left, or pass position_ids=attention_mask.cumsum(-1) - 1 (those of "
                     "the new tokens), as generate() does"
                 )
+        if position_ids is None and self.context_ranks.size > 1:  # keys are rotated where a rank has all tokens
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # type: ignore[union-attr]
         return super().forward(
             input_ids=input_ids,
             padding_mask=None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool(),
@@ -394,6 +418,15 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
+    has_norms = model_class.attention_class.normalize is not CompressedAttentionMixin.normalize
+    if has_norms and compression.borrows_key_neuron:
+        share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
+        warnings.warn(
+            f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
+            f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
+            "compression=dms_query next to nothing",
+            stacklevel=2,
+        )
     adapters = {
         name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
         for name, value in compressed.state_dict().items()

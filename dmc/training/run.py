@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
-from dmc.export import METRICS_NAME, is_final
+from dmc.export import METRICS_NAME, check_push, is_final, push
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.target import build_targets
@@ -89,7 +89,9 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
-    warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
+    warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
+    if not is_rank_zero():
+        warnings.filterwarnings("ignore", message=".*normalizes its keys.*")  # one line, not one of each rank
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -127,7 +129,7 @@ def _alone_in(folder: Path) -> Iterator[threading.Event]:
 
 
 def train(config: RunConfig) -> TrainedRun:
-    """Train, validate, snapshot, calibrate and export one run.
+    """Train, validate, snapshot, calibrate and export one run, and upload it if `training.push_to_hub` says so.
 
     A finished run is returned unchanged; an unfinished one resumes at the step after its last checkpoint, with the same
     data order and noise, and one with `training.branch_from` begins at that milestone of another run. With several
@@ -138,10 +140,22 @@ def train(config: RunConfig) -> TrainedRun:
             other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
         FileExistsError: other files are in the way of an exported model.
-        OSError: a checkpoint or a model could not be written; the one before it stays.
+        OSError: a checkpoint or a model could not be written; the one before it stays. Or the model could not be
+            uploaded.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
     """
+    repository = config.training.push_to_hub
+    if repository is not None:
+        check_push(repository)
+    run = _train(config)
+    if repository is not None and is_rank_zero():  # what the hub has already is not uploaded again
+        logger.info("uploaded to %s", push(run.final, repository))
+    return run
+
+
+def _train(config: RunConfig) -> TrainedRun:
+    """Train and export, or return the finished run."""
     folder = Path(config.output_dir)
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios) if config.has_gates else ()
@@ -186,8 +200,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     data = TextData(config, tokenizer, plan.total_steps)
     module = RetrofitModule(model, config, plan, strategy)
     if config.distillation is not None:
-        path = config.distillation.path or str(config.model.path)
-        module.teacher = Teacher(strategy.load(path, is_teacher=True), path, config.distillation.temperature)
+        settings = config.distillation
+        path = settings.path or str(config.model.path)
+        teacher = strategy.load(path, is_teacher=True)
+        module.teacher = Teacher(teacher, path, settings.temperature, settings.direction)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model)
@@ -275,5 +291,5 @@ def _build_trainer(
         given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
         raise ValueError(f"trainer.{given}: {error}") from error
     warn_of_idle_tensor_cores(trainer.strategy.root_device, settings.precision)
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.devices_per_sequence)
     return trainer

@@ -6,7 +6,9 @@ import torch
 from launching import Ranks, count_scored, logged_losses, note_positions
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from dmc.compression import GateMode, GateTrace
 from dmc.config import RunConfig, build_config
+from dmc.measure import score_text
 from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
 from dmc.training import PreemptedError, export_checkpoint, train
@@ -74,7 +76,7 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     record = Path(run_config.output_dir) / "run.json"
     content = json.loads(record.read_text())
     content["config"]["training"] |= {"calibration_sequences": 0, "validation_sequences": 0, "validate_every_steps": 0}
-    record.write_text(json.dumps(content))  # as an earlier version took it
+    record.write_text(json.dumps(content))
     run = train(run_config)
     again = export_checkpoint(run.folder, tmp_path / "again")
     assert run.metrics(again) == run.metrics(run.final)
@@ -90,7 +92,15 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert (
         run.metrics(plain)["validation_loss_nats_per_token"] != run.metrics(run.final)["validation_loss_nats_per_token"]
     )
-    run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
+    half = export_checkpoint(run.folder, tmp_path / "half", measured={"export_dtype": "bfloat16"})
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = load_model(half, dtype="auto")
+    assert all(torch.equal(value, one.state_dict()[name].bfloat16()) for name, value in rounded.state_dict().items())
+    data = TextData(run_config, build_tokenizer(run_config.data, run_config.model), total_steps=1)
+    score = score_text(rounded, data.held_out("validation"))  # what the folder says of itself is what it does
+    assert run.metrics(half)["validation_loss_nats_per_token"] == pytest.approx(score.loss, rel=1e-6)
+    assert run.metrics(half)["achieved_ratio"] == pytest.approx(score.achieved_ratio, rel=1e-6)
+    run_values["training"] |= {"calibrate": False, "validation_sequences": 2, "export_dtype": "bfloat16"}
     run_values["data"]["calibration"] = run_values["data"]["validation"]
     train(other := build_config(RunConfig, run_values))
     assert read_config(run.folder) == run_config  # with which it was exported
@@ -199,6 +209,32 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     module.train()
     split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
     torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("counts", ["held", "decided"])
+def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts):
+    run_values["compression"] |= {"delay": 5, "target_counts": counts, "decision_offset": 0.0}
+    run_values["training"] |= {"soft_ratio_loss": True}
+    module, (batch, *_) = make_module(run_values)
+    module.loss_at(7, batch)
+    metrics, trace = module.micro_batch_metrics[-1], GateTrace()
+    mode = GateMode(noise_seeds=noise_seeds(0, batch["position"]), fixed_ratio=4.0)
+    module.model(batch["input_ids"], use_cache=False, gate_mode=mode, gate_trace=trace)
+    alpha, hard = trace.stacked_alpha().detach(), (trace.stacked_logits() > 0).float()
+
+    def share(decisions, delay):  # [L, B, H, T] of 32 tokens
+        return 1 - decisions[..., 1 : 32 - delay].sum(-1) / 32
+
+    delay = 5 if counts == "held" else 0
+    loss = sum(max(0.0, float(share(alpha, delay)[:, row].mean()) - 1 / 4) for row in range(2)) / 2
+    assert float(metrics["train/ratio_loss"]) == pytest.approx(loss, rel=1e-5)
+    found = {
+        "relaxed_cache_fraction": share((alpha > 0.5).float(), delay),
+        "hard_cache_fraction": share(hard, 5),
+        "decided_fraction": share(hard, 0),
+    }
+    for name, shares in found.items():
+        assert float(metrics[name]) == pytest.approx(float(shares.mean()), rel=1e-5), name
 
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):
@@ -315,3 +351,24 @@ def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeyp
 def test_noise_seeds_differ_by_run_and_position():
     assert noise_seeds(0, [3, 4]) == [3, 4]
     assert len(set(noise_seeds(1, [*range(50)]) + noise_seeds(2, [*range(50)]))) == 100
+
+
+def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run_values, hub, monkeypatch, tmp_path):
+    run_values["training"] |= {"snapshot_ratios": [2.0], "stages": {"retrofit": {"steps": 4}}}
+    folder = train(build_config(RunConfig, run_values)).folder
+    assert hub.files == {}
+    run_values["training"]["push_to_hub"] = "me/tiny"  # of a finished run: the same command, with this
+    config = build_config(RunConfig, run_values)
+    assert train(config).folder == folder
+    (name, files), *others = hub.files.items()
+    assert name == "me/tiny" and others == []
+    assert files == {path.name: path.read_bytes() for path in (folder / "final").iterdir()}
+    export_checkpoint(folder, tmp_path / "here")
+    assert hub.commits == 1
+    export_checkpoint(folder, tmp_path / "there", push_to_hub="me/other")
+    assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
+    monkeypatch.setattr("dmc.export.get_token", lambda: None)
+    fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
+        train(fresh)
+    assert not (tmp_path / "fresh").exists()
