@@ -202,7 +202,7 @@ def tile(kernel: str, channels: int, itemsize: int) -> tuple[int, int, int, int]
     if itemsize == 4:
         return (32, 32, 4, 1) if channels <= 128 else (16, 16, 4, 1)
     if channels <= 128:
-        return {"forward": (64, 64, 4, 2), "query_gradient": (64, 32, 4, 2), "key_gradient": (64, 64, 8, 2)}[kernel]
+        return (64, 64, 8, 2) if kernel == "key_gradient" else (64, 32, 4, 2)
     return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
 
 
