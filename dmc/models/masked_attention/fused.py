@@ -200,7 +200,7 @@ def _grid(states: Tensor, size: int) -> tuple[int, int]:
 def tile(kernel: str, channels: int, itemsize: int) -> tuple[int, int, int, int]:
     """Return rows, keys, warps and stages of a kernel's programs, for which sm_80 and sm_90 have registers."""
     if itemsize == 4:
-        return (32, 32, 4, 1) if channels <= 128 else (16, 16, 4, 1)
+        return (32, 32, 4 if kernel == "forward" else 8, 1) if channels <= 128 else (16, 16, 4, 1)
     if channels <= 128:
         return (64, 64, 8, 2) if kernel == "key_gradient" else (64, 32, 4, 2)
     return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
