@@ -33,6 +33,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton import append, attention, compaction, eviction, prefill
+from dmc.models.masked_attention import fused, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability; the system takes 1 KiB more for each."""
@@ -58,20 +59,21 @@ class Compiled:
         self._kernel, self._capability, self._rows = kernel, capability, rows
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             names = self._kernel.arg_names
             values = dict(zip(names, arguments, strict=False)) | constants
             signature = {name: type_of(name, values[name], constants) for name in names}
             is_fixed = [signature[name] == "constexpr" for name in names]
             fixed = {(i,): values[name] for i, name in enumerate(names) if is_fixed[i]}
             aligned = {
-                (i,): [["tt.divisibility", 16]]
+                path: [["tt.divisibility", 16]]
                 for i, name in enumerate(names)
-                if str(signature[name]).startswith("*") or (signature[name] == "i32" and values[name] % 16 == 0)
+                for path, kind, value in leaves_of((i,), signature[name], values[name])
+                if str(kind).startswith("*") or (kind == "i32" and value % 16 == 0)
             }
             source = ASTSource(self._kernel, signature=signature, constexprs=fixed, attrs=aligned)
             target = GPUTarget("cuda", self._capability, 32)
-            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+            binary = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
             used, shared = resources_of(binary.asm["cubin"]), binary.metadata.shared
             held = programs_per_multiprocessor(self._capability, used["REG"], 32 * num_warps, shared)
             in_flight = [int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", binary.asm["ptx"])]
@@ -101,10 +103,17 @@ def type_of(name: str, value: Any, constants: dict[str, Any]) -> Any:
     if name in constants or value is None:
         return "constexpr"
     if isinstance(value, tuple):
-        return tuple(POINTERS[each.dtype] for each in value)
+        return tuple(type_of("", each, {}) for each in value)
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def leaves_of(path: tuple[int, ...], kind: Any, value: Any) -> list[tuple[tuple[int, ...], Any, Any]]:
+    """Return where an argument's parts are, a tuple's or its own, with their types."""
+    if not isinstance(kind, tuple):
+        return [(path, kind, value)]
+    return [((*path, i), *pair) for i, pair in enumerate(zip(kind, value, strict=True))]
 
 
 def resources_of(cubin: bytes) -> dict[str, int]:
@@ -176,15 +185,30 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     compaction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
 
 
+def launch_training(dtype: torch.dtype, head_dim: int) -> None:
+    """Launch the kernels of training's attention: with one range of keys and with two, with documents and padding."""
+    shapes = [(GROUP * KV_HEADS,), *[(KV_HEADS,)] * 4]
+    states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
+    log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))
+    hidden, first = torch.empty(BATCH, LENGTH, dtype=torch.bool), torch.empty(BATCH, LENGTH, dtype=torch.int32)
+    plain, whole = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
+    with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
+        for others, delay in ((plain, 0), (whole, DELAY)):
+            fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True)
+            result = (states[0], log_sum_exp, 0.1, delay, True)
+            fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)
+
+
 def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: str = "") -> pandas.DataFrame:
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, attention, prefill, compaction, eviction):
+        for module in (append, attention, prefill, compaction, eviction, kernels):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))
         launch_all(dtype, head_dim)
+        launch_training(dtype, head_dim)
     table = pandas.DataFrame(rows).drop_duplicates()
     return table.assign(sm=capability, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim)
 

@@ -33,7 +33,6 @@ def step(case: Case, leaves: list[Tensor]) -> None:
 def attention_cases(shape: tuple[int, ...], delay: int, options: dict) -> tuple[dict[str, Case], list[Tensor]]:
     batch, heads, kv_heads, time_, channels = shape
     states = [torch.randn(batch, time_, n, channels, **options).transpose(1, 2) for n in (heads, *[kv_heads] * 4)]
-    states[0][..., -1] = states[1][..., -1] = states[3][..., -1] = 0
     query, raw_key, raw_value, key, value = leaves = [tensor.requires_grad_() for tensor in states]
     logits = torch.randn(batch, kv_heads, time_, device=options["device"], requires_grad=True)
     scaling = channels**-0.5
@@ -47,18 +46,16 @@ def attention_cases(shape: tuple[int, ...], delay: int, options: dict) -> tuple[
         bias = bias.masked_fill(row == row.mT, 0.0).masked_fill(row < row.mT, -torch.inf)
         return functional.scaled_dot_product_attention(query, key, value, bias.to(query.dtype), enable_gqa=True)
 
-    def masked(channel: int | None) -> Tensor:
-        return masked_attention(query, key, value, functional.logsigmoid(logits), scaling, free_channel=channel)
+    def masked() -> Tensor:
+        return masked_attention(query, key, value, functional.logsigmoid(logits), scaling)
 
     def delayed(keep_top: bool) -> Tensor:
-        raw = (raw_key, raw_value) if keep_top else (key, value)
-        log_keep, where = functional.logsigmoid(logits), {"delay": delay, "keep_top": keep_top, "free_channel": -1}
-        return delayed_masked_attention(query, *raw, key, value, log_keep, scaling, **where)
+        raw, log_keep = (raw_key, raw_value) if keep_top else (None, None), functional.logsigmoid(logits)
+        return delayed_masked_attention(query, *raw, key, value, log_keep, scaling, delay=delay, keep_top=keep_top)
 
     cases: dict[str, Case] = {
         "causal SDPA": causal,
-        "masked_attention": lambda: masked(-1),
-        "masked_attention, no free channel": lambda: masked(None),
+        "masked_attention": masked,
         f"delayed, merge, {delay}": lambda: delayed(True),
         f"delayed, drop, {delay}": lambda: delayed(False),
         "SDPA with a dense bias": dense_bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from tqdm.auto import trange
 
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.models import next_tokens, sequence_means, with_token_losses
+from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import IGNORED
 from dmc.ranks import ALONE, Ranks
 
@@ -51,6 +52,19 @@ def evaluating(model: Any) -> Any:
         model.train(was_training)
 
 
+@contextmanager
+def seeing_documents(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Let a stock model see documents as a compressed one does, where a batch has any."""
+    before = model.config._attn_implementation
+    if any(each.get("documents") is not None for each in batches):
+        for_unpadded(model)
+    try:
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
 def score_text(
     model: Any,
     batches: Iterable[Mapping[str, Any]],
@@ -63,7 +77,7 @@ def score_text(
     Args:
         model: stock or compressed causal LM.
         batches: of `input_ids` [B, T], and where given `loss_mask` [B, T], True at tokens that are scored, and
-            `documents` at which gates and attention reset.
+            `documents` at which attention and gates restart.
         title: title of a progress bar; None: no bar.
         sharing: ranks that divide the batches; all of them call this, and get the score of all batches.
         gate_mode: how the gates decide; None: as in inference.
@@ -76,17 +90,17 @@ def score_text(
     cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
     reader, num_readers = sharing.rank // cutting.size, max(1, sharing.size // cutting.size)
     scores = None
-    with evaluating(model):
+    with evaluating(model), seeing_documents(model, batches):
         for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
             own = turn + reader
             # A rank without a batch takes part in the others' passes: some strategies run each pass on all ranks.
             batch = {name: each.to(model.device) for name, each in batches[min(own, len(batches) - 1)].items()}
             input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
-            gates: dict[str, Any] = {}
+            options: dict[str, Any] = {"documents": batch.get("documents")}
             if compression is not None:
-                gates = {"gate_mode": gate_mode or GateMode(), "gate_trace": trace, "documents": batch.get("documents")}
+                options |= {"gate_mode": gate_mode or GateMode(), "gate_trace": trace}
             targets = next_tokens(input_ids, batch.get("loss_mask"))
-            losses = model(input_ids, use_cache=False, targets=targets, **gates).cross_entropy
+            losses = model(input_ids, use_cache=False, targets=targets, **options).cross_entropy
             scored = (targets != IGNORED).any(-1)
             found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:

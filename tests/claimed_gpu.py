@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves
 
 import dmc.compression.gates as gates_module
-import dmc.models.masked_attention as masked_attention_module
 from dmc.kernels.cpu_build import cache_folder
-from dmc.models.masked_attention import flash, flash_ops
+from dmc.models.masked_attention import as_on
 
 GPU = torch.device("cuda", 0)
 COPIES = ("copy_", "_to_copy", "_copy_from")
@@ -143,20 +142,10 @@ def fake_gpu(device="cuda"):
         if device == "meta":
             patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device
             patch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-            for module in (flash, masked_attention_module):
-                patch.setattr(module, "find_flash_kernel", _kernel_of_gpu)
+            modes.enter_context(as_on("cuda"))
         else:
             modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-
-
-def _kernel_of_gpu(query):
-    forward, backward = (
-        (flash_ops._efficient_forward, flash_ops._efficient_backward)
-        if query.dtype == torch.float32
-        else (flash_ops._cuda_forward, flash_ops._cuda_backward)
-    )
-    return flash_ops.FlashKernel(forward, backward, multiple=8)
 
 
 def _attention_of_gpu(
@@ -170,7 +159,11 @@ def _attention_of_gpu(
     group = query.shape[1] // key.shape[1]
     assert group == 1 or enable_gqa
     key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-    return _kernel_of_gpu(query).forward(query, key, value, scale or query.shape[-1] ** -0.5)[0]
+    scale = scale or query.shape[-1] ** -0.5
+    aten, states = torch.ops.aten, (query, key, value)
+    if query.dtype == torch.float32:
+        return aten._scaled_dot_product_efficient_attention(*states, None, True, 0.0, True, scale=scale)[0]
+    return aten._scaled_dot_product_flash_attention(*states, 0.0, True, False, scale=scale)[0]
 
 
 class StepWatch(TorchDispatchMode):
@@ -196,8 +189,9 @@ class StepWatch(TorchDispatchMode):
         given = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
         if name in COPIES and len({each.device for each in (*given, *made)}) > 1 and not keywords.get("non_blocking"):
             self.waits.append(f"{name} {[(each.device.type, tuple(each.shape)) for each in (*given, *made)]}")
-        if "scaled_dot_product" in name:
-            self.kernels |= {(name, each.dtype) for each in arguments[:3]}
+        if "scaled_dot_product" in name or function.namespace == "dmc":
+            states = [each for each in given if each.dim() == 4]  # not what is read for each key
+            self.kernels |= {(name, each.dtype) for each in states}
         self.quadratic += [f"{name} {tuple(each.shape)}" for each in made if each.numel() >= self.length**2]
         return out
 

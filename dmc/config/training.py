@@ -191,7 +191,7 @@ class TrainingConfig:
     head_agreement: HeadAgreement = "mean"
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
     document_masking: StrictBool = False
-    """Whether decisions and attention restart at each document of a packed sequence."""
+    """Whether decisions and attention restart at each document of a packed sequence, in teacher and control too."""
     overfit_sequences: Count | None = None
     """Train on this many sequences repeatedly, to check that the loss can fall; None: on all."""
     activation_checkpointing: StrictBool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,33 +9,10 @@ from torch import Tensor, nn
 
 from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
 from dmc.models.adapter import GateAdapter
-from dmc.models.masked_attention import delayed_masked_attention
+from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
 from dmc.ranks import ALONE, Ranks
 
 THRESHOLDED = GateMode()
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where documents lie in a packed batch, for attention and decisions that reset at document starts."""
-
-    starts: Tensor
-    """True at the first token of each document, [B, T]."""
-    spans: list[tuple[int, int, int]]
-    """(row, begin, end) of each document, in order, on the host."""
-
-    @classmethod
-    def from_starts(cls, starts: Tensor) -> Documents:
-        """Find the documents by their first tokens, [B, T] on the CPU; the start of a sequence starts one as well."""
-        spans = []
-        for row, begins in enumerate(starts):
-            places = [*begins.nonzero().flatten().tolist(), starts.shape[1]]
-            spans += [(row, begin, end) for begin, end in itertools.pairwise(places)]
-        return cls(starts, spans)
-
-    def to(self, device: Any) -> Documents:
-        """Move the tensors to a device."""
-        return Documents(self.starts.to(device, non_blocking=True), self.spans)
 
 
 class CompressedAttentionMixin(nn.Module):
@@ -100,7 +75,7 @@ class CompressedAttentionMixin(nn.Module):
             paged_cache: cache of the engine, in the same role.
             gate_mode: how the gates decide; default thresholded in eval, relaxed in training.
             gate_trace: receives this layer's decisions.
-            documents: reset decisions and attention at document starts (parallel form only).
+            documents: decisions and attention restart at each (without a cache only).
             context_ranks: processes that divide each sequence: hidden states are those of this one's tokens, all other
                 arguments those of whole sequences; between projections and output each has some heads of all tokens.
         """
@@ -115,7 +90,7 @@ class CompressedAttentionMixin(nn.Module):
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
         elif multiplier is not None:
-            attended = self.attend_plain(query, key, value, position_embeddings, multiplier)
+            attended = self.attend_plain(query, key, value, position_embeddings, multiplier, documents)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -143,7 +118,13 @@ class CompressedAttentionMixin(nn.Module):
         return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
 
     def attend_plain(
-        self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        multiplier: float,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` after RoPE as before it (eq. 13).
 
@@ -153,6 +134,7 @@ class CompressedAttentionMixin(nn.Module):
             value: values, [B, H, T, D].
             rotary: cos and sin, [B or 1, T, D].
             multiplier: in [0, 1].
+            documents: bounds of documents; None: a sequence is one.
         Returns:
             [B, H_q, T, D].
         """
@@ -160,9 +142,7 @@ class CompressedAttentionMixin(nn.Module):
         cos, sin = (table * scale for table in rotary)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         query = self.compressor.without_decision(query, key.shape[1], multiplier)
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
-        )
+        return causal_attention(query, key, value, self.scaling, documents)
 
     def attend_parallel(
         self,
@@ -188,23 +168,20 @@ class CompressedAttentionMixin(nn.Module):
         cos, sin = (table * scale for table in rotary)
         stream_key, stream_value = compressor.pool(gated, value)
         query = compressor.without_decision(rotate(gated.query, cos, sin), value.shape[1])
-        stream_key = rotate(stream_key, cos, sin)
-        log_keep = compressor.log_keep(gated)
-        keep_top = config.action == "merge"
-        recent_key = rotate(gated.key, cos, sin) if keep_top and config.delay else stream_key
-        operands = [query, recent_key, value, stream_key, stream_value, log_keep]
-
-        def attend(operands: list[Any], hidden: Tensor | None) -> Tensor:
-            options: dict[str, Any] = {"scaling": self.scaling, "hidden": hidden, "free_channel": compressor.neuron}
-            return delayed_masked_attention(*operands, delay=config.delay, keep_top=keep_top, **options)
-
-        if documents is None:
-            return attend(operands, hidden)
-        pieces = []
-        for row, begin, end in documents.spans:
-            pieces.append(attend([operand[row : row + 1, :, begin:end] for operand in operands], None)[0])
-        rows = torch.cat(pieces, dim=1).unflatten(1, (query.shape[0], query.shape[2]))  # [H_q, B, T, D]
-        return rows.transpose(0, 1)
+        is_raw = config.action == "drop" or not config.delay
+        return delayed_masked_attention(
+            query,
+            None if is_raw else rotate(gated.key, cos, sin),
+            None if is_raw else value,
+            rotate(stream_key, cos, sin),
+            stream_value,
+            compressor.log_keep(gated),
+            self.scaling,
+            delay=config.delay,
+            keep_top=config.action == "merge",
+            hidden=hidden,
+            documents=documents,
+        )
 
 
 def sequence_starts(query: Tensor, padding_mask: Tensor | None) -> Tensor:

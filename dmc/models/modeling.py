@@ -24,13 +24,14 @@ from dmc.compression import CompressionConfig, Compressor
 from dmc.full_attention import refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
+from dmc.models.masked_attention import Documents, causal_attention
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
 
 ATTENTION_NAME = "dmc_gates"
 UNPADDED_ATTENTION = "dmc_unpadded"
-"""Causal attention of stock models to sequences without padding: PyTorch's own, and no mask.
+"""Causal attention of stock models to sequences without padding, by documents where `documents` are given to `forward`.
 
 Neither name has a mask function: for names that have one, transformers reads from the device in each forward whether
 positions restart.
@@ -53,6 +54,7 @@ def attend_unpadded(
     value: Tensor,
     attention_mask: None,
     context_ranks: Ranks = ALONE,
+    documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
@@ -64,12 +66,20 @@ def attend_unpadded(
         value: values, [B, H, T, D].
         attention_mask: none.
         context_ranks: processes that divide each sequence.
+        documents: those of whole sequences, as a compressed model sees them; None: a sequence is one.
         options: of transformers' function.
     Returns:
         [B, T, H_q, D], and no weights.
+    Raises:
+        NotImplementedError: dropout within documents.
     """
     query, key, value = (context_ranks.exchange(each, 1, 2) for each in (query, key, value))
-    attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if documents is None:
+        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    else:
+        if options.get("dropout"):
+            raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
+        attended = causal_attention(query, key, value, options["scaling"], documents).transpose(1, 2)
     return context_ranks.exchange(attended, 1, 2), None
 
 

@@ -59,12 +59,12 @@ class Teacher:
         self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
         self.path, self.temperature, self.direction = path, temperature, direction
 
-    def read(self, input_ids: Tensor) -> Taught:
-        """Run the model on tokens, [B, T]; the student's loss computes the logits."""
+    def read(self, input_ids: Tensor, documents: Documents | None = None) -> Taught:
+        """Run the model on tokens, [B, T], and the documents the student sees; its loss computes the logits."""
         with torch.no_grad():
-            states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
+            found = self.model(input_ids, use_cache=False, documents=documents, skip_logits=True)
         # FSDP2 leaves the weights outside the layers gathered after a forward.
-        return Taught(states, self.model.lm_head.weight, self.temperature, self.direction)
+        return Taught(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
 
 
 class RetrofitModule(LightningModule):
@@ -185,7 +185,7 @@ class RetrofitModule(LightningModule):
         input_ids = batch["input_ids"]
         targets = next_tokens(input_ids, batch.get("loss_mask"))
         if not self.has_gates:
-            losses = self.model(input_ids, use_cache=False, targets=targets)
+            losses = self.model(input_ids, use_cache=False, documents=batch["documents"], targets=targets)
             loss = self._average(losses.cross_entropy, targets, batch)
             self.micro_batch_metrics.append({"train/loss": loss.detach()})
             return loss
@@ -195,9 +195,9 @@ class RetrofitModule(LightningModule):
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
-            documents=batch["documents"] if state.neuron_multiplier is None else None,
+            documents=batch["documents"],
             targets=targets,
-            taught=None if self.teacher is None else self.teacher.read(input_ids),
+            taught=None if self.teacher is None else self.teacher.read(input_ids, batch["documents"]),
         )
         loss = self._average(losses.cross_entropy, targets, batch)
         metrics = {"train/loss": loss.detach()}

@@ -236,6 +236,12 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     trainer.strategy.barrier("export")
 
 
+def warn_of_idle_tensor_cores(device: torch.device, precision: str) -> None:
+    """Say that float32 uses a small part of a GPU."""
+    if device.type == "cuda" and precision == "32-true":
+        logger.warning("trainer.precision=32-true leaves the GPU's tensor cores idle: set trainer.precision=bf16-mixed")
+
+
 def _build_trainer(
     module: RetrofitModule, exporter: Exporter, preemption: Preemption, loggers: list[Logger]
 ) -> Trainer:
@@ -284,5 +290,6 @@ def _build_trainer(
         further = "".join(f", {name}={value}" for name, value in settings.lightning.items())
         given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
         raise ValueError(f"trainer.{given}: {error}") from error
+    warn_of_idle_tensor_cores(trainer.strategy.root_device, settings.precision)
     trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.devices_per_sequence)
     return trainer

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from dmc import Engine, load_model, retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
+from dmc.models import with_token_losses
 from dmc.models.attention import Documents
+from dmc.models.modeling import for_unpadded
+from dmc.training.module import Teacher
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TOLERANCE = 1e-4  # float32 log-probs against float64
@@ -180,22 +183,52 @@ def test_packed_documents_equal_the_documents_alone(gates, training, make_compre
     ]
     packed = torch.tensor([[token for document in row for token in (*document, separator)] for row in documents])
     boundaries = Documents.from_starts(F.pad(packed[:, :-1] == separator, (1, 0), value=True))
-    assert boundaries.spans == [(0, 0, 9), (0, 9, 22), (0, 22, 24), (1, 0, 24)]
+    spans = [(0, 0, 9), (0, 9, 22), (0, 22, 24), (1, 0, 24)]
     # With noise drawn for whole rows only thresholded decisions can be compared; training mode must not change them.
     model.train(training)
     with torch.no_grad():
         logits = model(packed, use_cache=False, documents=boundaries, gate_mode=GateMode()).logits.log_softmax(-1)
-    positions = torch.cat([torch.arange(end - begin) for _, begin, end in boundaries.spans]).view(2, 24)
+    positions = torch.cat([torch.arange(end - begin) for _, begin, end in spans]).view(2, 24)
     with torch.no_grad():
         restarted = model(
             packed, use_cache=False, documents=boundaries, gate_mode=GateMode(), position_ids=positions
         ).logits.log_softmax(-1)
-    for row, begin, end in boundaries.spans:
+    for row, begin, end in spans:
         tokens, place = packed[row, begin:end].tolist(), torch.arange(begin, end)[None]
         alone = parallel_log_probs(model, tokens, position_ids=place, gate_mode=GateMode())
         assert difference(logits[row, begin:end], alone) < TOLERANCE
         alone = parallel_log_probs(model, tokens, gate_mode=GateMode())
         assert difference(restarted[row, begin:end], alone) < TOLERANCE
+
+
+@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}], ids=name_of)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_teacher_control_zero_out_and_closed_gates_see_the_same_documents(family, gates, make_stock, make_prompts):
+    stock = make_stock(family)
+    borrowing = retrofit(copy.deepcopy(stock), CompressionConfig(**gates))
+    closed = retrofit(copy.deepcopy(stock), CompressionConfig(gate_input="hidden", **gates))  # its adapter starts at 0
+    control = for_unpadded(with_token_losses(copy.deepcopy(stock)))
+    input_ids = torch.tensor(make_prompts(40, 40))
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[[0, 0, 1], [7, 30, 19]] = True
+    documents = Documents.from_starts(starts)
+    with torch.no_grad():
+        teacher = Teacher(copy.deepcopy(stock), "", 1.0).read(input_ids, documents)
+        found = [
+            teacher.hidden_states @ teacher.weight.T,
+            control(input_ids, use_cache=False, documents=documents).logits,
+            borrowing(
+                input_ids, use_cache=False, documents=documents, gate_mode=GateMode(neuron_multiplier=1.0)
+            ).logits,
+            closed(input_ids, use_cache=False, documents=documents, gate_mode=GateMode()).logits,
+        ]
+        expected = torch.zeros_like(found[0])  # positions continue over documents: RoPE tells differences alone
+        for row, begin, end in [(0, 0, 7), (0, 7, 30), (0, 30, 40), (1, 0, 19), (1, 19, 40)]:
+            expected[row, begin:end] = stock(input_ids[row : row + 1, begin:end], use_cache=False).logits[0]
+        whole = stock(input_ids, use_cache=False).logits
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert difference(whole, expected) > 0.1
 
 
 def test_documents_reset_relaxed_decisions_too(make_compressed, make_prompts):

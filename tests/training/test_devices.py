@@ -22,10 +22,15 @@ from dmc.training.stages import Plan
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
 LENGTH = 509  # T x T is more than any other tensor here has
-FUSED = {
-    "bf16-mixed": {("_scaled_dot_product_flash_attention", torch.bfloat16)},
-    "32-true": {("_scaled_dot_product_efficient_attention", torch.float32)},
-}
+STOCK = {"bf16-mixed": "_scaled_dot_product_flash_attention", "32-true": "_scaled_dot_product_efficient_attention"}
+DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
+
+
+def fused_kernel(module, step, precision):
+    """Name what computes attention in a step: PyTorch's own where there are neither gates nor documents."""
+    is_plain = not module.has_gates or module.plan.at(step).neuron_multiplier is not None
+    is_stock = is_plain and not module.config.training.document_masking
+    return STOCK[precision] if is_stock else "masked_attention"
 
 
 @pytest.mark.parametrize("gate_input", ["neuron", "both", "query"])
@@ -77,6 +82,8 @@ RECIPES = [
     pytest.param("dmc", {"gates_only": True}, id="gates_only, borrowed neuron"),
     pytest.param("dmc", {"distillation": {"weight": 0.5}}, id="distillation"),
     pytest.param("dmc", {"document_masking": True}, id="documents"),
+    pytest.param("none", {"document_masking": True}, id="documents of the control"),
+    pytest.param("dmc", {"document_masking": True, "distillation": {"weight": 0.5}}, id="documents, distillation"),
     pytest.param("dms", {"document_masking": True, "activation_checkpointing": True}, id="documents, checkpointing"),
     pytest.param("dmc_delayed", {"activation_checkpointing": True}, id="checkpointing"),
     pytest.param("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}, id="led weight"),
@@ -118,7 +125,7 @@ def make_metrics(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("precision", FUSED)
+@pytest.mark.parametrize("precision", STOCK)
 @pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
     run_values, make_stock, make_metrics, variant, training, precision
@@ -141,7 +148,10 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
                 metrics.on_before_optimizer_step(trainer, module, optimizer)
                 optimizer.step()
             assert loss.device.type == optimizer.found_inf.device.type == "cuda"
-            assert watch.kernels == FUSED[precision]
+            kernels = {fused_kernel(module, step, precision)}
+            if module.teacher is not None:
+                kernels.add("masked_attention" if module.config.training.document_masking else STOCK[precision])
+            assert watch.kernels == {(name, DTYPES[precision]) for name in kernels}
             assert not watch.waits and not watch.quadratic
         states = [value for state in optimizer.state.values() for value in state.values()]
         assert noted.devices == {value.device.type for value in states} == {"cuda"}
@@ -163,6 +173,7 @@ def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock
                 metrics.on_before_optimizer_step(trainer, module, optimizer)
             assert optimizer.found_inf.device.type == "meta"
             assert not watch.waits and not watch.quadratic
-            assert {name for name, _ in watch.kernels} >= {"_scaled_dot_product_efficient_attention_backward"}
+            backward = f"{fused_kernel(module, step, '32-true')}_backward"
+            assert backward in {name for name, _ in watch.kernels}
         assert noted.devices == {"meta"}
         assert noted.reads == list(range(1, module.plan.total_steps))  # one a step, of the step before

@@ -3,93 +3,67 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from claimed_gpu import put_on_gpu
 from launching import logged
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dmc.models.masked_attention as masked_attention_module
 from dmc.compression import GateMode, GateTrace
 from dmc.config import RunConfig, build_config
 from dmc.measure import score_text
 from dmc.models import next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
+from dmc.models.masked_attention import as_on
 from dmc.models.modeling import families
 from dmc.training import train
 from dmc.training.callbacks import adapter_init, step_metrics, validation
 from dmc.training.exporter import Exporter
+from dmc.training.run import warn_of_idle_tensor_cores
 
-PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
+STOCK, FUSED = "_scaled_dot_product_flash_attention_for_cpu", "masked_attention"
 
 
-class Products(TorchDispatchMode):
-    """Notes (operator, dtype of each operand) of every matrix product and attention kernel, backward included."""
+class Attention(TorchDispatchMode):
+    """Notes the dtypes of states, those of what is read for each key or row, and of the output, by operator."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.found = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name.removesuffix("_backward") in PRODUCTS:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 3]
-            self.found.append((name, tuple(tensor.dtype for tensor in tensors)))
-        return func(*args, **(kwargs or {}))
-
-    def attention(self):
-        """Dtypes of query, key and value that attention kernels were given."""
-        return {dtype for name, dtypes in self.found if "attention" in name for dtype in dtypes[:3]}
-
-
-@pytest.fixture
-def flash(monkeypatch):
-    """Attend by the device's kernel however short the sequence is: the one that a GPU has."""
-    monkeypatch.setattr(masked_attention_module, "_SHORT", 0)
+        if name.removesuffix("_backward") in (STOCK, FUSED):
+            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+            self.found[name] = tuple(
+                {each.dtype for each in tensors if (each.dim() == 4) == is4} for is4 in (True, False)
+            )
+        return out
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("gates", [{}, {"delay": 3}, {"action": "drop", "delay": 3, "gate_input": "hidden"}, None])
-def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make_compressed, flash, family, gates):
+def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make_compressed, family, gates):
+    """As a GPU does, forward and backward, on shapes alone: biases and log-sum-exps stay float32."""
     model = (make_stock(family) if gates is None else make_compressed(family, gates=gates)).train()
-    input_ids = torch.arange(24).view(1, 24)
-    trace = GateTrace()
+    trace, kernel = GateTrace(), STOCK if gates is None else FUSED
     options = {} if gates is None else {"gate_mode": GateMode(noise_seeds=[0]), "gate_trace": trace}
-    with Products() as products:
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on("cuda"), Attention() as attention:
+        model = put_on_gpu(with_token_losses(model), "cpu")
+        input_ids = torch.arange(24).view(1, 24)
         with torch.autocast("cpu", torch.bfloat16):
-            losses = with_token_losses(model)(input_ids, use_cache=False, targets=next_tokens(input_ids), **options)
+            losses = model(input_ids, use_cache=False, targets=next_tokens(input_ids), **options)
         losses.cross_entropy.mean().backward()
-    assert products.attention() == {torch.bfloat16}
-    assert {name for name, _ in products.found} >= {PRODUCTS[-1], f"{PRODUCTS[-1]}_backward"}
+    both = {torch.bfloat16}, {torch.float32}
+    assert attention.found == {kernel: both, f"{kernel}_backward": both}
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     if gates is not None:
         assert {trace.stacked_alpha().dtype, trace.stacked_logits().dtype} == {torch.float32}
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_masks_and_sums_of_bfloat16_attention_stay_float32(make_compressed, monkeypatch, flash, delay):
-    seen = {}
-
-    kernel = masked_attention_module.FlashAttention
-
-    class Spied(kernel):
-        @staticmethod
-        def forward(ctx, form, *tensors):
-            names = ("query", "recent_key", "recent_value", "stream_key", "stream_value", "log_keep", "hidden")
-            seen.update({name: each.dtype for name, each in zip(names, tensors, strict=True) if each is not None})
-            out = kernel.forward(ctx, form, *tensors)
-            *_, shares, attended = ctx.to_save
-            seen.update(log_sum_exps=shares.dtype, attended=attended.dtype)
-            return out
-
-    monkeypatch.setattr(masked_attention_module, "FlashAttention", Spied)
-    model = make_compressed(gates={"delay": delay}).train()
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.arange(24).view(1, 24), use_cache=False, gate_mode=GateMode(noise_seeds=[0]))
-    assert {seen.pop("log_keep"), seen.pop("log_sum_exps")} == {torch.float32}
-    assert set(seen.values()) == {torch.bfloat16}
-
-
-def test_bfloat16_attention_stays_near_float32(make_compressed, flash):
+def test_bfloat16_attention_stays_near_float32(make_compressed):
     model = make_compressed(gates={"delay": 3}).train()
     input_ids = torch.arange(64).view(1, 64)
     losses = []
@@ -202,3 +176,11 @@ def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
         two_steps["output_dir"] += f"_{clip}"
         train(build_config(RunConfig, two_steps))
         assert len(clipped) == times
+
+
+def test_float32_on_a_gpu_is_warned_of(caplog):
+    for device, precision in (("cpu", "32-true"), ("cuda", "bf16-mixed"), ("cuda", "32-true")):
+        warn_of_idle_tensor_cores(torch.device(device), precision)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "trainer.precision=32-true leaves the GPU's tensor cores idle"
+    ]

@@ -1,15 +1,33 @@
 """Causal attention over a compressed cache, as every position sees it, in parallel and without a T x T mask."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dmc.models.masked_attention.blocked import BlockedAttention
-from dmc.models.masked_attention.flash import FlashAttention
-from dmc.models.masked_attention.flash_ops import find_flash_kernel
-from dmc.models.masked_attention.form import AttentionForm
+from dmc.models.masked_attention.documents import Documents
+from dmc.models.masked_attention.fused import LARGEST_HEAD, fused_attention
 
-_SHORT, _WIDE = 1536, 128
-"""Sequence length up to which, and delay above which, matrix products beat the flash kernel of a CPU."""
+__all__ = ["Documents", "as_on", "causal_attention", "delayed_masked_attention", "masked_attention"]
+_DEVICE_TYPE: ContextVar[str | None] = ContextVar("device_type", default=None)
+
+
+@contextmanager
+def as_on(device_type: str) -> Iterator[None]:
+    """Choose what computes attention as on another device: tensors without data then show what would run there.
+
+    Args:
+        device_type: "cuda", an NVIDIA GPU of compute capability 8.0 or higher, or "cpu".
+    """
+    token = _DEVICE_TYPE.set(device_type)
+    try:
+        yield
+    finally:
+        _DEVICE_TYPE.reset(token)
 
 
 def masked_attention(
@@ -20,7 +38,7 @@ def masked_attention(
     scaling: float,
     *,
     hidden: Tensor | None = None,
-    free_channel: int | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attend causally with a bias per key on all but the diagonal (DMC, arXiv:2403.09636, section 3.2 and appendix G).
 
@@ -34,21 +52,19 @@ def masked_attention(
         scaling: multiplies query . key, > 0.
         hidden: True at padding, which no query may see, [batch, time]. Rows that see nothing are 0, and so are their
             gradients.
-        free_channel: channel that is 0 in query and key. The bias is stored there, which saves widening the head by
-            one; its gradient is 0.
+        documents: a query sees keys of its own document alone; None: a sequence is one.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in query, key, value, log_keep.
     Raises:
-        ValueError: shapes that do not belong together, or a free_channel the head does not have.
+        ValueError: shapes that do not belong together.
     """
-    form = AttentionForm(scaling, delay=0, keep_top=True, free_channel=free_channel)
-    return _attend(form, query, None, None, key, value, log_keep, hidden)
+    return _attend(query, key, value, log_keep, None, None, hidden, documents, scaling, 0, True)
 
 
 def delayed_masked_attention(
     query: Tensor,
-    recent_key: Tensor,
-    recent_value: Tensor,
+    recent_key: Tensor | None,
+    recent_value: Tensor | None,
     stream_key: Tensor,
     stream_value: Tensor,
     log_keep: Tensor,
@@ -57,67 +73,86 @@ def delayed_masked_attention(
     delay: int,
     keep_top: bool,
     hidden: Tensor | None = None,
-    free_channel: int | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attend to the newest `delay` tokens raw and to the compressed stream of the tokens before, in one softmax.
 
     Query i sees raw token j for i - delay < j <= i without a bias, and stream entry j for j <= i - delay with the bias
     log_keep[j]; but for a merge gate (keep_top) the top of the stream, j = i - delay, has none. delay = 0 with keep_top
-    is `masked_attention`; delay >= time is causal attention to the raw tokens (the stream then gets no gradient).
+    is `masked_attention`; delay >= time is causal attention to the raw tokens.
 
     Args:
         query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
-        recent_key: raw keys, rotated, [batch, kv_heads, time, head_dim].
-        recent_value: raw values, [batch, kv_heads, time, head_dim].
+        recent_key: raw keys, rotated, [batch, kv_heads, time, head_dim]; None: those of the stream, as for a drop gate,
+            whose stream is raw.
+        recent_value: raw values, [batch, kv_heads, time, head_dim]; None with recent_key.
         stream_key: merge: partial states, rotated; drop: the raw keys; [batch, kv_heads, time, head_dim].
         stream_value: merge: partial states; drop: the raw values; [batch, kv_heads, time, head_dim].
         log_keep: merge: log(1 - alpha) of the token after; drop: of the token itself; [batch, kv_heads, time].
         scaling: multiplies query . key, > 0.
         delay: newest tokens seen raw, including the query's own.
         keep_top: True for a merge gate, False for a drop gate (which needs delay >= 1).
-        hidden: True at padding, which no query may see, [batch, time]. Rows that see nothing are 0, and so are their
-            gradients.
-        free_channel: channel that is 0 in query and keys, as in `masked_attention`.
+        hidden: as in `masked_attention`.
+        documents: as in `masked_attention`.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in all tensors but hidden.
     Raises:
-        ValueError: shapes that do not belong together, a free_channel the head does not have, or a delay below 0 (1
-            for a drop gate).
+        ValueError: shapes that do not belong together, or a delay below 0 (1 for a drop gate).
     """
     if delay < (not keep_top):
         raise ValueError(
             f"delay={delay} is not supported with keep_top={keep_top}; expected delay >= 0 for a merge gate and >= 1 "
             "for a drop gate, which would drop the query's own token: raise delay."
         )
-    if delay >= query.shape[-2]:
-        # A delay that covers the whole sequence leaves the raw tokens, a stream without a bias.
-        form = AttentionForm(scaling, delay=0, keep_top=False, free_channel=free_channel)
-        return _attend(form, query, None, None, recent_key, recent_value, torch.zeros_like(log_keep), hidden)
-    form = AttentionForm(scaling, delay, keep_top, free_channel)
-    raw_key, raw_value = (recent_key, recent_value) if delay else (None, None)
-    return _attend(form, query, raw_key, raw_value, stream_key, stream_value, log_keep, hidden)
+    recent = (recent_key, recent_value) if delay else (None, None)
+    return _attend(query, stream_key, stream_value, log_keep, *recent, hidden, documents, scaling, delay, keep_top)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, documents: Documents | None = None
+) -> Tensor:
+    """Attend causally, by PyTorch's own attention where a sequence is one document.
+
+    Args:
+        query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
+        key: [batch, kv_heads, time, head_dim].
+        value: [batch, kv_heads, time, head_dim].
+        scaling: multiplies query . key, > 0.
+        documents: a query sees keys of its own document alone; None: a sequence is one.
+    Returns:
+        [batch, heads, time, head_dim], differentiable in query, key and value.
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    if documents is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    return _attend(query, key, value, None, None, None, None, documents, scaling, 0, True)
 
 
 def _attend(
-    form: AttentionForm,
-    query: Tensor,
-    recent_key: Tensor | None,
-    recent_value: Tensor | None,
-    stream_key: Tensor,
-    stream_value: Tensor,
-    log_keep: Tensor,
-    hidden: Tensor | None,
-) -> Tensor:
-    keys = [states for states in (recent_key, recent_value, stream_key, stream_value) if states is not None]
-    _check_shapes(form, query, keys, log_keep, hidden)
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
+    recent_value: Tensor | None, hidden: Tensor | None, documents: Documents | None, *form: Any,
+) -> Tensor:  # fmt: skip
+    _check_shapes(query, (key, value), log_keep, (recent_key, recent_value), hidden, documents)
     dtype = _product_dtype(query)
-    query, recent = query.to(dtype), [None if each is None else each.to(dtype) for each in (recent_key, recent_value)]
-    operands = (query, *recent, stream_key.to(dtype), stream_value.to(dtype), log_keep, hidden)
-    is_blocked = query.device.type == "cpu" and (query.shape[2] <= _SHORT or form.delay > _WIDE)
-    is_blocked = is_blocked or find_flash_kernel(query) is None
-    implementation = BlockedAttention if is_blocked else FlashAttention
+    states = [None if each is None else each.to(dtype) for each in (query, key, value, recent_key, recent_value)]
+    bounds = (None, None) if documents is None else (documents.first, documents.end)
+    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, *form)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
-        return implementation.apply(form, *operands)
+        if not _runs_fused(query, dtype):
+            return BlockedAttention.apply(*operands)
+        bias = None if log_keep is None else log_keep.float()
+        return fused_attention(*operands[:3], bias, *operands[4:])[0]
+
+
+def _runs_fused(query: Tensor, dtype: torch.dtype) -> bool:
+    device_type = _DEVICE_TYPE.get()
+    is_gpu = (device_type or query.device.type) == "cuda"
+    if not is_gpu or dtype == torch.float64 or query.shape[-1] > LARGEST_HEAD:
+        return False
+    return device_type is not None or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _product_dtype(query: Tensor) -> torch.dtype:
@@ -131,14 +166,18 @@ def _product_dtype(query: Tensor) -> torch.dtype:
 
 
 def _check_shapes(
-    form: AttentionForm, query: Tensor, keys: list[Tensor], log_keep: Tensor, hidden: Tensor | None
-) -> None:
+    query: Tensor, stream: tuple[Tensor, Tensor], log_keep: Tensor | None, recent: tuple[Tensor | None, Tensor | None],
+    hidden: Tensor | None, documents: Documents | None,
+) -> None:  # fmt: skip
     batch, heads, time, channels = query.shape
-    expected = (batch, log_keep.shape[1], time, channels)
-    if any(states.shape != expected for states in keys) or log_keep.shape != expected[:3] or heads % expected[1]:
+    kv_heads = stream[0].shape[1]
+    expected = (batch, kv_heads, time, channels)
+    keys = [tuple(states.shape) for states in (*stream, *recent) if states is not None]
+    of_bias = expected[:3] if log_keep is None else tuple(log_keep.shape)
+    is_whole = (recent[0] is None) == (recent[1] is None)
+    if any(shape != expected for shape in keys) or of_bias != expected[:3] or heads % kv_heads or not is_whole:
         raise ValueError(
-            f"masked attention got query {tuple(query.shape)}, keys and values "
-            f"{[tuple(states.shape) for states in keys]}, log_keep {tuple(log_keep.shape)}; expected "
+            f"masked attention got query {tuple(query.shape)}, keys and values {keys}, log_keep {of_bias}; expected "
             "[batch, heads, time, head_dim], [batch, kv_heads, time, head_dim] and [batch, kv_heads, time] with heads "
             "a multiple of kv_heads: cut all to the same tokens, and do not repeat keys for a group of query heads."
         )
@@ -147,8 +186,8 @@ def _check_shapes(
             f"hidden is {hidden.dtype} {tuple(hidden.shape)}; expected torch.bool {(batch, time)}, True at padding: "
             "invert the attention mask of the tokenizer."
         )
-    if form.free_channel is not None and not -channels <= form.free_channel < channels:
+    if documents is not None and documents.first.shape != (batch, time):
         raise ValueError(
-            f"free_channel={form.free_channel} is not a channel of a head of {channels}; use one that is 0 in query "
-            "and key, or None."
+            f"documents are those of {tuple(documents.first.shape)} tokens; expected {(batch, time)}: make them from "
+            "the starts of this very batch."
         )

@@ -1,4 +1,4 @@
-"""Masked attention in blocks of rows by matrix products: any device; the fastest on a CPU for short sequences."""
+"""Masked attention in blocks of rows by matrix products: any device, any dtype, and what a CPU runs."""
 
 import math
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmc.models.masked_attention.form import AttentionForm, Gradients, Operands, accumulation_dtype
-
-_ROWS = 64
-"""Query rows of one KV head in a block: more give faster matrix products, fewer waste less beside the diagonal."""
+MASKED = -1e30
+"""Stands for -inf among biases: a row that sees nothing is no NaN before it is set to 0."""
+_ROWS, _LONG = (64, 128), 1536
+"""Query rows of one KV head in a block, of short sequences and of longer ones than this: more give faster matrix
+products, fewer waste less beside the diagonal."""
 _SCORES = {"cpu": 1 << 19}
 """Scores held at once: on a CPU as many as fit its cache."""
 
@@ -21,116 +22,223 @@ class BlockedAttention(torch.autograd.Function):
     """Softmax over the columns that a block of rows can see, one block at a time; backward computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, form: AttentionForm, *tensors: Tensor | None) -> Tensor:
-        """Attend; `tensors` are those of `Operands`."""
-        ctx.form = form
-        ctx.save_for_backward(*tensors)
-        operands = _scaled_operands(form, tensors)
-        out = torch.empty_like(operands.query[..., : operands.channels])
-        for block, heads in _blocks(operands):
-            probabilities = block.probabilities(operands, heads, block.keys(operands, heads))
-            attended = torch.bmm(probabilities, block.values(operands, heads))
-            out[heads, block.start : block.stop] = attended.unflatten(1, (-1, out.shape[2]))
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Attend; `inputs` are those of `fused_attention`."""
+        ctx.form = inputs[-3:]
+        ctx.save_for_backward(*inputs[:-3])
+        operands = _Operands(*inputs)
+        out = torch.empty_like(operands.query)
+        for block in operands.blocks():
+            attended = torch.bmm(block.probabilities(block.keys()), block.values())
+            out[block.heads, block.rows] = attended.unflatten(1, (-1, out.shape[2]))
         return operands.sighted(operands.heads_of(out))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `forward`'s arguments."""
-        operands = _scaled_operands(ctx.form, ctx.saved_tensors)
-        gradients = Gradients(operands)
-        grad = operands.rows_of(operands.sighted(grad), operands.channels)
-        for block, heads in _blocks(operands):
-            rows = slice(block.start, block.stop)
-            query_rows, grad_rows = operands.query[heads, rows].flatten(1, 2), grad[heads, rows].flatten(1, 2)
-            key = block.keys(operands, heads)
-            probabilities = block.probabilities(operands, heads, key)
-            grad_value = torch.bmm(probabilities.mT, grad_rows)
-            block.add(grad_value, gradients.recent_value, gradients.stream_value, heads)
-            scores = torch.bmm(grad_rows, block.values(operands, heads).mT)
+        """Return the gradients of `forward`'s inputs."""
+        tensors = ctx.saved_tensors
+        operands = _Operands(*tensors, *ctx.form)
+        by_query = torch.empty_like(operands.query)
+        by_key, by_value = torch.zeros_like(operands.key), torch.zeros_like(operands.value)
+        by_bias, by_recent_key, by_recent_value = (
+            None if each is None else torch.zeros_like(each)
+            for each in (operands.bias, operands.recent_key, operands.recent_value)
+        )
+        grad = operands.rows_of(operands.sighted(grad))
+        for block in operands.blocks():
+            query, grad_rows, key = block.of_rows(operands.query), block.of_rows(grad), block.keys()
+            probabilities = block.probabilities(key)
+            block.add(torch.bmm(probabilities.mT, grad_rows), by_value, by_recent_value)
+            scores = torch.bmm(grad_rows, block.values().mT)
             scores = torch._softmax_backward_data(scores, probabilities, -1, scores.dtype)
-            block.add(torch.bmm(scores.mT, query_rows), gradients.recent_key, gradients.stream_key, heads)
-            gradients.query[heads, rows] = torch.bmm(scores, key).unflatten(1, (-1, grad.shape[2]))
-            if operands.top is not None and block.kept:
-                top = block.top(operands, scores).sum(1)  # these scores had no bias
-                entries = slice(block.kept - top.shape[1], block.kept)
-                gradients.stream_key[heads, entries, operands.channel] -= top
-        gradients.query *= ctx.form.scaling
-        return None, *gradients.unpack()
+            block.add(torch.bmm(scores.mT, query), by_key, by_recent_key)
+            by_query[block.heads, block.rows] = torch.bmm(scores, key).unflatten(1, (-1, grad.shape[2]))
+            if by_bias is not None:
+                block.add_bias(scores, by_bias)
+        by_query = operands.heads_of(by_query.mul_(ctx.form[0]))
+        flat = (by_key, by_value, by_bias, by_recent_key, by_recent_value)
+        gradients = (
+            None if each is None else each.to(like.dtype).view(like.shape)
+            for each, like in zip(flat, tensors[1:6], strict=True)
+        )  # fmt: skip
+        return by_query, *gradients, *[None] * 6
+
+
+class _Operands:
+    """The operands as matrices: batch and KV heads in one axis ("heads"), in float32 (float64 for float64).
+
+    Attributes:
+        query: scaled, [heads, time, group, channels]; the query heads of one KV head are adjacent, so keys are never
+            repeated.
+        key, value, recent_key, recent_value: [heads, time, channels].
+        bias: of the keys, [heads, time].
+        padding: likewise, `MASKED` where they are hidden.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
+        recent_value: Tensor | None, hidden: Tensor | None, first: Tensor | None, end: Tensor | None, scaling: float,
+        delay: int, keep_top: bool,
+    ) -> None:  # fmt: skip
+        self.given, self.hidden, self.first = query, hidden, first
+        self.batch, self.kv_heads, self.time, self.channels = key.shape
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.lag, self.near = delay if recent_key is not None else 0, delay + keep_top
+        self.query = self.rows_of(query)
+        self.query *= scaling
+        self.key, self.value = self._flat(key), self._flat(value)
+        self.recent_key, self.recent_value, self.bias = (
+            None if each is None else self._flat(each) for each in (recent_key, recent_value, log_keep)
+        )
+        if self.bias is not None:
+            self.bias = self.bias.clamp(min=MASKED)
+        self.padding = None
+        if hidden is not None:
+            padding = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, MASKED)
+            self.padding = padding.repeat_interleave(self.kv_heads, dim=0)
+
+    def _flat(self, states: Tensor) -> Tensor:
+        return states.to(self.dtype).flatten(0, 1).contiguous()
+
+    def rows_of(self, states: Tensor) -> Tensor:
+        """Copy [batch, query heads, time, channels] to [heads, time, group, channels]."""
+        rows = states.unflatten(1, (self.kv_heads, -1)).transpose(2, 3)
+        return rows.to(self.dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1)
+
+    def heads_of(self, rows: Tensor) -> Tensor:
+        """Copy [heads, time, group, channels] to the shape and dtype of the given query.
+
+        The memory is laid out as [batch, time, query heads, channels]: joining the heads afterwards costs nothing.
+        """
+        states = self.given.new_empty(self.batch, self.time, self.given.shape[1], self.channels)
+        rows = rows.unflatten(0, (self.batch, self.kv_heads)).transpose(1, 2)
+        states.view(rows.shape).copy_(rows)
+        return states.transpose(1, 2)
+
+    def sighted(self, states: Tensor) -> Tensor:
+        """Return [batch, query heads, time, channels] with 0 where a token and all before it are hidden."""
+        if self.hidden is None:
+            return states
+        seen = (~self.hidden).cumsum(dim=-1)
+        if self.first is not None:
+            seen = seen - torch.nn.functional.pad(seen, (1, 0)).gather(1, self.first.long())
+        return states.masked_fill((seen == 0)[:, None, :, None], 0)
+
+    def blocks(self) -> Iterator["_Block"]:
+        """Yield each block of rows of each slice of heads, small enough that their scores fit `_SCORES`."""
+        num_heads, time, group, _ = self.query.shape
+        num_rows = max(1, _ROWS[time > _LONG] // group)
+        firsts = lasts = [[0] * -(-time // num_rows)] * self.batch
+        if self.first is not None:
+            ends = torch.arange(num_rows - 1, time + num_rows - 1, num_rows).clamp(max=time - 1)
+            firsts, lasts = self.first[:, ::num_rows].tolist(), self.first[:, ends.to(self.first.device)].tolist()
+        for index, start in enumerate(range(0, time, num_rows)):
+            stop = min(start + num_rows, time)
+            columns = stop + min(self.lag, stop)
+            step = max(1, _SCORES.get(self.query.device.type, 1 << 26) // (num_rows * group * columns))
+            for head in range(0, num_heads, step):
+                heads = slice(head, min(head + step, num_heads))
+                rows = range(head // self.kv_heads, (heads.stop - 1) // self.kv_heads + 1)
+                lowest, highest = min(firsts[row][index] for row in rows), max(lasts[row][index] for row in rows)
+                yield _Block(self, heads, slice(start, stop), lowest, lowest < highest)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows start..stop; their columns are stream[:kept], then recent[window:stop]."""
+    """Rows of some heads; their columns are those of the stream, then those of the raw keys."""
 
-    start: int
-    stop: int
-    kept: int
-    window: int
-    unseen: int
-    """First column that some row of the block does not see."""
-    causal: Tensor
-    """0 where a row sees a column from `unseen` on, else -inf, [rows, 1, columns]."""
+    operands: _Operands
+    heads: slice
+    rows: slice
+    lowest: int
+    """First place that any row sees."""
+    is_divided: bool
+    """Whether some row does not see all places from `lowest` on, because its document starts later."""
 
-    def keys(self, operands: Operands, heads: slice) -> Tensor:
-        """Return the keys of the block's columns, [heads, columns, width]."""
-        return self._columns(operands.recent_key, operands.stream_key, heads)
+    @property
+    def stream(self) -> slice:
+        """Places that the block sees of the stream."""
+        stop = max(0, self.rows.stop - self.operands.lag)
+        return slice(min(self.lowest, stop), stop)
 
-    def values(self, operands: Operands, heads: slice) -> Tensor:
+    @property
+    def recent(self) -> slice:
+        """Places that the block sees raw."""
+        return slice(max(self.lowest, self.rows.start - self.operands.lag + 1), self.rows.stop)
+
+    def of_rows(self, states: Tensor) -> Tensor:
+        """Return the block's rows of [heads, time, group, channels], [heads, rows * group, channels]."""
+        return states[self.heads, self.rows].flatten(1, 2)
+
+    def keys(self) -> Tensor:
+        """Return the keys of the block's columns, [heads, columns, channels]."""
+        return self._columns(self.operands.key, self.operands.recent_key)
+
+    def values(self) -> Tensor:
         """Return the values of the block's columns, [heads, columns, channels]."""
-        return self._columns(operands.recent_value, operands.stream_value, heads)
+        return self._columns(self.operands.value, self.operands.recent_value)
 
-    def _columns(self, recent: Tensor | None, stream: Tensor, heads: slice) -> Tensor:
+    def _columns(self, stream: Tensor, recent: Tensor | None) -> Tensor:
         if recent is None:
-            return stream[heads, : self.kept]
-        recent = recent[heads, self.window : self.stop]
-        return torch.cat([stream[heads, : self.kept], recent], dim=1) if self.kept else recent
+            return stream[self.heads, self.stream]
+        return torch.cat([stream[self.heads, self.stream], recent[self.heads, self.recent]], dim=1)
 
-    def add(self, columns: Tensor, recent: Tensor | None, stream: Tensor, heads: slice) -> None:
-        """Add values of the block's columns to the recent and stream entries they came from."""
-        stream[heads, : self.kept] += columns[:, : self.kept]
+    def add(self, columns: Tensor, stream: Tensor, recent: Tensor | None) -> None:
+        """Add values of the block's columns to the stream and raw entries they came from."""
+        num_stream = self.stream.stop - self.stream.start
+        stream[self.heads, self.stream] += columns[:, :num_stream]
         if recent is not None:
-            recent[heads, self.window : self.stop] += columns[:, self.kept :]
+            recent[self.heads, self.recent] += columns[:, num_stream:]
 
-    def probabilities(self, operands: Operands, heads: slice, key: Tensor) -> Tensor:
+    def probabilities(self, key: Tensor) -> Tensor:
         """Return the attention of the block's rows to its columns, [heads, rows * group, columns]."""
-        scores = torch.bmm(operands.query[heads, self.start : self.stop].flatten(1, 2), key.mT)
-        scores.unflatten(1, (self.stop - self.start, -1))[..., self.unseen :] += self.causal
-        if operands.top is not None and self.kept:
-            top = self.top(operands, scores)
-            top.copy_(operands.top[heads, self.kept - top.shape[-1] : self.kept].mT)
-        return torch.softmax(scores, dim=-1, out=scores)
+        operands, stream = self.operands, self.stream
+        joined = torch.bmm(self.of_rows(operands.query), key.mT)
+        scores = joined.unflatten(1, (self.rows.stop - self.rows.start, -1))
+        if operands.bias is not None:
+            whole, part, has_bias = self._biased()
+            scores[..., whole] += operands.bias[self.heads, None, None, stream.start : stream.start + whole.stop]
+            places = slice(stream.start + part.start, stream.start + part.stop)
+            scores[..., part] += torch.where(has_bias, operands.bias[self.heads, None, None, places], 0.0)
+        if operands.padding is not None:
+            recent = None if operands.recent_key is None else operands.padding
+            scores += self._columns(operands.padding, recent)[:, None, None]
+        unseen = 0 if self.is_divided else max(0, self.rows.start - operands.lag - stream.start)
+        scores[..., unseen:].masked_fill_(self._unseen(unseen), -math.inf)
+        return torch.softmax(joined, dim=-1, out=joined)
 
-    def top(self, operands: Operands, scores: Tensor) -> Tensor:
-        """View each row's score of stream entry i - delay, [heads, group, rows that have one]."""
-        scores = scores.unflatten(1, (self.stop - self.start, -1))
-        row = max(self.start, operands.form.delay)
-        return scores[:, row - self.start :, :, row - operands.form.delay : self.kept].diagonal(0, 1, 3)
+    def _biased(self) -> tuple[slice, slice, Tensor]:
+        """Return the columns whose bias counts for all rows, those where it does for some, and where."""
+        start, near, stop = self.stream.start, self.operands.near, self.stream.stop
+        whole = min(max(0, self.rows.start - near + 1 - start), stop - start)
+        some = min(max(whole, self.rows.stop - near - start), stop - start)
+        rows, columns = self._places(slice(start + whole, start + some))
+        return slice(0, whole), slice(whole, some), rows - columns >= near
 
+    def add_bias(self, scores: Tensor, bias: Tensor) -> None:
+        """Add the gradients of the block's scores to those of the biases that they have."""
+        whole, part, has_bias = self._biased()
+        start = self.stream.start
+        bias[self.heads, start : start + whole.stop] += scores[..., whole].sum(1)
+        scores = scores[..., part].unflatten(1, (self.rows.stop - self.rows.start, -1))
+        bias[self.heads, start + part.start : start + part.stop] += scores.masked_fill(~has_bias, 0).sum((1, 2))
 
-def _scaled_operands(form: AttentionForm, tensors: tuple[Tensor | None, ...]) -> Operands:
-    assert tensors[0] is not None
-    operands = Operands(form, tensors, accumulation_dtype(tensors[0]), multiple=1)
-    operands.query *= form.scaling
-    return operands
+    def _unseen(self, from_column: int) -> Tensor:
+        """Tell which columns from one on the rows do not see, [1 or heads, rows, 1, columns]."""
+        lag = self.operands.lag
+        rows, columns = self._places(slice(self.stream.start + from_column, self.stream.stop))
+        unseen = columns > rows - lag
+        if self.operands.recent_key is not None:
+            columns = torch.cat([columns, (recent := self._places(self.recent)[1])], dim=-1)
+            unseen = torch.cat([unseen, (recent > rows) | (recent <= rows - lag)], dim=-1)
+        if not self.is_divided or self.operands.first is None:
+            return unseen[None]
+        first = self.operands.first[:, self.rows].repeat_interleave(self.operands.kv_heads, 0)[self.heads]
+        return unseen | (columns < first[:, :, None, None])
 
-
-def _blocks(operands: Operands) -> Iterator[tuple[_Block, slice]]:
-    """Yield each block of rows with each slice of heads, small enough that their scores fit `_SCORES`."""
-    num_heads, time, group, _ = operands.query.shape
-    device, delay = operands.query.device, operands.form.delay
-    num_rows = max(1, _ROWS // group)
-    for start in range(0, time, num_rows):
-        stop = min(start + num_rows, time)
-        kept, unseen = max(0, stop - delay), max(0, start - delay)
-        window = max(0, start - delay + 1) if delay else stop
-        rows = torch.arange(start, stop, device=device).unsqueeze(-1)
-        recent = torch.arange(window, stop, device=device)
-        seen = torch.arange(unseen, kept, device=device) <= rows - delay
-        seen = torch.cat([seen, (recent <= rows) & (recent > rows - delay)], dim=1)
-        causal = operands.query.new_zeros(seen.shape).masked_fill_(~seen, -math.inf).unsqueeze(1)
-        block = _Block(start, stop, kept, window, unseen, causal)
-        scores = num_rows * group * (kept + stop - window)
-        step = max(1, _SCORES.get(device.type, 1 << 26) // scores)
-        for first in range(0, num_heads, step):
-            yield block, slice(first, min(first + step, num_heads))
+    def _places(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return the places of the rows, [rows, 1, 1], and of columns, [columns]."""
+        device = self.operands.query.device
+        rows = torch.arange(self.rows.start, self.rows.stop, device=device)
+        return rows[:, None, None], torch.arange(columns.start, columns.stop, device=device)

@@ -1,0 +1,35 @@
+"""Where documents lie in a packed batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in a packed batch, for attention and decisions that restart at each."""
+
+    starts: Tensor
+    """True at the first token of each document, [B, T]."""
+    first: Tensor
+    """Place of the first token of each token's document, int32 [B, T]."""
+    end: Tensor
+    """Place behind the last token of each token's document, int32 [B, T]."""
+
+    @classmethod
+    def from_starts(cls, starts: Tensor) -> Documents:
+        """Find the documents by their first tokens, [B, T]; the start of a sequence starts one as well."""
+        places = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device).expand(starts.shape)
+        starts = starts | (places == 0)
+        first = places.where(starts, 0).cummax(1).values
+        following = places.where(starts, starts.shape[1]).roll(-1, 1)
+        following[:, -1] = starts.shape[1]
+        return cls(starts, first, following.flip(1).cummin(1).values.flip(1))
+
+    def to(self, device: Any) -> Documents:
+        """Move the tensors to a device."""
+        return Documents(*(each.to(device, non_blocking=True) for each in (self.starts, self.first, self.end)))

@@ -1,0 +1,223 @@
+"""Masked attention as one operator of PyTorch: Triton kernels on a GPU; shapes and FLOPs on any device.
+
+FlexAttention could state the same scores: a score_mod that adds captured biases, a block mask of documents. It is not
+used: the gradient of a captured tensor is an atomic addition for each score, a delayed merge's two ranges would be two
+calls and a merge, and it has no backward on a CPU, where plans trace a GPU's step and tests run these kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+LARGEST_HEAD = 256
+_LOG2_E = 1.4426950408889634
+
+
+@torch.library.custom_op("dmc::masked_attention", mutates_args=())
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor | None,
+    recent_key: Tensor | None,
+    recent_value: Tensor | None,
+    hidden: Tensor | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    scaling: float,
+    delay: int,
+    keep_top: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend, see `delayed_masked_attention`.
+
+    Args:
+        query: [B, H_q, T, D].
+        key: the stream, [B, H, T, D].
+        value: [B, H, T, D].
+        log_keep: biases, float32 [B, H, T]; None: all are 0.
+        recent_key: raw keys of the newest `delay` tokens, [B, H, T, D]; None: those of the stream.
+        recent_value: likewise.
+        hidden: True at keys that no query sees, [B, T].
+        first: of `Documents`.
+        end: of `Documents`.
+        scaling: multiplies query . key.
+        delay: newest tokens without a bias.
+        keep_top: whether the token before those has none either.
+    Returns:
+        The output, laid out in memory as [B, T, H_q, D], and the rows' log-sum-exps to base 2, float32 [B, H_q, T]:
+        +inf where a row sees nothing.
+    """
+    from dmc.models.masked_attention.kernels import forward_kernel
+
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
+    out, log_sum_exp = _shapes_of_forward(query)
+    sizes = _sizes("forward", query, key)
+    with torch.cuda.device_of(query):
+        forward_kernel[_grid(query, sizes["ROWS"])](
+            query, key, value, _contiguous(log_keep), *(recent or (None, None)), _contiguous(hidden),
+            _contiguous(first), out, log_sum_exp,
+            *_strides(query, key, value, *(recent or (key, value)), out),
+            query.shape[2], scaling * _LOG2_E, *_range(recent is not None, log_keep is not None, delay, keep_top),
+            **sizes,
+        )  # fmt: skip
+    return out, log_sum_exp
+
+
+@torch.library.custom_op("dmc::masked_attention_backward", mutates_args=())
+def fused_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor | None,
+    recent_key: Tensor | None,
+    recent_value: Tensor | None,
+    hidden: Tensor | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    scaling: float,
+    delay: int,
+    keep_top: bool,
+) -> list[Tensor]:
+    """Return the gradients of query, key, value, and of log_keep, recent_key and recent_value where they are given."""
+    from dmc.models.masked_attention.kernels import key_gradient_kernel, query_gradient_kernel
+
+    grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
+    recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
+    log_keep, hidden, first, end = (_contiguous(each) for each in (log_keep, hidden, first, end))
+    gradients = _shapes_of_backward(query, key, value, log_keep, recent)
+    query_grad, key_grad, value_grad, *others = gradients
+    bias_grad = None if log_keep is None else others[0]
+    delta, time = torch.empty_like(log_sum_exp), query.shape[2]
+    ranges = _range(recent is not None, log_keep is not None, delay, keep_top)
+    sizes = _sizes("query_gradient", query, key)
+    with torch.cuda.device_of(query):
+        query_gradient_kernel[_grid(query, sizes["ROWS"])](
+            query, key, value, log_keep, *(recent or (None, None)), hidden, first, out, grad, log_sum_exp, delta,
+            query_grad, *_strides(query, key, value, *(recent or (key, value)), out, grad, query_grad),
+            time, scaling * _LOG2_E, *ranges, **sizes,
+        )  # fmt: skip
+        sizes = _sizes("key_gradient", query, key)
+        of_stream = (key, value, log_keep, key_grad, value_grad, bias_grad), (ranges[0], None, ranges[1])
+        of_recent = (*(recent or ()), None, *others[-2:], None), (0, delay, 0)
+        for (keys, values, bias, *to), (lag, window, near) in (of_stream, of_recent)[: 1 + (recent is not None)]:
+            strides = _strides(query, keys, values, grad, *to[:2])
+            key_gradient_kernel[_grid(key, sizes["KEYS"])](
+                query, keys, values, bias, hidden, first, end, grad, log_sum_exp, delta, *to, *strides,
+                time, scaling * _LOG2_E, lag, window, near, **sizes,
+            )  # fmt: skip
+    return gradients
+
+
+def _shapes_of_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _shapes_of_backward(
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    gradients = [torch.empty_like(each) for each in (query, key, value)]
+    if log_keep is not None:
+        gradients.append(torch.empty_like(log_keep, memory_format=torch.contiguous_format))
+    return gradients + [torch.empty_like(each) for each in recent or ()]
+
+
+fused_attention.register_fake(_shapes_of_forward)
+
+
+@fused_attention_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
+    recent_value: Tensor | None, *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
+    return _shapes_of_backward(_rows(query), _rows(key), _rows(value), log_keep, recent)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    *tensors, out, log_sum_exp = ctx.saved_tensors
+    options = ctx.scaling, ctx.delay, ctx.keep_top
+    query, key, value, *others = fused_attention_backward(grad, *tensors, out, log_sum_exp, *options)
+    of_bias = None if tensors[3] is None else others.pop(0)
+    return query, key, value, of_bias, *(others or (None, None)), *[None] * 6
+
+
+fused_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.dmc.masked_attention)
+def _(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Count all scores, as torch does for its own causal attention."""
+    return sdpa_flop_count(query, _of_query_heads(query, key), _of_query_heads(query, value))
+
+
+@register_flop_formula(torch.ops.dmc.masked_attention_backward)
+def _(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, _of_query_heads(query, key), _of_query_heads(query, value))
+
+
+def _of_query_heads(query: Any, key: Any) -> tuple[int, ...]:
+    return key[0], query[1], key[2], key[3]
+
+
+def _range(has_recent: bool, has_bias: bool, delay: int, keep_top: bool) -> tuple[int, int]:
+    """Return from which distances on a key of the stream is seen, and has its bias."""
+    lag = delay if has_recent else 0
+    return lag, delay + keep_top if has_bias else lag
+
+
+def _rows(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _contiguous(states: Tensor | None) -> Tensor | None:
+    return None if states is None else states.contiguous()
+
+
+def _strides(*states: Tensor) -> list[tuple[int, ...]]:
+    return [each.stride()[:3] for each in states]
+
+
+def _grid(states: Tensor, size: int) -> tuple[int, int]:
+    return -(-states.shape[2] // size), states.shape[0] * states.shape[1]
+
+
+def tile(kernel: str, channels: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Return rows, keys, warps and stages of a kernel's programs, for which sm_80 and sm_90 have registers."""
+    if itemsize == 4:
+        return (32, 32, 4 if kernel == "forward" else 8, 1) if channels <= 128 else (16, 16, 4, 1)
+    if channels <= 128:
+        return (64, 64, 8, 2) if kernel == "key_gradient" else (64, 32, 4, 2)
+    return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
+
+
+def _sizes(kernel: str, query: Tensor, key: Tensor) -> dict[str, Any]:
+    channels = max(16, 1 << (query.shape[-1] - 1).bit_length())
+    rows, keys, warps, stages = tile(kernel, channels, query.element_size())
+    is_exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return {
+        "KV_HEADS": key.shape[1],
+        "GROUP": query.shape[1] // key.shape[1],
+        "HEAD_DIM": query.shape[-1],
+        "CHANNELS": channels,
+        "ROWS": rows,
+        "KEYS": keys,
+        "PRECISION": "ieee" if is_exact else "tf32",
+        "num_warps": warps,
+        "num_stages": stages,
+    }
