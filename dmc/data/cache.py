@@ -7,6 +7,7 @@ folder at a time, others wait for it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import multiprocess
@@ -32,7 +34,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dmc.checksums import available_cores, file_damage, read_list, write_list
-from dmc.data.encoding import DocumentEncoder
+from dmc.data.encoding import EMPTY, DocumentEncoder, Refusals
 from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
@@ -133,7 +135,9 @@ class _Cache:
             table = self._open_whole()
             if table is None:
                 self._remove_damaged()
-                write_list(self.folder / INDEX_NAME, [path for part in self._parts(tokenize_num_proc) for path in part])
+                files = [path for part in self._parts(tokenize_num_proc) for path in part]
+                self._check_refused(files)
+                write_list(self.folder / INDEX_NAME, files)
                 table = TokenTable(partial(_open_files, list(self._records())))
                 if table.num_skipped:
                     lacks = "an answer, or refused" if self.source.has_loss_mask else "text or not in utf-8"
@@ -150,6 +154,7 @@ class _Cache:
         features = {"input_ids": ids}
         if self.source.has_loss_mask:
             features["scored"] = datasets.List(datasets.Value("uint8"))
+            features["refusal"] = datasets.Value("string")
         for number in range(num_parts):
             with _quiet(), self._naming_failures(tokenize_num_proc):
                 part = datasets.Dataset.from_generator(
@@ -161,6 +166,15 @@ class _Cache:
                     fingerprint=f"{number}",
                 )
             yield [Path(file["filename"]) for file in part.cache_files]
+
+    def _check_refused(self, files: Sequence[Path]) -> None:
+        """Refuse a source of whose chats the template refuses more than a tenth."""
+        if self.source.has_loss_mask:
+            refusals = Refusals(self.source.label)
+            for path in files:
+                for reason in datasets.Dataset.from_file(str(path)).data.table["refusal"].to_pylist():
+                    refusals.add(dataclasses.replace(EMPTY, refusal=reason))
+            refusals.check()
 
     @property
     def _vocab_size(self) -> int:
@@ -183,15 +197,15 @@ class _Cache:
             ) from error
 
     def _require_text(self) -> None:
-        refusal = ""
+        refusals = Refusals(self.source.label)
         for document in self.source.read(self.source.stream()):
             encoded = self.encoder([document])[0]
             if len(encoded.token_ids):
                 return
-            refusal = refusal or encoded.refusal
-        told = f"; the chat template refuses them: {refusal}" if refusal else " (in utf-8)"
+            refusals.add(encoded)
+        refusals.check()
         raise ValueError(
-            f"The corpus {self.source.label!r} is empty: no document holds text{told}. Check its path and column."
+            f"The corpus {self.source.label!r} is empty: no document holds text (in utf-8). Check its path and column."
         )
 
     def _open_whole(self) -> TokenTable | None:
@@ -239,15 +253,17 @@ class _Cache:
 
 def _rows(
     source: DocumentSource, encoder: DocumentEncoder, part: tuple[int, int], num_jobs: int, jobs: list[int]
-) -> Iterator[dict[str, np.ndarray]]:
+) -> Iterator[dict[str, Any]]:
     """Yield one row for each document of some jobs of a part of a source, empty where it holds no text."""
     _obey_parent()
     try:
         for job in jobs:
             for batch in _batches(source.read(source.stream().shard(*part).shard(num_jobs, job))):
-                for encoded in encoder(batch, source.label):
-                    row = {"input_ids": encoded.token_ids}
-                    yield row if encoded.scored is None else row | {"scored": encoded.scored}
+                for encoded in encoder(batch):
+                    row: dict[str, Any] = {"input_ids": encoded.token_ids}
+                    if encoded.scored is not None:
+                        row |= {"scored": encoded.scored, "refusal": encoded.refusal}
+                    yield row
     except (ValueError, TypeError, OSError) as error:
         raise _TextError(str(error)) from error
 
@@ -280,7 +296,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _open_files(paths: Sequence[Path]) -> TokenArrays:
     """Map the Arrow files: the values of a column of lists are the token ids, one document after the other."""
     table = pa.concat_tables([datasets.Dataset.from_file(str(path)).data.table for path in paths])
-    flat = {name: pc.list_flatten(table[name]) for name in table.column_names}
+    flat = {name: pc.list_flatten(table[name]) for name in table.column_names if name != "refusal"}
     ends = np.cumsum(pc.list_value_length(table["input_ids"]).to_numpy(), dtype=np.int64)
     return TokenArrays(flat["input_ids"], ends, flat.get("scored"))
 

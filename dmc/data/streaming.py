@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.data.encoding import DocumentEncoder
+from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.order import blend_schedule, integer_shares
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
 
 _BATCH_DOCUMENTS = 16
+JUDGED_CHATS = 100
+"""Chats after which it is known whether the chat template refuses too many."""
 MOST_WITHOUT_TOKENS = 2**16
 """Consecutive documents without tokens after which a repeating lane is known to have no others."""
 
@@ -92,6 +94,7 @@ class StreamReader(Iterator[np.ndarray]):
         stream: one of `open_stream_shards`.
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
+        refusals: where refused chats are counted.
         state: its `state` of before, to go on there; None: at the beginning.
     """
 
@@ -101,9 +104,11 @@ class StreamReader(Iterator[np.ndarray]):
         stream: IterableDataset,
         encoder: DocumentEncoder,
         sequence_length: int,
+        refusals: Refusals,
         state: dict[str, Any] | None = None,
     ) -> None:
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
+        self.refusals = refusals
         self.state = state or {"stream": None, "remainder": [], "num_yielded": 0}
         """The stream's own state before the batch of documents in work, the tokens left over from before that batch,
         fewer than a sequence, and how many sequences are cut from both; replaced, never changed."""
@@ -117,18 +122,19 @@ class StreamReader(Iterator[np.ndarray]):
         documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
             parts = [np.array(self.state["remainder"], dtype=np.int64)]
-            for encoded in self.encoder(batch, self.source.label):
+            for encoded in self.encoder(batch):
+                self.refusals.add(encoded)
                 part = 4 * encoded.token_ids.astype(np.int64)
                 part += 2 if encoded.scored is None else 2 * encoded.scored
                 part[:1] += 1
                 parts.append(part)
+            if self.refusals.num_chats >= JUDGED_CHATS:
+                self.refusals.check()
             num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
             if num_without >= MOST_WITHOUT_TOKENS:
-                has_refused = self.encoder.refused[self.source.label]
-                refused = f"; the chat template refuses chats: {self.encoder.refusal}" if has_refused else ""
                 raise ValueError(
                     f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
-                    f"of a chat, messages of the role 'assistant'{refused}"
+                    "of a chat, messages of the role 'assistant'"
                 )
             tokens = np.concatenate(parts)
             num_sequences, length = len(tokens) // self.sequence_length, self.sequence_length
@@ -189,6 +195,7 @@ class StreamLoader:
         self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
         self._schedule = blend_schedule(integer_shares([source.weight for source in sources]))
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+        self.refusals = [Refusals(source.label) for source in sources]
         self.sequence_length = sequence_length
         self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
         self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
@@ -247,9 +254,10 @@ class StreamLoader:
 
     def _open_lane(self, lane: int) -> list[StreamReader]:
         state = self._states.get(lane, {"sources": [None] * len(self.sources)})
-        parts = zip(self.sources, self.lanes[lane], state["sources"], strict=True)
+        parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
         return [
-            StreamReader(source, stream, self.encoder, self.sequence_length, place) for source, stream, place in parts
+            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
+            for source, stream, refusals, place in parts
         ]
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
