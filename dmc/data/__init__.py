@@ -6,9 +6,10 @@ window, in sequences) -> `facts.py` (what is written into them) -> `order.py` (w
 position) -> `report.py` (how much there is of what). `streaming.py` does all of it on the fly.
 """
 
-from dmc.data.cache import build_packed
+from dmc.data.cache import build_packed, check_text
 from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.facts import FactSequences, FactWriter
+from dmc.data.hub import local_copy, once
 from dmc.data.megatron import MegatronSource
 from dmc.data.order import Blend, OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens
@@ -34,8 +35,11 @@ __all__ = [
     "StreamLoader",
     "TextSource",
     "build_packed",
+    "check_text",
     "format_report",
     "framing_of",
+    "local_copy",
+    "once",
     "report_sources",
     "train_tokenizer",
     "write_report",

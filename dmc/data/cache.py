@@ -100,6 +100,18 @@ def build_packed(
     return packed[0] if len(packed) == 1 else Blend(packed, [source.weight for source in sources], seed)
 
 
+def check_text(
+    sources: Sequence[DocumentSource],
+    tokenizer: PreTrainedTokenizerBase,
+    cache_folder: str | Path,
+    framing: Framing | None = None,
+) -> None:
+    """Raise a clear error if a source is neither in the cache nor readable, see `build_packed`; write nothing."""
+    encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+    for source in sources:
+        _Cache(source, encoder, Path(cache_folder)).open()
+
+
 class _Cache:
     """The tokens of a source, and the folder that they are kept in."""
 

@@ -47,6 +47,12 @@ def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
         )
 
 
+def check_stream(source: DocumentSource) -> None:
+    """Raise a clear error if a source cannot be streamed: it is empty, or has no such column."""
+    if all(document is None for document in source.documents()):
+        raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
+
+
 def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int) -> list[list[IterableDataset]]:
     """Split streams into lanes: endless parts of every source, together all of its documents.
 
@@ -59,15 +65,10 @@ def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int
         num_stream_shards: lanes; each that is read holds a file of every source open.
     Returns:
         The streams of each lane, in the order of `sources`.
-    Raises:
-        ValueError: a source is empty or has no such column.
     """
     parts = []
     for source in sources:
-        stream = source.stream()
-        if all(document is None for document in source.read(stream)):
-            raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
-        parts.append([part.repeat(None) for part in _split(stream, num_stream_shards)])
+        parts.append([part.repeat(None) for part in _split(source.stream(), num_stream_shards)])
     return [list(streams) for streams in zip(*parts, strict=True)]
 
 
@@ -172,7 +173,7 @@ class StreamLoader:
         framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
         document_starts: whether batches have the starts of documents.
     Raises:
-        ValueError: the ranks cannot share the lanes, or a source is empty.
+        ValueError: the ranks cannot share the lanes.
     """
 
     def __init__(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Sized
@@ -24,13 +27,18 @@ from dmc.data import (
     SourceReport,
     StreamLoader,
     build_packed,
+    check_text,
     format_report,
     framing_of,
+    local_copy,
+    once,
     report_sources,
     train_tokenizer,
     write_report,
 )
+from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.sources import files_digest
+from dmc.data.streaming import check_stream
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
 from dmc.target import build_target, build_targets
@@ -43,12 +51,33 @@ SPLITS = ("train", "validation", "calibration", "test")
 _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 
 
+def fetched(config: RunConfig) -> RunConfig:
+    """Name the local copies of a run's model, teacher and tokenizer that are on the hub, see `dmc.data.hub`."""
+    model, tokenizer, training = config.model, config.data.tokenizer, config.training
+    distillation = training.distillation
+    if distillation is not None and distillation.path is not None:
+        path = local_copy(distillation.path, model.revision if distillation.path == model.path else None)
+        training = dataclasses.replace(training, distillation=dataclasses.replace(distillation, path=path))
+    if tokenizer.path is not None:
+        path = local_copy(
+            tokenizer.path, model.revision if tokenizer.path == model.path else None, files=TOKENIZER_FILES
+        )
+        tokenizer = dataclasses.replace(tokenizer, path=path)
+    if model.path is not None:
+        local_copy(model.path, model.revision, files=["config.json"])  # which a start reads first
+        path = local_copy(model.path, model.revision)
+        model = dataclasses.replace(model, path=path, revision=model.revision if path == model.path else None)
+    data = dataclasses.replace(config.data, tokenizer=tokenizer)
+    return dataclasses.replace(config, model=model, data=data, training=training)
+
+
 def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer, that of the model where the data names none, or train it on the training text."""
     if data.tokenizer.train_vocab_size is not None:
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
-        return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
+        described = json.dumps([source.description() for source in sources], default=str)
+        return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder), sources=described)
     path = str(data.tokenizer.path or model.path)
     return load_tokenizer(path, model.revision if path == model.path else None)
 
@@ -56,15 +85,23 @@ def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizer
 def text_digests(config: RunConfig) -> dict[str, str]:
     """Return hashes of the training text by setting's name, from samples of each source.
 
+    That of text on the hub is taken once, when it is prepared or first read.
+
     Raises:
         ValueError, OSError: a source is missing, or has no text.
     """
     data = config.data
-    found = {
-        f"data.{split}.{name}": build_target(settings, f"data.{split}.{name}").digest()
-        for split in ("train", "validation")
-        for name, settings in getattr(data, split).items()
-    }
+    found = {}
+    for split in ("train", "validation"):
+        for name, settings in getattr(data, split).items():
+            source = build_target(settings, f"data.{split}.{name}")
+            key = f"data.{split}.{name}"
+            if source.is_remote:
+                described = json.dumps(source.description(), sort_keys=True, default=str)
+                file = Path(data.cache_folder) / "hub" / hashlib.sha256(described.encode()).hexdigest()
+                found[key] = once(file, source.digest)
+            else:
+                found[key] = source.digest()
     folder = Path(data.tokenizer.path or config.model.path or "")
     if data.tokenizer.train_vocab_size is None and folder.is_dir():
         files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
@@ -90,11 +127,15 @@ def held_out_batches(
 
 
 def prepare_text(config: RunConfig) -> list[SourceReport]:
-    """Tokenize all text of a run, and write down beside it how much there is.
+    """Tokenize all text of a run, fetch its models, and write down beside the text how much there is.
+
+    What comes from the hub is in the caches then: a start needs no network.
 
     Raises:
         ValueError, OSError: see `dmc.data.build_packed`.
     """
+    config = fetched(config)
+    text_digests(config)
     data = TextData(
         config,
         build_tokenizer(config.data, config.model),
@@ -129,11 +170,10 @@ class TextData(LightningDataModule):
             ValueError, OSError: a source is not there, or holds no text.
         """
         for split in self._cached_splits():
-            for source in self._sources(split):
-                source.check()
+            check_text(self._sources(split), self.tokenizer, self.config.data.cache_folder, self.framing)
         if self.config.data.streaming:
             for source in self._sources("train"):
-                source.stream()
+                check_stream(source)
 
     def prepare_data(self) -> None:
         """Tokenize into the cache, once per machine; machines that share a folder share the work."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dmc.data import StreamLoader, TextSource
 from dmc.data.order import blend_schedule
-from dmc.data.streaming import open_stream_shards
+from dmc.data.streaming import check_stream, open_stream_shards
 
 LENGTH = 16
 NUM_LANES = 12
@@ -196,7 +196,7 @@ def test_errors_name_the_value_and_the_remedy(
     source = TextSource(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is empty: no document is text"):
-        open_stream_shards([source], 1)
+        check_stream(source)
     (tmp_path / "a.txt").write_bytes(b"one document")
     with pytest.raises(ValueError, match=r"shard 1 of 2 has no text of a source; lower data\.stream_shards"):
         list(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4))
