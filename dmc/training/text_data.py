@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Sized
 from pathlib import Path
@@ -24,17 +23,13 @@ from dmc.data import (
     OrderedDataset,
     PackedTokens,
     ResumableOrder,
-    SourceReport,
     StreamLoader,
     build_packed,
     check_text,
-    format_report,
     framing_of,
     local_copy,
     once,
-    report_sources,
     train_tokenizer,
-    write_report,
 )
 from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.sources import files_digest
@@ -46,7 +41,6 @@ from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.counted_steps import CountedSteps
 from dmc.training.stages import Plan
 
-logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "calibration", "test")
 _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 
@@ -126,8 +120,8 @@ def held_out_batches(
     return batches
 
 
-def prepare_text(config: RunConfig) -> list[SourceReport]:
-    """Tokenize all text of a run, fetch its models, and write down beside the text how much there is.
+def prepare_text(config: RunConfig) -> list[str]:
+    """Tokenize all text of a run and fetch its models; say how much there is, a line for each source.
 
     What comes from the hub is in the caches then: a start needs no network.
 
@@ -141,10 +135,7 @@ def prepare_text(config: RunConfig) -> list[SourceReport]:
         build_tokenizer(config.data, config.model),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
-    data.prepare_data()
-    reports = data.report()
-    write_report(reports, Path(config.data.cache_folder))
-    return reports
+    return data.describe()
 
 
 class TextData(LightningDataModule):
@@ -181,15 +172,11 @@ class TextData(LightningDataModule):
             self._packed(split)
 
     def setup(self, stage: str) -> None:
-        """Open the training text, and write into the run's folder how much text there is."""
+        """Open the training text."""
         if not self.config.data.streaming:
             self._train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
                 self._train = Subset(self._train, range(count))
-        if self.trainer is not None and self.trainer.is_global_zero:
-            reports = self.report()
-            write_report(reports, Path(self.config.output_dir))
-            logger.info("Text of the run:\n%s", format_report(reports))
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader | CountedSteps:
         """Start at the sample after the last one that an optimizer step has consumed."""
@@ -207,7 +194,8 @@ class TextData(LightningDataModule):
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_stream_shards": self.config.data.stream_shards, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
-            options |= {"document_starts": training.document_masking}
+            options |= {"document_starts": training.document_masking, "seed": self.config.seed}
+            options |= {"worker_init_fn": leave_signals_to_parent}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
@@ -229,13 +217,19 @@ class TextData(LightningDataModule):
         sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split, has_questions)
         return held_out_batches(sequences, count, training.micro_batch_size)
 
-    def report(self) -> list[SourceReport]:
-        """Return the size of each source and how often the run reads it."""
-        reports = report_sources("train", self._sources("train")) if self.config.data.streaming else []
+    def describe(self) -> list[str]:
+        """Return how much text there is, tokenized where it is not yet, a line for each source that is not streamed."""
+        lines = []
         for split in self._cached_splits():
-            num_draws = self.num_draws if split == "train" else None
-            reports += report_sources(split, self._sources(split), self._packed(split), num_draws)
-        return reports
+            packed = self._packed(split)
+            parts = packed.datasets if isinstance(packed, Blend) else [packed]
+            for source, part in zip(self._sources(split), parts, strict=True):
+                table = part.tokens
+                lines.append(
+                    f"{split}: {len(table):,} tokens in {table.num_documents:,} documents of {source.label}, "
+                    f"{table.num_skipped:,} skipped"
+                )
+        return lines
 
     def _cached_splits(self) -> list[str]:
         data = self.config.data

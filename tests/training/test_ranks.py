@@ -157,7 +157,7 @@ def test_rank_zero_alone_writes(two_ranks, tmp_path):
     assert len(starts(folder)) == len(logged_parts(folder)) == 1
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [step_name(7), step_name(8)]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "data.json", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
+        "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip
 
 
